@@ -1,0 +1,39 @@
+"""kerasdp: a Keras model trained on one or many devices with PyTorch, JAX or TensorFlow, and learning the same.
+
+Importing this package loads no framework: the backend is chosen when a run starts.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kerasdp.config import Config
+from kerasdp.errors import RunError, UserError
+from kerasdp.launch import launch
+
+if TYPE_CHECKING:
+    from kerasdp.cli import main
+    from kerasdp.portability import portable
+    from kerasdp.runner import Runner
+    from kerasdp.models import build_model
+    from kerasdp.data import load_data
+    from kerasdp.optimizers import make_optimizer
+
+__version__ = "0.1.0"
+
+# What needs Keras or absl is imported when it is first asked for.
+_HOMES = {
+    "Runner": "kerasdp.runner",
+    "build_model": "kerasdp.models",
+    "load_data": "kerasdp.data",
+    "main": "kerasdp.cli",
+    "make_optimizer": "kerasdp.optimizers",
+    "portable": "kerasdp.portability",
+}
+
+__all__ = ["Config", "RunError", "UserError", "launch", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

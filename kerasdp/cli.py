@@ -1,0 +1,130 @@
+"""The command line: the only place that defines flags, and that turns them into a `Config`."""
+
+import datetime
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from kerasdp import config as choices
+from kerasdp.config import Config
+from kerasdp.errors import RunError, UserError
+from kerasdp.launch import launch
+
+FLAGS = flags.FlagValues()
+GROUPS: dict[str, list[str]] = {}
+
+_DEFAULTS = Config()
+
+
+def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
+    kind(name, default, text, flag_values=FLAGS)
+    GROUPS.setdefault(group, []).append(name)
+
+
+def _define_flags() -> None:
+    text, number, real, switch = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_boolean
+    names = {key: ", ".join(getattr(choices, key)) for key in ("BACKENDS", "MODELS", "DATASETS", "PRECISIONS")}
+
+    group = "Backend and devices"
+    _define(group, "backend", text, None, f"{names['BACKENDS']}. Default: $KERAS_BACKEND, else the first installed.")
+    _define(group, "gpus", number, None, "Devices to train on, a replica each. Default: all GPUs there are, or 1. "
+            "Without any GPU: so many virtual CPU devices.")  # fmt: skip
+    _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
+    _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
+
+    group = "Model and data"
+    _define(group, "model", text, _DEFAULTS.model, f"{names['MODELS']}, or your own: path/to/file.py:function or "
+            "package.module:function, called as f(input_shape=, num_classes=), which returns a Keras model that "
+            "gives logits.")  # fmt: skip
+    _define(group, "dataset", text, _DEFAULTS.dataset, f"{names['DATASETS']}, or your own: file.py:function, which "
+            "returns (x_train, y_train), (x_test, y_test). Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', "
+            "'images(size=(64,64))'.")  # fmt: skip
+    _define(group, "data_dir", text, None, "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for "
+            "images a sub-folder for each class.")  # fmt: skip
+
+    group = "Training"
+    _define(group, "batch_size", number, _DEFAULTS.batch_size, "Samples a step over all devices: the global batch.")
+    _define(group, "epochs", number, _DEFAULTS.epochs, "Passes over the training data.")
+    _define(group, "max_steps", number, None, "Ends the run after so many updates.")
+    _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
+    _define(group, "learning_rate", real, None, "Default: the optimizer's own.")
+    _define(group, "lr_base_batch", number, None, "Multiplies the rate by batch_size over this number.")
+    _define(group, "kernel_initializer", text, None, "Of every kernel: 'random_normal(stddev=0.01)'. Default: the model's.")
+    _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "
+            "replica's part of it (replica).")  # fmt: skip
+    _define(group, "seed", number, _DEFAULTS.seed, "Of initial weights, sample order and dropout.")
+
+    group = "Output"
+    _define(group, "workdir", text, None, "Folder for what the run leaves. Default: a new one in runs/.")
+    _define(group, "log_every", number, _DEFAULTS.log_every, "Steps between two lines of steps.jsonl.")
+    _define(group, "verbose", number, None, "0: nothing, 1: progress bar, 2: a line an epoch. Default: a bar in a terminal.")
+    _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
+
+
+_define_flags()
+flags.DEFINE_boolean("help", False, "Print this help.", flag_values=FLAGS, short_name="h")
+flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "flagfile", "", ""), FLAGS)
+
+
+def help_text(program: str) -> str:
+    """The flags in their groups."""
+    lines = [f"usage: python {program} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
+    for group, names in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for name in names:
+            flag = FLAGS[name]
+            default = "" if flag.default in (None, False) else f" Default: {flag.default}."
+            lines.append(textwrap.fill(
+                f"--{name}: {flag.help}{default}", width=100, initial_indent="  ", subsequent_indent="      "
+            ))  # fmt: skip
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str]) -> Config:
+    """Turns a command line into a `Config`.
+
+    Args:
+        arguments: `sys.argv`, the program's name included.
+
+    Raises:
+        UserError: if a flag is unknown or its value cannot be used.
+        SystemExit: after `--help`.
+    """
+    FLAGS.unparse_flags()
+    try:
+        rest = FLAGS(arguments, known_only=False)
+    except flags.Error as error:
+        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
+    if FLAGS["help"].value:
+        print(help_text(arguments[0]))
+        raise SystemExit(0)
+    if len(rest) > 1:
+        raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
+    values = {name: FLAGS[name].value for names in GROUPS.values() for name in names}
+    values["num_devices"] = values.pop("gpus")
+    if values["workdir"] is None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
+    return Config(**values)
+
+
+def main(train: Callable[..., Any]) -> None:
+    """Runs `train(runner)` as the flags say, and ends the program.
+
+    A user's mistake is one line and exit code 2; a run that fails is its own error and exit code 1.
+    """
+    # Schedulers and `kill` send SIGTERM: leave by the same way as Ctrl-C, so that no process stays behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        launch(train, parse(sys.argv))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)

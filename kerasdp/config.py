@@ -1,0 +1,141 @@
+"""What a run is: one frozen record of every choice, checked when it is made."""
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+from kerasdp import spec
+from kerasdp.errors import UserError
+
+BACKENDS = ("torch", "jax", "tensorflow")
+DEVICES = ("auto", "gpu", "cpu")
+BATCH_NORMS = ("sync", "replica")
+PRECISIONS = ("float32", "bfloat16", "float16")
+MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every choice of a run.
+
+    `kerasdp.launch` reads the fields on devices, batch norm, precision, seed and output; the main job reads all.
+
+    Args:
+        backend: `"torch"`, `"jax"` or `"tensorflow"`. None: $KERAS_BACKEND, else the first installed.
+        num_devices: replicas of the model, one a device. None: all GPUs there are, or 1.
+        device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
+        model: a model of `kerasdp.models`, or the user's own function (`file.py:function`).
+        dataset: a data set of `kerasdp.data`, or the user's own function.
+        data_dir: folder of the data set's files. None: where Keras or the system keeps them.
+        batch_size: samples a step, over all devices: the global batch.
+        epochs: passes over the training data.
+        max_steps: updates after which the run ends. None: only `epochs` counts.
+        optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
+        learning_rate: None: the optimizer's own default.
+        lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
+        kernel_initializer: a Keras initializer for every convolution and dense kernel of the kit's models,
+            as `random_normal(stddev=0.01)`. None: each layer's default.
+        batch_norm: statistics over the global batch (`"sync"`) or each replica's part (`"replica"`).
+        precision: of the layers' arithmetic; variables stay in float32.
+        seed: of initial weights, sample order and dropout.
+        workdir: folder for what the run leaves. None: nothing is written.
+        log_every: steps between two lines of steps.jsonl.
+        verbose: 0 nothing, 1 progress bar, 2 a line an epoch; None: a bar in a terminal, else lines.
+        tensorboard: write event files into the workdir.
+
+    Raises:
+        UserError: if a value is out of its range.
+    """
+
+    backend: str | None = None
+    num_devices: int | None = None
+    device: str = "auto"
+    model: str = "convnet"
+    dataset: str = "digits"
+    data_dir: str | None = None
+    batch_size: int = 64
+    epochs: int = 10
+    max_steps: int | None = None
+    optimizer: str = "adam"
+    learning_rate: float | None = None
+    lr_base_batch: int | None = None
+    kernel_initializer: str | None = None
+    batch_norm: str = "sync"
+    precision: str = "float32"
+    seed: int = 0
+    workdir: str | None = None
+    log_every: int = 10
+    verbose: int | None = None
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, (None, *BACKENDS))
+        _one_of("device", self.device, DEVICES)
+        _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("verbose", self.verbose, (None, 0, 1, 2))
+        for flag, value in (
+            ("gpus", self.num_devices),
+            ("batch_size", self.batch_size),
+            ("epochs", self.epochs),
+            ("max_steps", self.max_steps),
+            ("lr_base_batch", self.lr_base_batch),
+            ("log_every", self.log_every),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value}")
+        if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise UserError(f"--learning_rate: expected a number above 0. Received: {self.learning_rate}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed: expected a whole number from 0 to 4294967295. Received: {self.seed}")
+        if self.tensorboard and self.workdir is None:
+            raise UserError("--tensorboard writes into the workdir, but none is set: add --workdir=FOLDER")
+        for flag in ("model", "dataset", "optimizer", "kernel_initializer"):
+            if getattr(self, flag) is not None:
+                name, _ = spec.parse(getattr(self, flag), flag)
+                known = {"model": MODELS, "dataset": DATASETS}.get(flag)
+                if known and name not in known and not spec.is_user_function(name):
+                    raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
+        if self.num_devices is not None:
+            self.check_batch(self.num_devices)
+
+    def check_batch(self, num_replicas: int) -> None:
+        """Raises `UserError` if the global batch leaves a replica without a sample."""
+        if self.batch_size < num_replicas:
+            raise UserError(
+                f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
+                f"for {num_replicas} devices. Received: {self.batch_size}"
+            )
+
+    def replica_batch_size(self, num_replicas: int) -> int:
+        """Samples of a full batch on one replica (the last replica holds fewer if they do not divide)."""
+        return -(-self.batch_size // num_replicas)
+
+    def scaled_learning_rate(self, default: float) -> float:
+        """The rate in use: `learning_rate`, or the optimizer's `default`, scaled if `lr_base_batch` is set."""
+        rate = default if self.learning_rate is None else self.learning_rate
+        return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a dictionary that JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+def check_workdir(workdir: str) -> None:
+    """Makes the workdir, and raises `UserError` if nothing can be written there."""
+    probe = os.path.join(workdir, ".writable")
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        with open(probe, "w"):
+            pass
+        os.remove(probe)
+    except OSError as error:
+        raise UserError(f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder") from error
+
+
+def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(str(name) for name in allowed if name is not None)
+        raise UserError(f"--{flag}: expected one of {names}. Received: {value!r}")

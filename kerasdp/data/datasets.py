@@ -1,0 +1,199 @@
+"""The named data sets. Images are uint8 from 0 to 255: that is how they travel to the device."""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp import spec
+from kerasdp.config import Config
+from kerasdp.data import idx
+from kerasdp.data.order import epoch_order
+from kerasdp.data.sources import ArraySource, ImageFolder, Source, list_images
+from kerasdp.errors import UserError
+
+# Where Debian and Ubuntu put the package dataset-fashion-mnist.
+DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
+
+Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A data set for classification.
+
+    Args:
+        train: samples to learn from.
+        test: held-out samples.
+        input_shape: shape of one input, without the batch axis.
+        num_classes: labels are 0 to num_classes - 1.
+    """
+
+    train: Source
+    test: Source
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+
+def load_data(config: Config) -> Dataset:
+    """Loads `config.dataset`.
+
+    Raises:
+        UserError: if there is no such data set, or its files are missing, damaged or out of range.
+    """
+    name, arguments = spec.parse(config.dataset, "dataset")
+    if spec.is_user_function(name):
+        return from_arrays(spec.load_user_function(name, "dataset")(**arguments), config.dataset)
+    try:
+        return DATASETS[name](config.data_dir, **arguments)
+    except TypeError as error:
+        if name in DATASETS and "unexpected keyword" in str(error):
+            raise UserError(f"--dataset: {name} does not take these arguments ({error})") from error
+        raise
+
+
+def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:
+    """Makes a `Dataset` of `(x_train, y_train), (x_test, y_test)`.
+
+    Args:
+        arrays: inputs of shape `(samples, ...)`, labels of shape `(samples,)` or `(samples, 1)`.
+        name: the data set's name, for the error message.
+        num_classes: None: one more than the largest label of the training data.
+
+    Raises:
+        UserError: if the labels are not whole numbers from 0 to num_classes - 1.
+    """
+    try:
+        (x_train, y_train), (x_test, y_test) = arrays
+        y_train, y_test = (np.asarray(y).reshape(len(y)) for y in (y_train, y_test))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--dataset: {name} must return (x_train, y_train), (x_test, y_test) arrays: {error}") from error
+    if num_classes is None and len(y_train) and np.issubdtype(y_train.dtype, np.integer):
+        num_classes = int(y_train.max()) + 1
+    for split, labels in (("train", y_train), ("test", y_test)):
+        if not np.issubdtype(labels.dtype, np.integer):
+            raise UserError(f"--dataset: expected whole numbers as {split} labels of {name}. Received: {labels.dtype}")
+        outside = labels[(labels < 0) | (labels >= num_classes)]
+        if outside.size:
+            raise UserError(
+                f"--dataset: expected labels from 0 to {num_classes - 1} in {name}. "
+                f"Received: {outside[0]} among the {split} labels"
+            )
+    return Dataset(
+        train=ArraySource(x_train, y_train.astype("int32")),
+        test=ArraySource(x_test, y_test.astype("int32")),
+        input_shape=tuple(np.shape(x_train)[1:]),
+        num_classes=num_classes,
+    )
+
+
+def digits(data_dir: str | None) -> Dataset:
+    """1,797 real handwritten digits (Alpaydin and Kaynak 1998), from scikit-learn: no download.
+
+    Each of the 8x8 pixels becomes 3x3, with a border of 2: 28x28, like MNIST. 1,437 to learn from, 360 held out.
+    """
+    from sklearn.datasets import load_digits
+
+    _refuse_data_dir("digits", data_dir)
+    images, labels = load_digits(return_X_y=True)
+    images = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype("uint8")
+    images = np.pad(np.kron(images, np.ones((1, 3, 3), "uint8")), ((0, 0), (2, 2), (2, 2)))[..., None]
+    order = epoch_order(len(images), seed=0, epoch=0)
+    train, test = order[:1437], order[1437:]
+    return from_arrays(((images[train], labels[train]), (images[test], labels[test])), "digits", num_classes=10)
+
+
+def synthetic(
+    data_dir: str | None,
+    shape: tuple[int, ...] = (28, 28, 1),
+    num_classes: int = 10,
+    num_samples: int = 1024,
+    num_test_samples: int = 256,
+) -> Dataset:
+    """Random images and labels of any shape and number: nothing to learn, something to measure."""
+    _refuse_data_dir("synthetic", data_dir)
+    random = np.random.RandomState(0)
+    splits = tuple(
+        (random.randint(0, 256, (count, *shape)).astype("uint8"), random.randint(0, num_classes, count))
+        for count in (num_samples, num_test_samples)
+    )
+    return from_arrays(splits, "synthetic", num_classes)
+
+
+def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: int = 3) -> Dataset:
+    """A folder of images, one sub-folder a class; `train/` and `test/` (or `val/`) in it, else a fifth is held out."""
+    if data_dir is None:
+        raise UserError("--dataset=images needs --data_dir: a folder with a sub-folder for each class")
+    held_out = next((name for name in ("test", "val") if os.path.isdir(os.path.join(data_dir, name))), None)
+    if held_out and os.path.isdir(os.path.join(data_dir, "train")):
+        paths, labels, classes = list_images(os.path.join(data_dir, "train"))
+        test_paths, test_labels, test_classes = list_images(os.path.join(data_dir, held_out))
+        if not set(test_classes) <= set(classes):
+            raise UserError(f"--data_dir: {held_out}/ has classes that train/ lacks: {set(test_classes) - set(classes)}")
+        test_labels = np.asarray([classes.index(name) for name in test_classes])[test_labels]
+    else:
+        paths, labels, classes = list_images(data_dir)
+        order = epoch_order(len(paths), seed=0, epoch=0)
+        cut = max(1, len(paths) // 5)
+        test_paths, test_labels = [paths[index] for index in order[:cut]], labels[order[:cut]]
+        paths, labels = [paths[index] for index in order[cut:]], labels[order[cut:]]
+    return Dataset(
+        train=ImageFolder(paths, labels.astype("int32"), size, channels),
+        test=ImageFolder(test_paths, test_labels.astype("int32"), size, channels),
+        input_shape=(*size, channels),
+        num_classes=len(classes),
+    )
+
+
+def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
+    """A data set of `keras.datasets`, or of IDX files in a folder."""
+
+    def load_named(data_dir: str | None) -> Dataset:
+        folder = data_dir
+        if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
+            folder = DEBIAN_FASHION_MNIST
+        if folder is not None:
+            return from_arrays((idx.read_split(folder, "train"), idx.read_split(folder, "t10k")), name, num_classes=10)
+        try:
+            with _one_download_at_a_time(name):
+                (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
+        except Exception as error:  # Keras raises bare Exception for a failed download
+            raise UserError(
+                f"--dataset: {name} could not be downloaded ({error}); put its IDX files into a folder and add "
+                "--data_dir=FOLDER, or choose --dataset=digits, which needs no download"
+            ) from error
+        if x_train.ndim == 3:
+            x_train, x_test = x_train[..., None], x_test[..., None]
+        return from_arrays(((x_train, y_train), (x_test, y_test)), name, num_classes=10)
+
+    return load_named
+
+
+@contextlib.contextmanager
+def _one_download_at_a_time(name: str) -> Iterator[None]:
+    """The processes of a run all load the data; Keras would let them write one file at the same time."""
+    folder = os.path.join(os.environ.get("KERAS_HOME", os.path.expanduser("~/.keras")), "datasets")
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, f".{name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _refuse_data_dir(name: str, data_dir: str | None) -> None:
+    if data_dir is not None:
+        raise UserError(f"--data_dir has no effect on --dataset={name}. Received: {data_dir!r}; leave it out")
+
+
+DATASETS: dict[str, Callable[..., Any]] = {
+    "digits": digits,
+    "mnist": _keras_or_idx("mnist"),
+    "fashion_mnist": _keras_or_idx("fashion_mnist"),
+    "cifar10": _keras_or_idx("cifar10"),
+    "synthetic": synthetic,
+    "images": images,
+}

@@ -1,0 +1,155 @@
+"""Brings batches to the devices: reads ahead in threads, pads, cuts out this process's part, places it."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.data.order import Order, pad_rows, replica_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's data as one process sees it, in NumPy.
+
+    Args:
+        inputs: this process's rows (an array, or a structure of arrays), padded so that its replicas hold equally
+            many; padding rows are copies and stand at the very end of the global batch.
+        targets: of ALL rows of the global batch, no padding: they are small, and the loss is that of the whole
+            batch. None if there are none.
+        sample_weight: likewise.
+        indices: place in the data set of each row of the global batch, int64, shape `(rows,)`. Its length is the
+            number of real rows.
+    """
+
+    inputs: Any
+    targets: Any
+    sample_weight: Any
+    indices: np.ndarray
+
+
+class SampleReader:
+    """Batches of a source that can be read sample by sample (see `kerasdp.data.Source`)."""
+
+    def __init__(self, source: Any, order: Order, num_replicas: int, part: tuple[int, int]):
+        """`part` is (rank, number of processes)."""
+        self.source, self.order, self.num_replicas, self.part = source, order, num_replicas, part
+        self.num_batches = order.num_batches
+        self.num_threads = source.num_threads
+
+    def epoch(self, epoch: int) -> Iterator[Callable[[], Batch]]:
+        """One function a batch, each of which reads that batch; they may run in any order, in threads."""
+        for indices in self.order.epoch(epoch):
+            yield lambda indices=indices: self._read(indices)
+
+    def first(self) -> Batch:
+        """The first batch of the order, for its shapes."""
+        return next(self.epoch(0))()
+
+    def _read(self, indices: np.ndarray) -> Batch:
+        rows = pad_rows(indices, self.num_replicas)
+        targets, sample_weight = self.source.targets(indices)
+        return Batch(
+            inputs=self.source.inputs(_part(rows, self.part)),
+            targets=targets,
+            sample_weight=sample_weight,
+            indices=indices,
+        )
+
+
+class BatchReader:
+    """Batches that come ready-made: a `keras.utils.PyDataset`, or anything that can be iterated anew each epoch."""
+
+    num_threads = 1
+
+    def __init__(self, batches: Any, order_seed: int | None, num_replicas: int, part: tuple[int, int]):
+        """`order_seed` shuffles the batches of a PyDataset; None keeps their order."""
+        self.batches, self.order_seed, self.num_replicas, self.part = batches, order_seed, num_replicas, part
+        self.is_indexed = isinstance(batches, keras.utils.PyDataset)
+        self.num_batches = batches.num_batches if self.is_indexed else _length(batches)
+
+    def epoch(self, epoch: int) -> Iterator[Callable[[], Batch]]:
+        """One function a batch, as in `SampleReader`."""
+        first = 0
+        for data in self._epoch_batches(epoch):
+            batch = self._cut(data, first)
+            first += len(batch.indices)
+            yield lambda batch=batch: batch
+        if self.is_indexed:
+            self.batches.on_epoch_end()
+
+    def first(self) -> Batch:
+        """The first batch, for its shapes; it will come again."""
+        if self.is_indexed:
+            return self._cut(self.batches[0], 0)
+        iterator = iter(self.batches)
+        data = next(iterator)
+        if iterator is self.batches:  # a generator: what was taken must be put back
+            self.batches = itertools.chain([data], iterator)
+        return self._cut(data, 0)
+
+    def _epoch_batches(self, epoch: int) -> Iterator[Any]:
+        if not self.is_indexed:
+            yield from self.batches
+            return
+        order = Order(num_samples=self.num_batches, batch_size=1, seed=self.order_seed or 0)
+        steps = order.epoch(epoch) if self.order_seed is not None else np.arange(self.num_batches)[:, None]
+        for (step,) in steps:
+            yield self.batches[int(step)]
+
+    def _cut(self, data: Any, first: int) -> Batch:
+        inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        inputs, targets, sample_weight = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else np.asarray(leaf), (inputs, targets, sample_weight)
+        )
+        num_rows = len(keras.tree.flatten(inputs)[0])
+        rows = _part(pad_rows(np.arange(num_rows), self.num_replicas), self.part)
+        return Batch(
+            inputs=keras.tree.map_structure(lambda leaf: leaf[rows], inputs),
+            targets=targets,
+            sample_weight=sample_weight,
+            indices=np.arange(first, first + num_rows),
+        )
+
+
+class Feed:
+    """The batches of the epoch that is running, read and placed ahead of their use."""
+
+    def __init__(self, reader: SampleReader | BatchReader, place: Callable[[Batch], Any]):
+        """`place` brings a batch to this process's devices; it is called in a reading thread."""
+        self.reader, self.place = reader, place
+        self.num_batches = reader.num_batches
+        # Set before each epoch. Keras makes iterators earlier than it uses them, so it is read at the first `next`.
+        self.current_epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        with ThreadPoolExecutor(self.reader.num_threads) as pool:
+            ahead = collections.deque()
+            try:
+                for read in self.reader.epoch(self.current_epoch):
+                    ahead.append(pool.submit(lambda read=read: self.place(read())))
+                    if len(ahead) > 2 * self.reader.num_threads:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()
+
+
+def _part(rows: np.ndarray, part: tuple[int, int]) -> np.ndarray:
+    rank, num_processes = part
+    size = replica_rows(len(rows), num_processes)
+    return rows[rank * size : (rank + 1) * size]
+
+
+def _length(batches: Any) -> int | None:
+    if hasattr(batches, "cardinality"):  # tf.data: negative where it is infinite or unknown
+        cardinality = int(batches.cardinality())
+        return cardinality if cardinality >= 0 else None
+    return len(batches) if hasattr(batches, "__len__") else None

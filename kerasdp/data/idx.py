@@ -1,0 +1,67 @@
+"""Reads IDX files, the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist)."""
+
+import gzip
+import os
+import zlib
+
+import numpy as np
+
+from kerasdp.errors import UserError
+
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read(path: str) -> np.ndarray:
+    """Reads one IDX file, plain or gzipped.
+
+    Returns:
+        The array, in this machine's byte order.
+
+    Raises:
+        UserError: if the file is truncated, damaged or no IDX file.
+    """
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            content = file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+    num_axes = content[3] if len(content) > 3 else 0
+    header = 4 + 4 * num_axes
+    if len(content) < header or content[:2] != b"\0\0" or content[2] not in _DTYPES or num_axes == 0:
+        raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
+    dtype = np.dtype(_DTYPES[content[2]])
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", num_axes, 4))
+    expected = header + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if len(content) != expected:
+        raise UserError(f"{path}: expected {expected} bytes for shape {shape}. Received: {len(content)}; fetch it again")
+    return np.frombuffer(content, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def find(folder: str, name: str) -> str | None:
+    """The path of `name` in the folder, plain or with `.gz`; None if it is not there."""
+    for path in (os.path.join(folder, name), os.path.join(folder, name + ".gz")):
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def read_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of `"train"` or `"t10k"` from the four files of MNIST's naming.
+
+    Returns:
+        Images, uint8, shape `(samples, height, width, channels)`, and labels, shape `(samples,)`.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the counts do not agree.
+    """
+    arrays = []
+    for kinds in (("images-idx3-ubyte", "images-idx4-ubyte"), ("labels-idx1-ubyte",)):
+        paths = [find(folder, f"{split}-{kind}") for kind in kinds]
+        path = next((path for path in paths if path), None)
+        if path is None:
+            raise UserError(f"--data_dir: expected {split}-{kinds[0]} (or with .gz) in {folder!r}; it is not there")
+        arrays.append(read(path))
+    images, labels = arrays
+    if len(images) != len(labels):
+        raise UserError(f"--data_dir: {folder!r} holds {len(images)} {split} images but {len(labels)} labels")
+    return images.reshape(images.shape if images.ndim == 4 else (*images.shape, 1)), labels

@@ -1,0 +1,129 @@
+"""Where samples come from: arrays in memory, or a folder of images that is larger than memory."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from kerasdp.errors import UserError
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+
+
+class Source(Protocol):
+    """Samples that can be read by number, in any order, from several threads.
+
+    Attributes:
+        num_samples: how many there are.
+        num_threads: threads that should read at once.
+    """
+
+    num_samples: int
+    num_threads: int
+
+    def inputs(self, indices: np.ndarray) -> Any:
+        """The inputs of these samples: an array of shape `(rows, ...)`, or a structure of such arrays."""
+
+    def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
+        """The targets and the sample weights of these samples; either may be None."""
+
+
+class ArraySource:
+    """Samples in memory.
+
+    Args:
+        inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays.
+        targets: likewise, or None.
+        sample_weight: likewise, or None.
+
+    Raises:
+        UserError: if the arrays do not hold equally many samples, or none.
+    """
+
+    num_threads = 1
+
+    def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
+        arrays = (inputs, targets, sample_weight)
+        self._inputs, self._targets, self._sample_weight = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else np.asarray(leaf), arrays
+        )
+        counts = {len(leaf) for leaf in keras.tree.flatten((self._inputs, self._targets, self._sample_weight)) if leaf is not None}
+        if len(counts) != 1 or 0 in counts:
+            raise UserError(f"expected arrays with equally many samples, at least one. Received: {sorted(counts)}")
+        self.num_samples = counts.pop()
+
+    def inputs(self, indices: np.ndarray) -> Any:
+        """See `Source`."""
+        return _take(self._inputs, indices)
+
+    def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
+        """See `Source`."""
+        return _take(self._targets, indices), _take(self._sample_weight, indices)
+
+
+class ImageFolder:
+    """Images in folders, one sub-folder a class; read when they are needed, in parallel.
+
+    Args:
+        paths: the image files.
+        labels: class of each, whole numbers, shape `(samples,)`.
+        size: height and width to which every image is scaled.
+        channels: 3 for colour, 1 for grey.
+    """
+
+    def __init__(self, paths: Sequence[str], labels: np.ndarray, size: tuple[int, int], channels: int = 3):
+        self.paths, self.labels, self.size, self.channels = list(paths), labels, tuple(size), channels
+        self.num_samples = len(self.paths)
+        self.num_threads = min(16, os.cpu_count() or 1)
+
+    def inputs(self, indices: np.ndarray) -> np.ndarray:
+        """The images, uint8, shape `(rows, height, width, channels)`."""
+        return np.stack([self._read(self.paths[index]) for index in indices])
+
+    def targets(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
+        """The labels."""
+        return self.labels[indices], None
+
+    def _read(self, path: str) -> np.ndarray:
+        from PIL import Image
+
+        height, width = self.size
+        try:
+            with Image.open(path) as image:
+                image.draft("RGB" if self.channels == 3 else "L", (width, height))  # JPEG: decode small at once
+                pixels = np.asarray(image.convert("RGB" if self.channels == 3 else "L").resize((width, height)))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read as an image ({error}); remove or replace it") from error
+        return pixels.reshape(height, width, self.channels)
+
+
+def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
+    """The images below a folder, in the order of their names.
+
+    Returns:
+        Paths, labels (int64), and the class names.
+
+    Raises:
+        UserError: if there is no such folder, or no image in a sub-folder.
+    """
+    if not os.path.isdir(folder):
+        raise UserError(f"--data_dir: there is no folder {folder!r}")
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        for directory, _, files in sorted(os.walk(os.path.join(folder, name))):
+            found = [os.path.join(directory, file) for file in sorted(files) if file.lower().endswith(IMAGE_ENDINGS)]
+            paths += found
+            labels += [label] * len(found)
+    if not paths:
+        raise UserError(
+            f"--data_dir: expected images in {folder!r}, one sub-folder a class. Received: {len(classes)} sub-folders "
+            f"without a file that ends in {', '.join(IMAGE_ENDINGS)}"
+        )
+    return paths, np.asarray(labels), classes
+
+
+def _take(structure: Any, indices: np.ndarray) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)

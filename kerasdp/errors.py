@@ -1,0 +1,41 @@
+"""The ways a run ends early: each is one line for the person at the keyboard, and an exit code."""
+
+
+class RunError(Exception):
+    """A run that cannot go on. Its text is a whole message: what was expected, what came, what to do."""
+
+    exit_code = 1
+
+
+class UserError(RunError, ValueError):
+    """A flag, an argument or a file that cannot be used as given."""
+
+    exit_code = 2
+
+
+class NonFiniteLossError(RunError):
+    """The loss became NaN or infinite."""
+
+
+class ReplicasDifferError(RunError):
+    """The replicas of one model no longer hold the same weights."""
+
+
+class WorkerError(RunError):
+    """A worker process died or raised; the text holds that worker's own error."""
+
+
+def from_text(text: str) -> RunError | None:
+    """Rebuilds a `RunError` that crossed a process border as `"ClassName: message"`.
+
+    Args:
+        text: what the worker wrote of its exception.
+
+    Returns:
+        The error, or None where the text names no class of this module.
+    """
+    name, _, message = text.partition(": ")
+    for kind in (UserError, NonFiniteLossError, ReplicasDifferError, RunError):
+        if name == kind.__name__:
+            return kind(message)
+    return None

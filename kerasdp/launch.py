@@ -1,0 +1,66 @@
+"""Starts the workers of a run. The one place that maps a backend's name to its runner."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from kerasdp import backend, config
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+
+RUNNERS = {
+    "torch": "kerasdp.runners.torch_ddp",
+    "jax": "kerasdp.runners.jax_sharding",
+    "tensorflow": "kerasdp.runners.tf_mirrored",
+}
+
+
+def launch(train: Callable[..., Any], settings: Config | None = None, **changes: Any) -> Any:
+    """Runs `train(runner)` on one or many devices.
+
+    With torch on several devices it runs in a process for each: then `train` must be a function of a module (not
+    a lambda or an inner function), the call must stand under `if __name__ == "__main__":`, and what `train` returns
+    must be picklable. Otherwise it runs in this process.
+
+    Args:
+        train: gets a `kerasdp.Runner`, after the backend is chosen; builds and fits a Keras model with it.
+        settings: the choices of the run. None: all defaults.
+        **changes: fields of `kerasdp.Config` that replace those of `settings`: `backend="torch"`, `num_devices=4`.
+
+    Returns:
+        What `train` returned (with torch on several devices: on rank 0).
+
+    Raises:
+        UserError: if a choice cannot be had on this machine.
+        RunError: if a worker failed; the text is that worker's own error.
+    """
+    settings = dataclasses.replace(settings or Config(), **changes)
+    name = backend.choose_backend(settings.backend)
+    settings = dataclasses.replace(settings, backend=name)
+    if settings.workdir is not None:
+        config.check_workdir(settings.workdir)
+    backend.set_backend(name)
+    runner_module = importlib.import_module(RUNNERS[name])
+    devices = backend.choose_devices(settings, runner_module.count_gpus(settings))
+    return runner_module.start(_work, devices, settings, train)
+
+
+def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
+    """What each worker does."""
+    backend.set_backend(settings.backend)
+    replicas = importlib.import_module(RUNNERS[settings.backend]).Replicas(devices)
+    # Only now may Keras be imported.
+    from kerasdp.runner import Runner
+
+    try:
+        return _without_model(train(Runner(settings, devices, replicas)), replicas.num_processes)
+    finally:
+        replicas.close()
+
+
+def _without_model(result: Any, num_processes: int) -> Any:
+    """A Keras `History` holds its model, which cannot travel from a worker process."""
+    if num_processes > 1 and hasattr(result, "set_model"):
+        result.set_model(None)
+    return result

@@ -1,0 +1,92 @@
+"""Batch norm with one meaning on every backend and device count."""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp import replica_context
+from kerasdp.data.order import replica_rows
+
+
+class BatchNormalization(keras.layers.BatchNormalization):
+    """Keras' batch norm, its statistics over the global batch or over each replica's part of it.
+
+    Keras itself takes them over the global batch on jax and over each replica's part on torch and tensorflow
+    (3.15: `synchronized=True` is refused on torch and jax). Weights, arguments and config are Keras' own.
+
+    Attributes:
+        statistics: `"sync"`: over the global batch, gradients through them. `"replica"`: over each replica's part;
+            the moving statistics are the mean over the replicas, weighted by their rows, so they stay the same
+            on all of them.
+    """
+
+    statistics = "sync"
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """As `keras.layers.BatchNormalization`."""
+        context = replica_context.current()
+        whole_batch = context is None or (context.gather is None and self.statistics == "sync")
+        if whole_batch or not (training and self.trainable):
+            return super().call(inputs, training=training, mask=mask)
+        if self.renorm:
+            raise ValueError("batch renormalization on several devices is not supported; set renorm=False")
+        x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        mean, variance, moving_mean, moving_variance = self._statistics(x, mask, context)
+        for variable, value in ((self.moving_mean, moving_mean), (self.moving_variance, moving_variance)):
+            variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
+        shape = [1] * len(x.shape)
+        shape[self.axis] = x.shape[self.axis]
+        scale = ops.rsqrt(variance + self.epsilon)
+        if self.scale:
+            scale = scale * ops.reshape(ops.cast(self.gamma, x.dtype), shape)
+        outputs = (x - mean) * scale
+        if self.center:
+            outputs = outputs + ops.reshape(ops.cast(self.beta, x.dtype), shape)
+        return ops.cast(outputs, self.compute_dtype)
+
+    def _statistics(self, x: Any, mask: Any, context: replica_context.ReplicaContext) -> tuple[Any, Any, Any, Any]:
+        """Mean and variance to normalize with (they broadcast with `x`), and those for the moving statistics."""
+        shape = [1] * len(x.shape)
+        shape[self.axis] = x.shape[self.axis]
+        if context.gather is None:
+            rows, groups = x.shape[0], context.num_replicas
+            size = replica_rows(rows, groups)
+            parts = [(x[i : i + size], None if mask is None else mask[i : i + size]) for i in range(0, rows, size)]
+            counts, means, squares = (ops.stack(values) for values in zip(*[self._sums(*part) for part in parts]))
+            variances = squares / ops.maximum(counts, 1.0)
+
+            def spread(values: Any) -> Any:
+                """Each group's value for each of its rows."""
+                return ops.reshape(ops.repeat(values, size, axis=0)[:rows], (rows, *shape[1:]))
+
+            mean, variance = spread(means), spread(variances)
+        else:
+            part = x[: context.num_rows], None if mask is None else mask[: context.num_rows]
+            own = ops.stack(self._sums(*part))
+            if self.statistics == "replica":
+                mean, variance = ops.reshape(own[1], shape), ops.reshape(own[2] / ops.maximum(own[0], 1.0), shape)
+                own = ops.stop_gradient(own)
+            # One collective for the three: its latency is what synchronized batch norm costs.
+            gathered = context.gather(own)
+            counts, means, squares = gathered[:, 0], gathered[:, 1], gathered[:, 2]
+            variances = squares / ops.maximum(counts, 1.0)
+        total = ops.sum(counts, axis=0)
+        if self.statistics == "replica":
+            moving = ops.sum(counts * means, axis=0) / total, ops.sum(counts * variances, axis=0) / total
+            return mean, variance, *moving
+        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+        joint = ops.sum(counts * means, axis=0) / total
+        variance = ops.sum(squares + counts * ops.square(means - joint), axis=0) / total
+        return ops.reshape(joint, shape), ops.reshape(variance, shape), joint, variance
+
+    def _sums(self, x: Any, mask: Any) -> tuple[Any, Any, Any]:
+        """Count, mean and sum of squared deviations a channel, each of shape `(channels,)`; zeros if `x` is empty."""
+        axes = self._reduction_axes
+        weights = ops.ones_like(x) if mask is None else ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x))
+        weights = ops.cast(weights, x.dtype)
+        count = ops.sum(weights, axis=axes)
+        mean = ops.sum(x * weights, axis=axes) / ops.maximum(count, 1.0)
+        shape = [1] * len(x.shape)
+        shape[self.axis] = x.shape[self.axis]
+        return count, mean, ops.sum(weights * ops.square(x - ops.reshape(mean, shape)), axis=axes)

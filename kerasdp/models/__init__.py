@@ -1,0 +1,56 @@
+"""Model builders: plain Keras, which know nothing of distribution.
+
+Each is called as `f(input_shape=, num_classes=, kernel_initializer=)` and returns a model that gives logits.
+"""
+
+import importlib
+import inspect
+from typing import Any
+
+from kerasdp import spec
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+
+
+def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> Any:
+    """Builds `config.model`, one of the kit's or the user's own.
+
+    Args:
+        config: `model` and `kernel_initializer` are read.
+        input_shape: shape of one input, without the batch axis.
+        num_classes: number of logits.
+
+    Returns:
+        A `keras.Model`.
+
+    Raises:
+        UserError: if the user's function cannot be called so, or returns no Keras model.
+    """
+    import keras
+
+    name, arguments = spec.parse(config.model, "model")
+    if spec.is_user_function(name):
+        builder = spec.load_user_function(name, "model")
+    else:
+        builder = getattr(importlib.import_module(f"kerasdp.models.{name}"), name)
+    if config.kernel_initializer is not None:
+        arguments["kernel_initializer"] = _initializer(config.kernel_initializer)
+    arguments |= {"input_shape": input_shape, "num_classes": num_classes}
+    try:
+        inspect.signature(builder).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"--model: {name} cannot be called with {', '.join(arguments)} ({error})") from error
+    model = builder(**arguments)
+    if not isinstance(model, keras.Model):
+        raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
+    return model
+
+
+def _initializer(text: str) -> Any:
+    import keras
+
+    name, arguments = spec.parse(text, "kernel_initializer")
+    try:
+        return keras.initializers.get({"class_name": name, "config": arguments} if arguments else name)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--kernel_initializer: Keras has no such initializer: {text!r} ({str(error).splitlines()[0]})") from error

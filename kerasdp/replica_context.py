@@ -1,0 +1,43 @@
+"""What a layer may ask about the replica that it runs in. Set by the runners around each step."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaContext:
+    """The place of a forward pass among the replicas.
+
+    Args:
+        num_replicas: how many replicas work on the global batch.
+        num_rows: rows of this replica's input that are real, the rest is padding at the end; a number or a scalar
+            tensor. None where a layer sees the whole global batch at once, without padding (jax).
+        gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
+            replica's tensor is the sum over what all replicas made of it. None on jax.
+    """
+
+    num_replicas: int
+    num_rows: Any = None
+    gather: Callable[[Any], Any] | None = None
+
+
+# A context variable, not a global: TensorFlow traces each replica in a thread of its own.
+_current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("kerasdp_replica", default=None)
+
+
+def current() -> ReplicaContext | None:
+    """The context of the running step; None outside of one, or with a single replica."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def use(context: ReplicaContext | None) -> Iterator[None]:
+    """Makes `context` the current one within a `with` block."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)

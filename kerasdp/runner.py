@@ -1,0 +1,291 @@
+"""What a `train` function works with: Keras' `fit`, `evaluate` and `predict` on all devices of the run."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from kerasdp import initial_weights
+from kerasdp.backend import Devices
+from kerasdp.callbacks import run_callbacks
+from kerasdp.config import Config
+from kerasdp.data.feed import BatchReader, Feed, SampleReader
+from kerasdp.data.order import Order
+from kerasdp.data.sources import ArraySource
+from kerasdp.errors import ReplicasDifferError, UserError
+from kerasdp.portability import portable
+
+
+class Runner:
+    """Trains, evaluates and predicts with a Keras model on all devices of a run.
+
+    Made by `kerasdp.launch`, one in each worker process.
+
+    Attributes:
+        config: the choices of the run.
+        devices: the devices of the run.
+        replicas: the backend's part of the work (`kerasdp.runners`).
+    """
+
+    def __init__(self, config: Config, devices: Devices, replicas: Any):
+        self.config, self.devices, self.replicas = config, devices, replicas
+        self._places: Iterator[int] = itertools.count()
+        self._functions: dict[int, tuple[Any, Any]] = {}
+        self.on_step = lambda loss, num_rows: None
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.precision if config.precision == "float32" else f"mixed_{config.precision}")
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the model, one a device."""
+        return self.replicas.num_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that prints and writes files."""
+        return self.replicas.rank == 0
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are built and compiled: gives each device its replica, and weights that depend on the seed."""
+        self._places = itertools.count()
+        with self._scope():
+            yield
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        with self.replicas.scope(), initial_weights.portable(self.config.seed, self._places):
+            yield
+
+    def fit(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: list[keras.callbacks.Callback] | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | list[int] = 1,
+    ) -> keras.callbacks.History:
+        """Keras' own `fit`, on all devices. The arguments are those of `keras.Model.fit`.
+
+        Args that mean more than in Keras:
+            x: also a `kerasdp.data.Source`. Generators, tf.data and DataLoaders are taken where one process feeds
+                all devices; with torch on several devices use arrays, a Source or a `keras.utils.PyDataset`.
+            batch_size: the GLOBAL batch, over all devices. None: `config.batch_size`.
+            verbose: `"auto"`: `config.verbose`.
+
+        Returns:
+            The `History`. With `config.workdir`, the files of the run are there as well.
+
+        Raises:
+            UserError: if the data cannot be split over the devices.
+            NonFiniteLossError: if the loss becomes NaN or infinite.
+            ReplicasDifferError: if the replicas do not hold equal weights at the end.
+        """
+        batch_size = batch_size or self.config.batch_size
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = _split_off(x, y, sample_weight, validation_split)
+        reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight)
+        self._prepare(model, reader)
+        feed = Feed(reader, self.replicas.place)
+        validation = None
+        if validation_data is not None:
+            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
+            size = validation_batch_size or batch_size
+            validation = self._adapter(Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size)
+        with self._running(model):
+            history = model.fit(
+                self._adapter(feed, batch_size),
+                epochs=epochs,
+                verbose=0,
+                callbacks=run_callbacks(
+                    self, model, feed, callbacks or [], batch_size=batch_size, epochs=epochs, verbose=verbose
+                ),
+                validation_data=validation,
+                shuffle=False,
+                initial_epoch=initial_epoch,
+                validation_freq=validation_freq,
+            )
+        self.check_replicas(model)
+        return history
+
+    def evaluate(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = 0,
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: list[keras.callbacks.Callback] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Keras' own `evaluate`, on all devices: each sample counts exactly once. Arguments as in `fit`."""
+        batch_size = batch_size or self.config.batch_size
+        reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
+        self._prepare(model, reader)
+        with self._running(model):
+            return model.evaluate(
+                self._adapter(Feed(reader, self.replicas.place), batch_size),
+                verbose=verbose if self.is_chief else 0,
+                callbacks=callbacks,
+                return_dict=return_dict,
+            )
+
+    def predict(
+        self,
+        model: keras.Model,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = 0,
+        steps: int | None = None,
+        callbacks: list[keras.callbacks.Callback] | None = None,
+    ) -> Any:
+        """Keras' own `predict`, on all devices; each process gets the outputs of all samples, in their order."""
+        batch_size = batch_size or self.config.batch_size
+        reader = self._reader(x, None, None, batch_size, steps=steps)
+        self._prepare(model, reader)
+        with self._running(model):
+            return model.predict(
+                self._adapter(Feed(reader, self.replicas.place), batch_size),
+                verbose=verbose if self.is_chief else 0,
+                callbacks=callbacks,
+            )
+
+    def check_replicas(self, model: keras.Model) -> None:
+        """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
+        different = self.replicas.differing_weights(model)
+        if different:
+            raise ReplicasDifferError(
+                f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
+                f"{different[0]}: a layer or callback changed a weight on one device but not on the others"
+            )
+
+    def _reader(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        steps: int | None = None,
+        class_weight: dict[int, float] | None = None,
+    ) -> SampleReader | BatchReader:
+        part = (self.replicas.rank, self.replicas.num_processes)
+        is_source = hasattr(x, "inputs") and hasattr(x, "targets")
+        is_structure = isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__")
+        if is_source or is_structure:
+            if class_weight is not None:
+                if sample_weight is not None:
+                    raise UserError("give class_weight or sample_weight, not both")
+                sample_weight = np.vectorize(class_weight.get, otypes=["float32"])(np.asarray(y).reshape(len(y)))
+            source = x if is_source else ArraySource(x, y, sample_weight)
+            order = Order(
+                num_samples=source.num_samples,
+                batch_size=batch_size,
+                seed=self.config.seed,
+                shuffle=shuffle,
+                steps_per_epoch=steps,
+            )
+            return SampleReader(source, order, self.num_replicas, part)
+        if y is not None or sample_weight is not None or class_weight is not None or steps is not None:
+            raise UserError(f"with batches as x ({type(x).__name__}), leave out y, weights and steps: they are in x")
+        if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
+            raise UserError(
+                f"expected arrays, a kerasdp.data.Source or a keras.utils.PyDataset. Received: {type(x).__name__}, "
+                "which each of the torch processes would iterate on its own, with no promise of equal batches"
+            )
+        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part)
+
+    def _adapter(self, feed: Feed, batch_size: int) -> "_FeedAdapter":
+        return _FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
+
+    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> None:
+        """Builds whatever is not built, from the shapes of the first batch, and makes batch norm portable."""
+        batch = reader.first()
+        num_rows = len(batch.indices)
+
+        def symbol(leaf: Any) -> Any:
+            # As many rows as the global batch has: this process may hold only some of the inputs.
+            return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
+
+        symbols = keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))
+        with self._scope():
+            if model.compiled:
+                model._symbolic_build(data_batch=symbols)
+            elif not model.built:
+                model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
+        portable(model, self.config.batch_norm)
+
+    @contextlib.contextmanager
+    def _running(self, model: keras.Model) -> Iterator[None]:
+        """Gives the model this run's functions, and takes them back, so that it is a plain Keras model afterwards."""
+        # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
+        made_for = (model, getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics)
+        known = self._functions.get(id(model))
+        if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
+            functions = self.replicas.step_functions(model, lambda loss, num_rows: self.on_step(loss, num_rows))
+            known = self._functions[id(model)] = (made_for, functions)
+        functions = known[1]
+        model.train_function, model.test_function = functions.train, functions.test
+        model.predict_function = functions.predict
+        try:
+            with self.replicas.running():
+                yield
+        finally:
+            model.train_function = model.test_function = model.predict_function = None
+
+
+class _FeedAdapter(DataAdapter):
+    """Hands the feed to Keras' trainer, whichever kind of iterator it asks for."""
+
+    def __init__(self, batches: Any, num_batches: int | None, batch_size: int):
+        self._batches, self._num_batches, self._batch_size = batches, num_batches, batch_size
+
+    def _get(self) -> Any:
+        return self._batches
+
+    get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._num_batches
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def has_partial_batch(self) -> bool:
+        return False
+
+    @property
+    def partial_batch_size(self) -> None:
+        return None
+
+
+def _split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+    """The last part of the arrays, before any shuffling, as Keras splits them."""
+    arrays = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
+    num_samples = len(keras.tree.flatten(arrays)[0])
+    cut = int(num_samples * (1.0 - fraction))
+    return tuple(
+        keras.tree.map_structure(lambda leaf, part=part: None if leaf is None else leaf[part], arrays)
+        for part in (slice(None, cut), slice(cut, None))
+    )

@@ -1,0 +1,202 @@
+"""JAX: one process a host drives all its devices; `keras.distribution.DataParallel` shards the batch over them."""
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.runners import StepFunctions
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that JAX sees. Asking starts JAX and so fixes the number of its CPU devices: they are made here, too."""
+    num_devices = config.num_devices or 1
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        if config.device == "cpu":
+            jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        if len(jax.devices("cpu")) < num_devices:
+            raise UserError(
+                f"JAX has already started with {len(jax.devices('cpu'))} CPU devices, expected {num_devices}: "
+                "call kerasdp.launch before anything uses JAX"
+            ) from error
+    try:
+        return 0 if config.device == "cpu" else len(jax.devices("gpu"))
+    except RuntimeError:  # what JAX says where it has no GPU platform
+        return 0
+
+
+def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in this process, which drives all devices."""
+    return worker(devices, *args)
+
+
+class Replicas:
+    """The replicas of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
+
+    rank = 0
+    num_processes = 1
+
+    def __init__(self, devices: Devices):
+        self.num_replicas = devices.count
+        self.devices = jax.devices(devices.kind)[: devices.count]
+        if devices.kind == "gpu":
+            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            jax.config.update("jax_default_matmul_precision", "float32")
+        mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
+        self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
+        self._distribution = None
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: their variables are copied to all devices."""
+        import keras
+
+        if self._distribution is None:
+            names = [f"{device.platform}:{device.id}" for device in self.devices]
+            self._distribution = keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
+        with self._distribution.scope():
+            yield
+
+    def place(self, batch: Any) -> tuple[Any, ...]:
+        """Splits the inputs over the devices, and copies all else to each of them."""
+        import keras
+
+        def put(leaf: Any, sharding: NamedSharding) -> Any:
+            return None if leaf is None else jax.device_put(leaf, sharding)
+
+        inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), batch.inputs)
+        rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
+        return inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest)
+
+    def adapt(self, feed: Any) -> Any:
+        """What Keras' `fit` is to iterate over: the feed as it is."""
+        return feed
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`: batches come placed, so Keras must not split them again."""
+        import keras
+
+        distribution = keras.distribution.distribution()
+        keras.distribution.set_distribution(None)
+        try:
+            yield
+        finally:
+            keras.distribution.set_distribution(distribution)
+
+    def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
+        """Jitted train, test and predict functions for Keras' `fit`.
+
+        Each is one program for the whole global batch, which XLA splits over the devices. The padding that makes
+        the rows divide by the devices is cut off INSIDE the program: within it XLA splits uneven shapes itself
+        (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
+        """
+        import keras
+
+        own_train_step = type(model).train_step is not keras.Model.train_step
+        context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
+        optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+        optimizer_variables = [] if optimizer is None else optimizer.variables
+        shardings = tuple(
+            [variable.value.sharding for variable in variables]
+            for variables in (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                optimizer_variables,
+                model.metrics_variables,
+            )
+        )
+        trainable, non_trainable, _, metrics = shardings
+
+        def jit(step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
+            # JAX's own compiler, or eagerly, just as Keras decides it for its own functions.
+            if model.run_eagerly or not model.jit_compile:
+                return step
+            return jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
+
+        def train_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+            with use(context):
+                data = _cut(data)
+                if own_train_step:
+                    logs, state = model.train_step(state, data)
+                    return (logs["loss"], logs), state
+                return _train_step(model, state, data)
+
+        def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+            return model.test_step(state, _cut(data))
+
+        def predict_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+            outputs, non_trainable_variables = model.predict_step(state, _cut(data))
+            return outputs, (state[0], non_trainable_variables)
+
+        jitted_train_step = jit(train_step, shardings)
+        jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
+        jitted_predict_step = jit(predict_step, (trainable, non_trainable))
+
+        def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            data = next(iterator)
+            (loss, logs), state = jitted_train_step(state, data)
+            on_step(loss, len(data[-1]))
+            return logs, state
+
+        return StepFunctions(
+            train=train_function,
+            test=lambda state, iterator: jitted_test_step(state, next(iterator)),
+            predict=lambda state, iterator: jitted_predict_step(state, next(iterator)),
+        )
+
+    def differing_weights(self, model: Any) -> list[str]:
+        """Names of the variables, seeds included, that are not bit-equal on all devices."""
+        different = []
+        for variable in model.variables:
+            copies = [np.asarray(shard.data).tobytes() for shard in variable.value.addressable_shards]
+            if len(set(copies)) > 1:
+                different.append(variable.path)
+        return different
+
+    def agree(self, values: list[float]) -> list[float]:
+        """There is one process, so its values are everybody's."""
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """There is one process, so its flag is everybody's."""
+        return flag
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that a device (on the CPU: this process) has used."""
+        statistics = [device.memory_stats() or {} for device in self.devices]
+        peak = max(figures.get("peak_bytes_in_use", 0) for figures in statistics)
+        return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Inputs without their padding, targets, sample weights."""
+    inputs, targets, sample_weight, indices = data
+    return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
+
+
+def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    """Keras' own training step, which also gives the loss of this batch (Keras' logs hold the epoch's mean)."""
+    trainable, non_trainable, optimizer, metrics = state
+    loss_and_gradients = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
+    (_, updates), gradients = loss_and_gradients(
+        trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
+    )
+    loss, outputs, non_trainable, metrics = updates
+    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    inputs, targets, sample_weight = data
+    logs, metrics = model._update_metrics_variables(metrics, loss, inputs, targets, outputs, sample_weight)
+    return (loss, logs), (trainable, non_trainable, optimizer, metrics)

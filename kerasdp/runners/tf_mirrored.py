@@ -1,0 +1,300 @@
+"""TensorFlow: one process a host drives all its devices through `tf.distribute.MirroredStrategy`."""
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.data.order import replica_rows
+from kerasdp.errors import UserError
+from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.runners import StepFunctions
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that TensorFlow sees; does not start them."""
+    return len(tf.config.list_physical_devices("GPU"))
+
+
+def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in this process, which drives all devices."""
+    return worker(devices, *args)
+
+
+class Replicas:
+    """The replicas of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
+
+    rank = 0
+    num_processes = 1
+
+    def __init__(self, devices: Devices):
+        """Makes the virtual devices and the strategy. Call before Keras is imported."""
+        self.num_replicas = devices.count
+        if devices.kind == "cpu":
+            tf.config.set_visible_devices([], "GPU")
+            if devices.count > 1:
+                cpu = tf.config.list_physical_devices("CPU")[0]
+                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+        else:
+            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            tf.config.experimental.enable_tensor_float_32_execution(False)
+        self.names = [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+        # One replica runs without a strategy: Keras turns XLA off under any.
+        self.strategy = tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: their variables are mirrored on all devices."""
+
+        def each_replica_counts_all(next_creator: Callable[..., Any], **settings: Any) -> Any:
+            # Every replica keeps metrics of the WHOLE batch, so reading one means reading one copy, not their sum.
+            if settings.get("synchronization") == tf.VariableSynchronization.ON_READ:
+                settings["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            return next_creator(**settings)
+
+        with self.strategy.scope(), tf.variable_creator_scope(each_replica_counts_all):
+            yield
+
+    def place(self, batch: Any) -> tuple[Any, ...]:
+        """Splits the inputs over the devices, and copies all else to each of them."""
+        import keras
+
+        def put(leaf: Any, split: bool) -> Any:
+            if leaf is None:
+                return None
+            if self.num_replicas == 1:
+                return tf.convert_to_tensor(leaf)
+            parts = np.split(leaf, self.num_replicas) if split else [leaf] * self.num_replicas
+            return self.strategy.experimental_distribute_values_from_function(
+                lambda context: tf.convert_to_tensor(parts[context.replica_id_in_sync_group])
+            )
+
+        inputs = keras.tree.map_structure(lambda leaf: put(leaf, True), batch.inputs)
+        rest = (batch.targets, batch.sample_weight, batch.indices)
+        return inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest)
+
+    def adapt(self, feed: Any) -> Any:
+        """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
+        return _FeedDataset(feed)
+
+    def gather(self, outputs: Any, num_rows: Any) -> Any:
+        """The rows of all replicas, padding cut off: the outputs of the global batch.
+
+        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
+        the loss of the global batch, whatever that loss is.
+        """
+        if self.num_replicas == 1:
+            return outputs
+        return tf.nest.map_structure(lambda rows: _gather_rows(rows)[:num_rows], outputs)
+
+    def context(self, num_rows: tf.Tensor) -> ReplicaContext | None:
+        """The context of a step on a global batch of `num_rows` rows."""
+        if self.num_replicas == 1:
+            return None
+        size = replica_rows(num_rows, self.num_replicas)
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        own = tf.clip_by_value(num_rows - rank * size, 0, size)
+        return ReplicaContext(num_replicas=self.num_replicas, num_rows=own, gather=_gather_statistics)
+
+    def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that run on all replicas."""
+        import keras
+
+        own_train_step = type(model).train_step is not keras.Model.train_step
+        own_test_step = type(model).test_step is not keras.Model.test_step
+        if self.num_replicas > 1 and (own_train_step or own_test_step):
+            raise UserError(
+                f"{type(model).__name__} has a train_step or test_step of its own, which sees only one device's part "
+                "of the batch; override compute_loss instead, or train on one device"
+            )
+        if self.num_replicas > 1 and getattr(model, "optimizer", None) is not None:
+            _skip_gradient_sum(model.optimizer)
+
+        def train_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
+            if own_train_step:
+                logs = model.train_step((inputs, targets, sample_weight))
+                return logs["loss"], logs
+            num_rows = tf.shape(indices)[0]
+            with tf.GradientTape() as tape, use(self.context(num_rows)):
+                outputs = self.gather(_call(model, inputs, training=True), num_rows)
+                batch = (inputs, targets, outputs, sample_weight)
+                loss = self._loss(model, batch, num_rows, training=True)
+                scaled_loss = model.optimizer.scale_loss(loss)
+            variables = model.trainable_weights
+            gradients = tape.gradient(scaled_loss, variables)
+            if self.num_replicas > 1:
+                gradients = _mean(gradients)
+            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return loss, self._metrics(model, batch, loss, num_rows)
+
+        def test_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+            if own_test_step:
+                return model.test_step((inputs, targets, sample_weight))
+            num_rows = tf.shape(indices)[0]
+            batch = (inputs, targets, self.gather(_call(model, inputs, training=False), num_rows), sample_weight)
+            return self._metrics(model, batch, self._loss(model, batch, num_rows, training=False), num_rows)
+
+        def predict_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+            return self.gather(_call(model, inputs, training=False), tf.shape(indices)[0])
+
+        run_train_step, run_test_step, run_predict_step = (
+            self._function(model, step) for step in (train_step, test_step, predict_step)
+        )
+
+        def train_function(iterator: Iterator[Any]) -> Any:
+            data = next(iterator)
+            loss, logs = run_train_step(*data)
+            on_step(loss, self.strategy.experimental_local_results(data[-1])[0].shape[0])
+            return logs
+
+        return StepFunctions(
+            train=train_function,
+            test=lambda iterator: run_test_step(*next(iterator)),
+            predict=lambda data: run_predict_step(*data[0]),
+        )
+
+    def _function(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step on all replicas, as a graph; what it gives is the same on all, so the first one's is returned."""
+
+        @tf.autograph.experimental.do_not_convert
+        def run(*data: Any) -> Any:
+            outputs = self.strategy.run(step, args=data)
+            return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
+
+        if model.run_eagerly:
+            return run
+        return tf.function(run, reduce_retracing=True, jit_compile=model.jit_compile or None)
+
+    def _loss(self, model: Any, batch: tuple[Any, ...], num_rows: Any, training: bool) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
+        with _loss_of_whole_batch():
+            return model._compute_loss(
+                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
+            )
+
+    def _metrics(self, model: Any, batch: tuple[Any, ...], loss: Any, num_rows: Any) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        inputs = self._inputs_for(model, "compute_metrics", inputs, num_rows)
+        model._loss_tracker.update_state(loss, sample_weight=num_rows)
+        return model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def _inputs_for(self, model: Any, method: str, inputs: Any, num_rows: Any) -> Any:
+        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
+        import keras
+
+        own = getattr(type(model), method) is getattr(keras.Model, method)
+        return inputs if own else self.gather(inputs, num_rows)
+
+    def differing_weights(self, model: Any) -> list[str]:
+        """Names of the variables, seeds included, that are not bit-equal on all replicas."""
+        different = []
+        for variable in model.variables:
+            copies = [copy.numpy().tobytes() for copy in self.strategy.experimental_local_results(variable.value)]
+            if len(set(copies)) > 1:
+                different.append(variable.path)
+        return different
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`."""
+        yield
+
+    def agree(self, values: list[float]) -> list[float]:
+        """There is one process, so its values are everybody's."""
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """There is one process, so its flag is everybody's."""
+        return flag
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that a device (on the CPU: this process) has used."""
+        if self.names[0].startswith("GPU"):
+            return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.names)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _FeedDataset(tf.distribute.DistributedDataset):
+    """The feed in the form that Keras' trainer passes through untouched."""
+
+    def __init__(self, feed: Any):
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._feed)
+
+    @property
+    def element_spec(self) -> Any:
+        """Batches are made in Python, so nothing is known of them beforehand."""
+        return None
+
+
+def _call(model: Any, inputs: Any, training: bool) -> Any:
+    return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+
+
+def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        num_rows = tf.shape(rows)[0]
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            first = context.replica_id_in_sync_group * num_rows
+            return context.num_replicas_in_sync * upstream[first : first + num_rows]
+
+        return context.all_gather(rows, axis=0), gradient
+
+    return gather(rows)
+
+
+def _gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
+    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
+    return tf.distribute.get_replica_context().all_gather(statistics[None], axis=0)
+
+
+def _mean(gradients: list[Any]) -> list[Any]:
+    """The mean over the replicas, in one call; a weight that the loss does not depend on keeps its None."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    means = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, present))
+    return [None if gradient is None else next(means) for gradient in gradients]
+
+
+def _skip_gradient_sum(optimizer: Any) -> None:
+    """Makes a Keras optimizer take gradients that have been reduced already.
+
+    Its own sum comes too late (Keras 3.15): clipping and loss scaling would see one replica's gradients.
+    """
+    optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
+    if hasattr(optimizer, "inner_optimizer"):
+        _skip_gradient_sum(optimizer.inner_optimizer)
+
+
+@contextlib.contextmanager
+def _loss_of_whole_batch() -> Iterator[None]:
+    """Within it, Keras' losses are not divided by the number of replicas.
+
+    Keras (3.15) divides those that take a mean, not those that take a sum or are the user's own, so that no
+    later factor could be right for all. Here each replica has the whole batch's loss: nothing is to be divided.
+    """
+    from keras.src.losses import loss as loss_module
+
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    originals = [getattr(loss_module, name) for name in names]
+    for name in names:
+        setattr(loss_module, name, lambda value: value)
+    try:
+        yield
+    finally:
+        for name, original in zip(names, originals, strict=True):
+            setattr(loss_module, name, original)

@@ -1,0 +1,331 @@
+"""PyTorch: a process a device, started by torch's elastic launcher, with DistributedDataParallel under Keras' `fit`."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from kerasdp import errors
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.data.order import replica_rows
+from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.runners import StepFunctions
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that PyTorch sees; does not start CUDA, so processes may be started afterwards."""
+    return torch.cuda.device_count()
+
+
+def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
+
+    A single device needs no other process: `worker` then runs in this one.
+
+    Raises:
+        RunError: the first worker's own error, if one of them failed. All others are ended first.
+    """
+    if devices.count == 1:
+        return worker(devices, *args)
+    # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # The processes share the cores; torch would give each of them all.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
+    # It logs every failure with all its frames; the one that matters is raised below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=devices.count,
+            run_id="kerasdp",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # a free port
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=_logs(folder),
+        )
+        try:
+            return elastic_launch(launch_config, worker)(devices, *args)[0]
+        except ChildFailedError as error:
+            raise _worker_error(error) from None
+
+
+def _logs(folder: str) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    return DefaultLogsSpecs(log_dir=folder)
+
+
+def _worker_error(error: ChildFailedError) -> errors.RunError:
+    rank, failure = error.get_first_failure()
+    if not isinstance(failure.message, dict):  # it died without a word: killed, or crashed in native code
+        return errors.WorkerError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}")
+    message = failure.message
+    known = errors.from_text(message["message"])
+    return known or errors.WorkerError(f"rank {rank} failed\n{message['extraInfo']['py_callstack']}".rstrip())
+
+
+class Replicas:
+    """The replicas of a run, as seen by one of its processes.
+
+    Attributes:
+        rank: this process, counted from 0.
+        num_processes: processes of the run.
+        num_replicas: replicas of the model, over all processes.
+    """
+
+    def __init__(self, devices: Devices):
+        """Joins the process group. Call before Keras is imported."""
+        self.num_replicas = self.num_processes = devices.count
+        self.rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+        self.is_gpu = devices.kind == "gpu"
+        self.device = torch.device("cuda", self.rank) if self.is_gpu else torch.device("cpu")
+        # Keras asks this once, at import.
+        os.environ["KERAS_TORCH_DEVICE"] = "cuda" if self.is_gpu else "cpu"
+        if self.is_gpu:
+            torch.cuda.set_device(self.device)
+            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        if devices.count > 1:
+            dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made."""
+        yield
+
+    def place(self, batch: Any) -> tuple[Any, ...]:
+        """Brings a `Batch` to the device: inputs, targets, sample weights, indices."""
+        import keras
+
+        def to_device(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            tensor = torch.from_numpy(np.ascontiguousarray(leaf))
+            return tensor.pin_memory().to(self.device, non_blocking=True) if self.is_gpu else tensor
+
+        data = (batch.inputs, batch.targets, batch.sample_weight)
+        return *keras.tree.map_structure(to_device, data), batch.indices
+
+    def adapt(self, feed: Any) -> Any:
+        """What Keras' `fit` is to iterate over: the feed as it is."""
+        return feed
+
+    def context(self, num_rows: int) -> ReplicaContext | None:
+        """The context of a step on a global batch of `num_rows` rows."""
+        if self.num_replicas == 1:
+            return None
+        size = replica_rows(num_rows, self.num_replicas)
+        own = min(max(num_rows - self.rank * size, 0), size)
+        return ReplicaContext(num_replicas=self.num_replicas, num_rows=own, gather=_GatherStatistics.apply)
+
+    def gather(self, outputs: Any, num_rows: int) -> Any:
+        """The rows of all replicas, padding cut off: the outputs of the global batch.
+
+        Its gradient is made so that the MEAN over the replicas (which DistributedDataParallel takes) of the
+        gradients of a weight is the gradient of the loss of the global batch, whatever that loss is.
+        """
+        import keras
+
+        if self.num_replicas == 1:
+            return outputs
+        return keras.tree.map_structure(lambda rows: _GatherRows.apply(rows)[:num_rows], outputs)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`."""
+        yield
+
+    def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all replicas.
+
+        Args:
+            model: a built Keras model.
+            on_step: called after each training step with the loss of its global batch, a scalar tensor, and the
+                number of its rows.
+        """
+        import keras
+
+        own_train_step = type(model).train_step is not keras.Model.train_step
+        own_test_step = type(model).test_step is not keras.Model.test_step
+        if self.num_replicas > 1 and (own_train_step or own_test_step):
+            raise errors.UserError(
+                f"{type(model).__name__} has a train_step or test_step of its own, which sees only one device's part "
+                "of the batch; override compute_loss instead, or train on one device"
+            )
+        parallel = self._parallel(model)
+
+        def train_function(data: Any) -> dict[str, Any]:
+            inputs, targets, sample_weight, indices = data[0]
+            if own_train_step:
+                logs = model.train_step((inputs, targets, sample_weight))
+                on_step(logs["loss"], len(indices))
+                return logs
+            with use(self.context(len(indices))):
+                outputs = self.gather(_call(model, parallel, inputs, training=True), len(indices))
+            model.zero_grad()
+            loss = self._update_loss(model, (inputs, targets, outputs, sample_weight), len(indices), training=True)
+            scaled_loss = model.optimizer.scale_loss(loss)
+            scaled_loss.backward()
+            variables = model.trainable_weights[:]
+            with torch.no_grad():
+                model.optimizer.apply([variable.value.grad for variable in variables], variables)
+                logs = self._metrics(model, (inputs, targets, outputs, sample_weight), len(indices))
+            on_step(loss.detach(), len(indices))
+            return logs
+
+        @torch.no_grad()
+        def test_function(data: Any) -> dict[str, Any]:
+            inputs, targets, sample_weight, indices = data[0]
+            if own_test_step:
+                return model.test_step((inputs, targets, sample_weight))
+            outputs = self.gather(_call(model, model, inputs, training=False), len(indices))
+            batch = (inputs, targets, outputs, sample_weight)
+            self._update_loss(model, batch, len(indices), training=False)
+            return self._metrics(model, batch, len(indices))
+
+        @torch.no_grad()
+        def predict_function(data: Any) -> Any:
+            inputs, _, _, indices = data[0]
+            return self.gather(_call(model, model, inputs, training=False), len(indices))
+
+        return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+
+    def _parallel(self, model: Any) -> Any:
+        """The model in DistributedDataParallel, exactly once whatever the version of Keras.
+
+        Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
+        train function is already there, as here; and it adds up the metrics of all ranks, which here hold those of
+        the whole batch already.
+        """
+        import keras
+
+        if self.num_replicas == 1:
+            return model
+        trainer_class = keras.Model.__mro__[1]
+        if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
+            object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.device] if self.is_gpu else None)
+
+    def _update_loss(self, model: Any, batch: tuple[Any, ...], num_rows: int, training: bool) -> torch.Tensor:
+        inputs, targets, outputs, sample_weight = batch
+        inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
+        loss = model._compute_loss(
+            x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
+        )
+        model._loss_tracker.update_state(loss.detach(), sample_weight=num_rows)
+        return loss
+
+    def _metrics(self, model: Any, batch: tuple[Any, ...], num_rows: int) -> dict[str, Any]:
+        inputs, targets, outputs, sample_weight = batch
+        inputs = self._inputs_for(model, "compute_metrics", inputs, num_rows)
+        return model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def _inputs_for(self, model: Any, method: str, inputs: Any, num_rows: int) -> Any:
+        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
+        import keras
+
+        own = getattr(type(model), method) is getattr(keras.Model, method)
+        return inputs if own else self.gather(inputs, num_rows)
+
+    def differing_weights(self, model: Any) -> list[str]:
+        """Names of the variables, seeds included, that are not bit-equal on all replicas."""
+        if self.num_replicas == 1:
+            return []
+        digests = [_digest(variable) for variable in model.variables]
+        gathered = [None] * self.num_processes
+        dist.all_gather_object(gathered, digests)
+        return [
+            variable.path
+            for variable, *values in zip(model.variables, *gathered, strict=True)
+            if len(set(values)) > 1
+        ]
+
+    def agree(self, values: list[float]) -> list[float]:
+        """Rank 0's values, on every rank."""
+        if self.num_replicas == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, 0)
+        return tensor.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.num_replicas == 1:
+            return flag
+        tensor = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return bool(tensor.item())
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that a device (on the CPU: this process) has used."""
+        if self.is_gpu:
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _call(model: Any, module: Any, inputs: Any, training: bool) -> Any:
+    return module(inputs, training=training) if model._call_has_training_arg else module(inputs)
+
+
+def _digest(variable: Any) -> bytes:
+    array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
+    return hashlib.sha256(array.tobytes()).digest()
+
+
+def _all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Stacks the tensor of all ranks along a new first axis."""
+    # torch 2.13 renamed it, and warns of the old name.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    tensor = tensor.contiguous()
+    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+    all_gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor)
+    return gathered
+
+
+class _GatherRows(torch.autograd.Function):
+    """Concatenates the rows of all ranks; see `Replicas.gather` for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.num_rows = len(rows)
+        return _all_gather(rows).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        first = dist.get_rank() * ctx.num_rows
+        return dist.get_world_size() * gradient[first : first + ctx.num_rows]
+
+
+class _GatherStatistics(torch.autograd.Function):
+    """Stacks a tensor of all ranks; a rank's gradient is the sum over what all ranks made of its tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, statistics: torch.Tensor) -> torch.Tensor:
+        return _all_gather(statistics)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]

@@ -1,0 +1,80 @@
+"""Names with arguments, as they are typed on a command line: `sgd(momentum=0.9)`, `file.py:function`."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kerasdp.errors import UserError
+
+
+def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
+    """Splits `name` or `name(key=value, ...)` into the name and its arguments.
+
+    Args:
+        text: what the user typed; values are Python literals.
+        flag: the flag's name, for the error message.
+
+    Raises:
+        UserError: if the text is of neither form.
+    """
+    wrong = UserError(
+        f"--{flag}: expected a name, or a name with arguments such as sgd(momentum=0.9). Received: {text!r}"
+    )
+    name, bracket, rest = text.strip().partition("(")
+    if not name.strip():
+        raise wrong
+    if not bracket:
+        return name.strip(), {}
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise wrong
+        return name.strip(), {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    except (SyntaxError, ValueError) as error:
+        raise wrong from error
+
+
+def is_user_function(name: str) -> bool:
+    """Whether `name` means a function of the user's own (`package.module:function`, `path/file.py:function`)."""
+    return ":" in name
+
+
+def load_user_function(name: str, flag: str) -> Callable[..., Any]:
+    """Imports the user's own function.
+
+    Args:
+        name: `package.module:function` or `path/to/file.py:function`.
+        flag: the flag's name, for the error message.
+
+    Raises:
+        UserError: if there is no such file, module or function.
+    """
+    place, _, function = name.rpartition(":")
+    if place.endswith(".py"):
+        if not os.path.isfile(place):
+            raise UserError(f"--{flag}: there is no file {place!r}. Received: {name!r}")
+        stem = os.path.splitext(os.path.basename(place))[0]
+        module_spec = importlib.util.spec_from_file_location(stem, place)
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules.setdefault(stem, module)
+        module_spec.loader.exec_module(module)
+    else:
+        # A program's own folder is on the path, but not the folder it is started from.
+        sys.path.append(os.getcwd())
+        try:
+            if importlib.util.find_spec(place) is None:
+                raise ModuleNotFoundError(place)
+        except (ModuleNotFoundError, ValueError) as error:
+            raise UserError(f"--{flag}: there is no module {place!r}. Received: {name!r}") from error
+        finally:
+            sys.path.pop()
+        module = importlib.import_module(place)
+    found = getattr(module, function, None)
+    if not callable(found):
+        have = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise UserError(f"--{flag}: {place} has no function {function!r}; it has: {have or 'none'}")
+    return found
