@@ -52,7 +52,7 @@ def _define_flags() -> None:
     _define(group, "epochs", number, _DEFAULTS.epochs, "Passes over the training data.")
     _define(group, "max_steps", number, None, "Ends the run after so many updates.")
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
-    _define(group, "learning_rate", real, None, "Default: the optimizer's own.")
+    _define(group, "learning_rate", real, None, "Default: that of --optimizer, its argument or its default.")
     _define(group, "lr_base_batch", number, None, "Multiplies the rate by batch_size over this number.")
     _define(group, "kernel_initializer", text, None, "Of every kernel: 'random_normal(stddev=0.01)'. Default: the model's.")
     _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "

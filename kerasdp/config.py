@@ -33,7 +33,7 @@ class Config:
         epochs: passes over the training data.
         max_steps: updates after which the run ends. None: only `epochs` counts.
         optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
-        learning_rate: None: the optimizer's own default.
+        learning_rate: None: that of `optimizer`, its argument or its default.
         lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
         kernel_initializer: a Keras initializer for every convolution and dense kernel of the kit's models,
             as `random_normal(stddev=0.01)`. None: each layer's default.
@@ -52,13 +52,13 @@ class Config:
     backend: str | None = None
     num_devices: int | None = None
     device: str = "auto"
-    model: str = "convnet"
+    model: str = "lenet"
     dataset: str = "digits"
     data_dir: str | None = None
     batch_size: int = 64
-    epochs: int = 10
+    epochs: int = 20
     max_steps: int | None = None
-    optimizer: str = "adam"
+    optimizer: str = "sgd(learning_rate=0.03, momentum=0.9)"
     learning_rate: float | None = None
     lr_base_batch: int | None = None
     kernel_initializer: str | None = None
@@ -114,7 +114,7 @@ class Config:
         return -(-self.batch_size // num_replicas)
 
     def scaled_learning_rate(self, default: float) -> float:
-        """The rate in use: `learning_rate`, or the optimizer's `default`, scaled if `lr_base_batch` is set."""
+        """The rate in use: `learning_rate`, or the optimizer's own (`default`), scaled if `lr_base_batch` is set."""
         rate = default if self.learning_rate is None else self.learning_rate
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
 

@@ -19,8 +19,6 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         UserError: if Keras has no such optimizer, or it does not take these arguments.
     """
     name, arguments = spec.parse(config.optimizer, "optimizer")
-    if "learning_rate" in arguments:
-        raise UserError(f"--optimizer: give the rate by --learning_rate. Received: {config.optimizer!r}")
     known = _optimizers()
     if name.lower() not in known:
         raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.utils import module_utils
 
 from kerasdp import initial_weights
 from kerasdp.backend import Devices
@@ -36,7 +37,7 @@ class Runner:
         self._places: Iterator[int] = itertools.count()
         self._functions: dict[int, tuple[Any, Any]] = {}
         self.on_step = lambda loss, num_rows: None
-        keras.utils.set_random_seed(config.seed)
+        _seed(config.seed)
         keras.config.set_dtype_policy(config.precision if config.precision == "float32" else f"mixed_{config.precision}")
 
     @property
@@ -278,6 +279,19 @@ class _FeedAdapter(DataAdapter):
     @property
     def partial_batch_size(self) -> None:
         return None
+
+
+def _seed(seed: int) -> None:
+    """`keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
+
+    Keras (3.15) does that to seed tf.data, which costs seconds, and can end the process: both torch and TensorFlow
+    bring LLVM.
+    """
+    seen, module_utils.tensorflow._available = module_utils.tensorflow._available, keras.backend.backend() == "tensorflow"
+    try:
+        keras.utils.set_random_seed(seed)
+    finally:
+        module_utils.tensorflow._available = seen
 
 
 def _split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
