@@ -17,11 +17,15 @@ class ReplicaContext:
             tensor. None where a layer sees the whole global batch at once, without padding (jax).
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum over what all replicas made of it. None on jax.
+        gather_rows: the rows of all replicas, padding cut off: a tensor of the global batch. None on jax.
+        penalties: losses of the global batch that layers found on the way, to be added to the model's loss.
     """
 
     num_replicas: int
     num_rows: Any = None
     gather: Callable[[Any], Any] | None = None
+    gather_rows: Callable[[Any], Any] | None = None
+    penalties: list[Any] = dataclasses.field(default_factory=list)
 
 
 # A context variable, not a global: TensorFlow traces each replica in a thread of its own.

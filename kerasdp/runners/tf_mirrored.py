@@ -85,7 +85,7 @@ class Replicas:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
         return _FeedDataset(feed)
 
-    def gather(self, outputs: Any, num_rows: Any) -> Any:
+    def gather(self, outputs: Any, num_rows: int) -> Any:
         """The rows of all replicas, padding cut off: the outputs of the global batch.
 
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
@@ -93,16 +93,26 @@ class Replicas:
         """
         if self.num_replicas == 1:
             return outputs
-        return tf.nest.map_structure(lambda rows: _gather_rows(rows)[:num_rows], outputs)
 
-    def context(self, num_rows: tf.Tensor) -> ReplicaContext | None:
+        def gather(rows: tf.Tensor) -> tf.Tensor:
+            # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
+            return tf.ensure_shape(_gather_rows(rows)[:num_rows], (num_rows, *rows.shape[1:]))
+
+        return tf.nest.map_structure(gather, outputs)
+
+    def context(self, num_rows: int) -> ReplicaContext | None:
         """The context of a step on a global batch of `num_rows` rows."""
         if self.num_replicas == 1:
             return None
         size = replica_rows(num_rows, self.num_replicas)
-        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
-        own = tf.clip_by_value(num_rows - rank * size, 0, size)
-        return ReplicaContext(num_replicas=self.num_replicas, num_rows=own, gather=_gather_statistics)
+        # Each replica is traced by itself, with its number as a constant.
+        rank = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+        return ReplicaContext(
+            num_replicas=self.num_replicas,
+            num_rows=min(max(num_rows - rank * size, 0), size),
+            gather=_gather_statistics,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+        )
 
     def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
@@ -122,11 +132,11 @@ class Replicas:
             if own_train_step:
                 logs = model.train_step((inputs, targets, sample_weight))
                 return logs["loss"], logs
-            num_rows = tf.shape(indices)[0]
-            with tf.GradientTape() as tape, use(self.context(num_rows)):
-                outputs = self.gather(_call(model, inputs, training=True), num_rows)
+            num_rows = indices.shape[0]
+            with tf.GradientTape() as tape:
+                outputs, penalties = self._forward(model, inputs, num_rows, training=True)
                 batch = (inputs, targets, outputs, sample_weight)
-                loss = self._loss(model, batch, num_rows, training=True)
+                loss = sum(penalties, self._loss(model, batch, num_rows, training=True))
                 scaled_loss = model.optimizer.scale_loss(loss)
             variables = model.trainable_weights
             gradients = tape.gradient(scaled_loss, variables)
@@ -138,12 +148,14 @@ class Replicas:
         def test_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
             if own_test_step:
                 return model.test_step((inputs, targets, sample_weight))
-            num_rows = tf.shape(indices)[0]
-            batch = (inputs, targets, self.gather(_call(model, inputs, training=False), num_rows), sample_weight)
-            return self._metrics(model, batch, self._loss(model, batch, num_rows, training=False), num_rows)
+            num_rows = indices.shape[0]
+            outputs, penalties = self._forward(model, inputs, num_rows, training=False)
+            batch = (inputs, targets, outputs, sample_weight)
+            loss = sum(penalties, self._loss(model, batch, num_rows, training=False))
+            return self._metrics(model, batch, loss, num_rows)
 
         def predict_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
-            return self.gather(_call(model, inputs, training=False), tf.shape(indices)[0])
+            return self._forward(model, inputs, indices.shape[0], training=False)[0]
 
         run_train_step, run_test_step, run_predict_step = (
             self._function(model, step) for step in (train_step, test_step, predict_step)
@@ -164,14 +176,26 @@ class Replicas:
     def _function(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step on all replicas, as a graph; what it gives is the same on all, so the first one's is returned."""
 
+        from kerasdp.portability import whole_batch_penalties
+
         @tf.autograph.experimental.do_not_convert
         def run(*data: Any) -> Any:
-            outputs = self.strategy.run(step, args=data)
+            with whole_batch_penalties(model) if self.num_replicas > 1 else contextlib.nullcontext():
+                outputs = self.strategy.run(step, args=data)
             return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
 
         if model.run_eagerly:
             return run
-        return tf.function(run, reduce_retracing=True, jit_compile=model.jit_compile or None)
+        # A trace for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single outputs
+        # are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
+        return tf.function(run, jit_compile=model.jit_compile or None)
+
+    def _forward(self, model: Any, inputs: Any, num_rows: int, training: bool) -> tuple[Any, list[tf.Tensor]]:
+        """The forward pass on this replica's rows, and from it outputs and penalties of the global batch."""
+        context = self.context(num_rows)
+        with use(context):
+            outputs = model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+        return self.gather(outputs, num_rows), [] if context is None else context.penalties
 
     def _loss(self, model: Any, batch: tuple[Any, ...], num_rows: Any, training: bool) -> Any:
         inputs, targets, outputs, sample_weight = batch
@@ -236,10 +260,6 @@ class _FeedDataset(tf.distribute.DistributedDataset):
     def element_spec(self) -> Any:
         """Batches are made in Python, so nothing is known of them beforehand."""
         return None
-
-
-def _call(model: Any, inputs: Any, training: bool) -> Any:
-    return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
 
 
 def _gather_rows(rows: tf.Tensor) -> tf.Tensor:

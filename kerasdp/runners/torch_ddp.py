@@ -137,7 +137,12 @@ class Replicas:
             return None
         size = replica_rows(num_rows, self.num_replicas)
         own = min(max(num_rows - self.rank * size, 0), size)
-        return ReplicaContext(num_replicas=self.num_replicas, num_rows=own, gather=_GatherStatistics.apply)
+        return ReplicaContext(
+            num_replicas=self.num_replicas,
+            num_rows=own,
+            gather=_GatherStatistics.apply,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+        )
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
         """The rows of all replicas, padding cut off: the outputs of the global batch.
@@ -181,16 +186,16 @@ class Replicas:
                 logs = model.train_step((inputs, targets, sample_weight))
                 on_step(logs["loss"], len(indices))
                 return logs
-            with use(self.context(len(indices))):
-                outputs = self.gather(_call(model, parallel, inputs, training=True), len(indices))
+            outputs, penalties = self._forward(model, parallel, inputs, len(indices), training=True)
             model.zero_grad()
-            loss = self._update_loss(model, (inputs, targets, outputs, sample_weight), len(indices), training=True)
+            batch = (inputs, targets, outputs, sample_weight)
+            loss = self._update_loss(model, batch, penalties, len(indices), training=True)
             scaled_loss = model.optimizer.scale_loss(loss)
             scaled_loss.backward()
             variables = model.trainable_weights[:]
             with torch.no_grad():
                 model.optimizer.apply([variable.value.grad for variable in variables], variables)
-                logs = self._metrics(model, (inputs, targets, outputs, sample_weight), len(indices))
+                logs = self._metrics(model, batch, len(indices))
             on_step(loss.detach(), len(indices))
             return logs
 
@@ -199,15 +204,15 @@ class Replicas:
             inputs, targets, sample_weight, indices = data[0]
             if own_test_step:
                 return model.test_step((inputs, targets, sample_weight))
-            outputs = self.gather(_call(model, model, inputs, training=False), len(indices))
+            outputs, penalties = self._forward(model, model, inputs, len(indices), training=False)
             batch = (inputs, targets, outputs, sample_weight)
-            self._update_loss(model, batch, len(indices), training=False)
+            self._update_loss(model, batch, penalties, len(indices), training=False)
             return self._metrics(model, batch, len(indices))
 
         @torch.no_grad()
         def predict_function(data: Any) -> Any:
             inputs, _, _, indices = data[0]
-            return self.gather(_call(model, model, inputs, training=False), len(indices))
+            return self._forward(model, model, inputs, len(indices), training=False)[0]
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
@@ -227,12 +232,32 @@ class Replicas:
             object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.device] if self.is_gpu else None)
 
-    def _update_loss(self, model: Any, batch: tuple[Any, ...], num_rows: int, training: bool) -> torch.Tensor:
+    def _forward(
+        self, model: Any, module: Any, inputs: Any, num_rows: int, training: bool
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The forward pass on this rank's rows, and from it outputs and penalties of the global batch.
+
+        `module` is the model itself, or the model in DistributedDataParallel.
+        """
+        from kerasdp.portability import whole_batch_penalties
+
+        context = self.context(num_rows)
+        arguments = {"training": training} if model._call_has_training_arg else {}
+        if context is None:
+            return module(inputs, **arguments), []
+        with use(context), whole_batch_penalties(model):
+            outputs = module(inputs, **arguments)
+        return self.gather(outputs, num_rows), context.penalties
+
+    def _update_loss(
+        self, model: Any, batch: tuple[Any, ...], penalties: list[torch.Tensor], num_rows: int, training: bool
+    ) -> torch.Tensor:
         inputs, targets, outputs, sample_weight = batch
         inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
         loss = model._compute_loss(
             x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
         )
+        loss = sum(penalties, loss)
         model._loss_tracker.update_state(loss.detach(), sample_weight=num_rows)
         return loss
 
@@ -282,10 +307,6 @@ class Replicas:
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _call(model: Any, module: Any, inputs: Any, training: bool) -> Any:
-    return module(inputs, training=training) if model._call_has_training_arg else module(inputs)
 
 
 def _digest(variable: Any) -> bytes:

@@ -1,0 +1,280 @@
+"""Trains small models on the given backend and device count, and prints what came out as one line of JSON.
+
+python learn.py BACKEND NUM_DEVICES FOLDER
+"""
+
+import hashlib
+import json
+import os
+import sys
+
+import numpy as np
+
+import kerasdp
+
+
+def learn(runner):
+    """All proofs in one process: starting a framework costs more than training these models."""
+    return {name: part(runner) for name, part in PARTS.items()}
+
+
+def lenet(runner):
+    """40 steps of LeNet over an epoch's end, whose last batch divides by no device count; metrics of many kinds."""
+    import keras
+
+    data = kerasdp.load_data(runner.config)
+    with runner.scope():
+        model = kerasdp.build_model(runner.config, data.input_shape, data.num_classes)
+        model.compile(
+            keras.optimizers.SGD(0.01),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3"), MaximumLogit()],
+        )
+    initial = digest(model)
+    losses = StepLosses()
+    history = runner.fit(model, data.train, batch_size=61, epochs=2, callbacks=[losses], validation_data=data.test)
+    return {
+        "initial": initial,
+        "losses": losses.values[:40],
+        "final": [float(np.abs(weight).sum()) for weight in model.get_weights()],
+        "history": history.history,
+        "evaluate": runner.evaluate(model, data.test, batch_size=61, return_dict=True),
+        "predictions": runner.predict(model, data.test, batch_size=61).tolist(),
+        "alone": model.predict(data.test.inputs(np.arange(360)), verbose=0).tolist(),
+    }
+
+
+def binary(runner):
+    """AUC, precision, recall, mean IoU and a loss that is a sum; dense, with a weight penalty and sample weights."""
+    import keras
+
+    random = np.random.RandomState(0)
+    x, weights = random.randn(101, 8).astype("float32"), random.rand(101).astype("float32")
+    y = (x.sum(-1, keepdims=True) + random.randn(101, 1) > 0).astype("float32")
+    with runner.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(16, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(1e-3)),
+                keras.layers.Dense(1, "sigmoid"),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=1.0),
+            keras.losses.BinaryCrossentropy(reduction="sum"),
+            metrics=[
+                keras.metrics.AUC(name="auc"),
+                keras.metrics.Precision(name="precision"),
+                keras.metrics.Recall(name="recall"),
+                keras.metrics.BinaryIoU(name="iou"),
+            ],
+            weighted_metrics=["accuracy"],
+        )
+    losses = StepLosses()
+    # The last batch has one sample: fewer than devices.
+    history = runner.fit(model, x, y, sample_weight=weights, batch_size=10, epochs=3, verbose=0, callbacks=[losses])
+    classes = runner.fit(model, x, y, class_weight={0: 1.0, 1: 3.0}, validation_split=0.25, batch_size=16, verbose=0)
+    return {"losses": losses.values, "history": history.history, "classes": classes.history}
+
+
+def two_heads(runner):
+    """Two inputs, two outputs with loss weights, from a PyDataset."""
+    import keras
+
+    random = np.random.RandomState(1)
+    a, b = random.randn(50, 6).astype("float32"), random.randn(50, 5).astype("float32")
+    y = {"number": a[:, :1] * 2, "kind": (b[:, 0] > 0).astype("int32")}
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            rows = slice(11 * index, 11 * index + 11)  # the last batch has 6
+            return {"a": a[rows], "b": b[rows]}, {name: values[rows] for name, values in y.items()}
+
+    with runner.scope():
+        inputs = {"a": keras.Input((6,), name="a"), "b": keras.Input((5,), name="b")}
+        x = keras.layers.Dense(8, "tanh")(keras.layers.Concatenate()(list(inputs.values())))
+        model = keras.Model(
+            inputs,
+            {"number": keras.layers.Dense(1, name="number")(x), "kind": keras.layers.Dense(2, name="kind")(x)},
+        )
+        model.compile(
+            keras.optimizers.SGD(0.05),
+            loss={"number": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+            loss_weights={"number": 0.3, "kind": 1.0},
+            metrics={"number": ["mae"], "kind": ["accuracy"]},
+        )
+    history = runner.fit(model, Batches(workers=1), epochs=4, verbose=0)
+    return {
+        "history": history.history,
+        "evaluate": runner.evaluate(model, {"a": a, "b": b}, y, batch_size=16, return_dict=True),
+        "predictions": runner.predict(model, {"a": a, "b": b}, batch_size=16)["number"].tolist(),
+    }
+
+
+def contrastive(runner):
+    """A loss of the user's own that needs inputs, and every sample together with every other."""
+    import keras
+    from keras import ops
+
+    class Contrast(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            near = ops.matmul(x, ops.transpose(x))
+            return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - near))
+
+    x = np.random.RandomState(2).randn(33, 6).astype("float32")
+    with runner.scope():
+        model = Contrast()
+        model.compile(keras.optimizers.SGD(0.002))
+    losses = StepLosses()
+    runner.fit(model, x, batch_size=7, epochs=2, verbose=0, callbacks=[losses])
+    return {"losses": losses.values}
+
+
+def batch_norm(runner):
+    """Batch norm over the global batch, and over each replica's part."""
+    import keras
+
+    random = np.random.RandomState(3)
+    x, y = random.randint(0, 255, (45, 8, 8, 3)).astype("uint8"), random.randint(0, 5, 45)
+
+    def one(statistics):
+        with runner.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((8, 8, 3)),
+                    keras.layers.Rescaling(1 / 255),
+                    keras.layers.Conv2D(6, 3),
+                    keras.layers.BatchNormalization(),
+                    keras.layers.Activation("tanh"),
+                    keras.layers.Conv2D(6, 3, strides=2),
+                    keras.layers.BatchNormalization(scale=False),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(5),
+                ]
+            )
+            model.compile(
+                keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
+        kept, losses = runner.config, StepLosses()
+        runner.config = __import__("dataclasses").replace(kept, batch_norm=statistics)
+        history = runner.fit(model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses], validation_data=(x, y))
+        runner.config = kept
+        moving = [np.asarray(v).sum().item() for v in model.non_trainable_variables]
+        return {"losses": losses.values, "val_loss": history.history["val_loss"], "moving": moving}
+
+    return {statistics: one(statistics) for statistics in ("sync", "replica")}
+
+
+def callbacks(runner):
+    """Keras' own callbacks: what they decide, and what they write."""
+    import keras
+
+    folder = os.environ["KERASDP_TEST_FOLDER"]
+    random = np.random.RandomState(4)
+    x, y = random.randn(40, 6).astype("float32"), random.randint(0, 3, 40)
+    with runner.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = runner.fit(
+        model, x, y, batch_size=16, epochs=12, verbose=0, validation_data=(-x, y),
+        callbacks=[
+            keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5),
+            keras.callbacks.ModelCheckpoint(os.path.join(folder, "best.keras"), save_best_only=True),
+            keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
+            OddRank(runner.replicas.rank),
+        ],
+    )  # fmt: skip
+    return {
+        "history": history.history,
+        "rate": float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
+        "rows": len(open(os.path.join(folder, "log.csv")).readlines()),
+        "files": sorted(os.listdir(folder)),
+    }
+
+
+def digest(model):
+    return [hashlib.sha256(np.ascontiguousarray(weight).tobytes()).hexdigest()[:16] for weight in model.get_weights()]
+
+
+def make_classes():
+    """Classes that need Keras, which may be imported only in a worker."""
+    import keras
+    from keras import ops
+
+    class MaximumLogit(keras.metrics.Metric):
+        """A metric that no sum over the replicas could give."""
+
+        def __init__(self):
+            super().__init__(name="maximum")
+            self.value = self.add_variable((), "zeros", name="value")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
+
+        def result(self):
+            return self.value * 1.0  # not the variable itself, which the next evaluation overwrites
+
+    class StepLosses(keras.callbacks.Callback):
+        """The loss of each step: Keras' logs hold the mean of the epoch so far."""
+
+        def __init__(self):
+            super().__init__()
+            self.values = []
+
+        def on_train_begin(self, logs=None):
+            runner = CURRENT["runner"]
+            record = runner.on_step
+
+            def both(loss, num_rows):
+                self.values.append(float(loss))
+                record(loss, num_rows)
+
+            runner.on_step = both
+
+    class OddRank(keras.callbacks.Callback):
+        """Decides differently on each rank, as one that looks at the clock may."""
+
+        def __init__(self, rank):
+            super().__init__()
+            self.rank = rank
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 6 + self.rank:
+                self.model.stop_training = True
+
+    return MaximumLogit, StepLosses, OddRank
+
+
+PARTS = {
+    "lenet": lenet,
+    "binary": binary,
+    "two_heads": two_heads,
+    "contrastive": contrastive,
+    "batch_norm": batch_norm,
+    "callbacks": callbacks,
+}
+CURRENT = {}
+
+
+def train(runner):
+    global MaximumLogit, StepLosses, OddRank
+    MaximumLogit, StepLosses, OddRank = make_classes()
+    CURRENT["runner"] = runner
+    return learn(runner)
+
+
+if __name__ == "__main__":
+    backend, num_devices, folder = sys.argv[1:]
+    os.environ["KERASDP_TEST_FOLDER"] = folder
+    result = kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
+    print("RESULT " + json.dumps(result))
