@@ -15,16 +15,20 @@ if TYPE_CHECKING:
     from kerasdp.portability import portable
     from kerasdp.runner import Runner
     from kerasdp.models import build_model
-    from kerasdp.data import load_data
+    from kerasdp.data.datasets import Dataset, load_data
+    from kerasdp.data.sources import ArraySource, ImageFolder
     from kerasdp.optimizers import make_optimizer
 
 __version__ = "0.1.0"
 
 # What needs Keras or absl is imported when it is first asked for.
 _HOMES = {
+    "ArraySource": "kerasdp.data.sources",
+    "Dataset": "kerasdp.data.datasets",
+    "ImageFolder": "kerasdp.data.sources",
     "Runner": "kerasdp.runner",
     "build_model": "kerasdp.models",
-    "load_data": "kerasdp.data",
+    "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli",
     "make_optimizer": "kerasdp.optimizers",
     "portable": "kerasdp.portability",

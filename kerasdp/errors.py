@@ -25,16 +25,16 @@ class WorkerError(RunError):
     """A worker process died or raised; the text holds that worker's own error."""
 
 
-def from_text(text: str) -> RunError | None:
-    """Rebuilds a `RunError` that crossed a process border as `"ClassName: message"`.
+def from_name(name: str, message: str) -> RunError | None:
+    """Rebuilds a `RunError` that crossed a process border.
 
     Args:
-        text: what the worker wrote of its exception.
+        name: the name of its class.
+        message: its text.
 
     Returns:
-        The error, or None where the text names no class of this module.
+        The error, or None where no class of this module has that name.
     """
-    name, _, message = text.partition(": ")
     for kind in (UserError, NonFiniteLossError, ReplicasDifferError, RunError):
         if name == kind.__name__:
             return kind(message)

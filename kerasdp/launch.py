@@ -53,10 +53,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     # Only now may Keras be imported.
     from kerasdp.runner import Runner
 
-    try:
-        return _without_model(train(Runner(settings, devices, replicas)), replicas.num_processes)
-    finally:
-        replicas.close()
+    return _without_model(train(Runner(settings, devices, replicas)), replicas.num_processes)
 
 
 def _without_model(result: Any, num_processes: int) -> Any:

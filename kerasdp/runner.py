@@ -85,7 +85,7 @@ class Runner:
         """Keras' own `fit`, on all devices. The arguments are those of `keras.Model.fit`.
 
         Args that mean more than in Keras:
-            x: also a `kerasdp.data.Source`. Generators, tf.data and DataLoaders are taken where one process feeds
+            x: also a `kerasdp.data.sources.Source`. Generators, tf.data and DataLoaders are taken where one process feeds
                 all devices; with torch on several devices use arrays, a Source or a `keras.utils.PyDataset`.
             batch_size: the GLOBAL batch, over all devices. None: `config.batch_size`.
             verbose: `"auto"`: `config.verbose`.
@@ -209,7 +209,7 @@ class Runner:
             raise UserError(f"with batches as x ({type(x).__name__}), leave out y, weights and steps: they are in x")
         if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
             raise UserError(
-                f"expected arrays, a kerasdp.data.Source or a keras.utils.PyDataset. Received: {type(x).__name__}, "
+                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: {type(x).__name__}, "
                 "which each of the torch processes would iterate on its own, with no promise of equal batches"
             )
         return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part)

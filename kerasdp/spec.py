@@ -31,7 +31,7 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
         return name.strip(), {}
     try:
         call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise wrong
         return name.strip(), {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
     except (SyntaxError, ValueError) as error:

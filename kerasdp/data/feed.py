@@ -34,7 +34,7 @@ class Batch:
 
 
 class SampleReader:
-    """Batches of a source that can be read sample by sample (see `kerasdp.data.Source`)."""
+    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`)."""
 
     def __init__(self, source: Any, order: Order, num_replicas: int, part: tuple[int, int]):
         """`part` is (rank, number of processes)."""

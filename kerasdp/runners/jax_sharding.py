@@ -1,6 +1,7 @@
 """JAX: one process a host drives all its devices; `keras.distribution.DataParallel` shards the batch over them."""
 
 import contextlib
+import os
 import resource
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,11 @@ from kerasdp.runners import StepFunctions
 def count_gpus(config: Config) -> int:
     """GPUs that JAX sees. Asking starts JAX and so fixes the number of its CPU devices: they are made here, too."""
     num_devices = config.num_devices or 1
+    if num_devices > 1:
+        # XLA's CPU devices share one pool with a thread a core, and a collective blocks its thread until the other
+        # devices join in. Several collectives of one device can so take all threads, and the run hangs, until XLA
+        # ends it after 60 s (jax 0.10.2; often with 4 devices on 2 cores). NPROC sets the size of that pool.
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * num_devices)))
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         if config.device == "cpu":
@@ -55,9 +61,6 @@ class Replicas:
         mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
         self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
         self._distribution = None
-
-    def close(self) -> None:
-        """Nothing to end."""
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -47,9 +47,6 @@ class Replicas:
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.strategy = tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
 
-    def close(self) -> None:
-        """Nothing to end."""
-
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made: their variables are mirrored on all devices."""

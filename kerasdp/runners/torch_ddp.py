@@ -2,16 +2,21 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import resource
+import signal
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -57,27 +62,51 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",
-            logs_specs=_logs(folder),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(launch_config, worker)(devices, *args)[0]
+            return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
         except ChildFailedError as error:
-            raise _worker_error(error) from None
+            raise _first_error(folder, error) from None
+        except SignalException as error:  # the agent has ended the workers
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
 
 
-def _logs(folder: str) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
+    """Runs the worker, and writes down what it raises: at once, before the other ranks can notice.
 
-    return DefaultLogsSpecs(log_dir=folder)
+    They fail, too, as soon as this one leaves, and torch's own record tells the first only to the second.
+    """
+    try:
+        return worker(*args)
+    except Exception as error:
+        record = {"name": type(error).__name__, "message": str(error), "frames": traceback.format_exc()}
+        path = os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}.error")
+        with open(path, "w") as file:
+            json.dump(record, file)
+        raise
+    finally:
+        # The group is left only now: leaving it is what the others notice.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _worker_error(error: ChildFailedError) -> errors.RunError:
-    rank, failure = error.get_first_failure()
-    if not isinstance(failure.message, dict):  # it died without a word: killed, or crashed in native code
+def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
+    for rank, failure in error.failures.items():
+        # Killed, by the system for its memory say, or crashed: it could not write anything down.
+        if failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
+            return errors.WorkerError(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+    written = sorted(name for name in os.listdir(folder) if name.endswith(".error"))
+    if not written:
+        rank, failure = error.get_first_failure()
         return errors.WorkerError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}")
-    message = failure.message
-    known = errors.from_text(message["message"])
-    return known or errors.WorkerError(f"rank {rank} failed\n{message['extraInfo']['py_callstack']}".rstrip())
+    with open(os.path.join(folder, written[0])) as file:
+        record = json.load(file)
+    rank = written[0].removesuffix(".error").partition("-")[2]
+    known = errors.from_name(record["name"], record["message"])
+    return known or errors.WorkerError(f"rank {rank} failed\n{record['frames']}".rstrip())
 
 
 class Replicas:
@@ -103,11 +132,6 @@ class Replicas:
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if devices.count > 1:
             dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
-
-    def close(self) -> None:
-        """Leaves the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -1,0 +1,204 @@
+"""The named data sets, from real and from made files."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import os
+import struct
+import threading
+
+import keras
+import numpy as np
+import pytest
+from PIL import Image
+
+from kerasdp.config import DATASETS as NAMES
+from kerasdp.config import Config
+from kerasdp.data import datasets
+from kerasdp.data.datasets import DATASETS, load_data
+from kerasdp.data.sources import ArraySource
+from kerasdp.errors import UserError
+
+
+def write_idx(folder, split, images, labels, packed=False):
+    for kind, array in ((f"images-idx{images.ndim}-ubyte", images), ("labels-idx1-ubyte", labels)):
+        content = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("uint8").tobytes()
+        path = folder / f"{split}-{kind}{'.gz' if packed else ''}"
+        path.write_bytes(gzip.compress(content) if packed else content)
+
+
+def some_images(count, *shape):
+    random = np.random.RandomState(count)
+    return random.randint(0, 256, (count, *shape)).astype("uint8"), random.randint(0, 10, count)
+
+
+def test_the_table_holds_the_names():
+    assert tuple(DATASETS) == NAMES
+
+
+def test_digits():
+    data = load_data(Config(dataset="digits"))
+    assert (data.input_shape, data.num_classes) == ((28, 28, 1), 10)
+    assert (data.train.num_samples, data.test.num_samples) == (1437, 360)
+    train, test = data.train.inputs(np.arange(1437)), data.test.inputs(np.arange(360))
+    assert train.dtype == "uint8"
+    assert (train.min(), train.max()) == (0, 255)
+    seen = {image.tobytes() for image in train}
+    assert not any(image.tobytes() in seen for image in test)
+
+
+def test_synthetic_of_any_shape():
+    data = load_data(Config(dataset="synthetic(shape=(8, 6, 3), num_classes=7, num_samples=5, num_test_samples=2)"))
+    assert (data.input_shape, data.num_classes) == ((8, 6, 3), 7)
+    assert data.train.inputs(np.arange(5)).shape == (5, 8, 6, 3)
+    with pytest.raises(UserError, match="does not take these arguments"):
+        load_data(Config(dataset="synthetic(colour=3)"))
+    with pytest.raises(UserError, match="--data_dir has no effect"):
+        load_data(Config(dataset="synthetic", data_dir="somewhere"))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("mnist", (28, 28)), ("fashion_mnist", (28, 28)), ("cifar10", (32, 32, 3))])
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_files(tmp_path, name, shape, packed):
+    train, test = some_images(6, *shape), some_images(3, *shape)
+    write_idx(tmp_path, "train", *train, packed=packed)
+    write_idx(tmp_path, "t10k", *test, packed=packed)
+    data = load_data(Config(dataset=name, data_dir=str(tmp_path)))
+    assert data.input_shape == (28, 28, 1) if len(shape) == 2 else shape
+    np.testing.assert_array_equal(data.train.inputs(np.array([4]))[0].squeeze(), train[0][4])
+    assert data.test.targets(np.arange(3))[0].tolist() == test[1].tolist()
+
+
+def test_fashion_mnist_of_the_system(tmp_path, monkeypatch):
+    write_idx(tmp_path, "train", *some_images(6, 28, 28), packed=True)
+    write_idx(tmp_path, "t10k", *some_images(3, 28, 28), packed=True)
+    monkeypatch.setattr(datasets, "DEBIAN_FASHION_MNIST", str(tmp_path))
+    assert load_data(Config(dataset="fashion_mnist")).train.num_samples == 6
+
+
+@pytest.fixture
+def downloads(tmp_path, monkeypatch):
+    """A server on this machine in place of the one that Keras downloads from."""
+    (tmp_path / "served").mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    original = keras.utils.get_file
+
+    def get_file(fname, origin, **settings):
+        path = tmp_path / "served" / fname
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else settings["file_hash"]
+        url = f"http://127.0.0.1:{server.server_port}/{fname}"
+        return original(fname, url, cache_dir=str(tmp_path / "cache"), file_hash=digest)
+
+    monkeypatch.setattr("keras.src.datasets.mnist.get_file", get_file)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.delenv("http_proxy", raising=False)
+    yield tmp_path / "served"
+    server.shutdown()
+    server.server_close()
+
+
+def test_download(downloads):
+    (x_train, y_train), (x_test, y_test) = some_images(6, 28, 28), some_images(3, 28, 28)
+    np.savez(downloads / "mnist.npz", x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    data = load_data(Config(dataset="mnist"))
+    assert data.input_shape == (28, 28, 1)
+    assert data.train.targets(np.arange(6))[0].tolist() == y_train.tolist()
+
+
+def test_a_download_that_fails_is_one_line(downloads):
+    with pytest.raises(UserError, match="mnist could not be downloaded .* or choose --dataset=digits"):
+        load_data(Config(dataset="mnist"))
+
+
+def make_images(folder, counts, size=(9, 7)):
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            colour = np.full((*size, 3), 10 * number + 5, "uint8")
+            Image.fromarray(colour).save(folder / name / f"{number}.png")
+
+
+def test_a_folder_of_images(tmp_path):
+    make_images(tmp_path, {"cat": 6, "dog": 4})
+    data = load_data(Config(dataset="images(size=(8, 8))", data_dir=str(tmp_path)))
+    assert (data.input_shape, data.num_classes) == ((8, 8, 3), 2)
+    assert (data.train.num_samples, data.test.num_samples) == (8, 2)
+    images = data.train.inputs(np.array([0, 3]))
+    assert (images.shape, images.dtype) == ((2, 8, 8, 3), "uint8")
+    assert set(data.train.paths).isdisjoint(data.test.paths)
+    for path, label in zip(data.train.paths, data.train.labels):
+        assert ("cat", "dog")[label] in path
+
+
+def test_folders_for_training_and_test(tmp_path):
+    make_images(tmp_path / "train", {"cat": 3, "dog": 2, "eel": 1})
+    make_images(tmp_path / "val", {"dog": 2, "eel": 1})
+    data = load_data(Config(dataset="images(size=(4, 4), channels=1)", data_dir=str(tmp_path)))
+    assert data.num_classes == 3
+    assert data.test.targets(np.arange(3))[0].tolist() == [1, 1, 2]
+    assert data.test.inputs(np.arange(3)).shape == (3, 4, 4, 1)
+
+
+def test_a_folder_without_images(tmp_path):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "notes.txt").touch()
+    for folder, words in ((tmp_path, "expected images in"), (tmp_path / "none", "there is no folder")):
+        with pytest.raises(UserError, match=words):
+            load_data(Config(dataset="images", data_dir=str(folder)))
+    with pytest.raises(UserError, match="needs --data_dir"):
+        load_data(Config(dataset="images"))
+
+
+def test_an_image_that_is_damaged_is_named(tmp_path):
+    make_images(tmp_path, {"cat": 2})
+    (tmp_path / "cat" / "0.png").write_bytes(b"no image")
+    data = load_data(Config(dataset="images", data_dir=str(tmp_path)))
+    with pytest.raises(UserError, match=r"0\.png: cannot be read as an image"):
+        [part.inputs(np.arange(part.num_samples)) for part in (data.train, data.test)]
+
+
+@pytest.mark.parametrize(
+    ("y_train", "y_test", "words"),
+    [
+        ([0, 1, -1], [0], "expected labels from 0 to 1 .* Received: -1 among the train labels"),
+        ([0, 1, 1], [2], "expected labels from 0 to 1 .* Received: 2 among the test labels"),
+        ([0.0, 1.0, 0.5], [0.0], "expected whole numbers as train labels"),
+    ],
+)
+def test_labels_out_of_range(tmp_path, y_train, y_test, words):
+    file = tmp_path / "my_data.py"
+    file.write_text(
+        "import numpy as np\n"
+        f"def load():\n    return (np.zeros((3, 2)), np.array({y_train})), (np.zeros((1, 2)), np.array({y_test}))\n"
+    )
+    with pytest.raises(UserError, match=words):
+        load_data(Config(dataset=f"{file}:load"))
+
+
+def test_the_users_own_data(tmp_path):
+    file = tmp_path / "own_data.py"
+    file.write_text(
+        "import numpy as np\n"
+        "def load(count=3):\n"
+        "    return (np.zeros((count, 2)), np.arange(count)), (np.zeros((1, 2)), np.zeros((1, 1), int))\n"
+        "def wrong():\n    return 3\n"
+    )
+    data = load_data(Config(dataset=f"{file}:load(count=5)"))
+    assert (data.input_shape, data.num_classes) == ((2,), 5)
+    with pytest.raises(UserError, match="must return"):
+        load_data(Config(dataset=f"{file}:wrong"))
+
+
+def test_arrays_of_unequal_length():
+    for arrays in ((np.zeros(3), np.zeros(4)), (np.zeros(0), np.zeros(0))):
+        with pytest.raises(UserError, match="equally many samples"):
+            ArraySource(*arrays)
+
+
+@pytest.mark.skipif(not os.path.isdir(datasets.DEBIAN_FASHION_MNIST), reason="the package dataset-fashion-mnist is missing")
+def test_real_fashion_mnist():
+    data = load_data(Config(dataset="fashion_mnist"))
+    assert (data.train.num_samples, data.test.num_samples) == (60000, 10000)

@@ -1,0 +1,98 @@
+"""Batches as each process sees them."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.data.feed import BatchReader, Feed, SampleReader
+from kerasdp.data.order import Order
+from kerasdp.data.sources import ArraySource
+
+X, Y = np.arange(22).reshape(11, 2), np.arange(11)
+
+
+def read(part, num_replicas=4, **order):
+    reader = SampleReader(ArraySource({"a": X}, Y), Order(num_samples=11, batch_size=6, **order), num_replicas, part)
+    return [batch() for batch in reader.epoch(0)]
+
+
+def test_the_parts_of_all_processes_make_the_batch():
+    whole = read((0, 1))
+    parts = [read((rank, 4)) for rank in range(4)]
+    assert [len(batch.indices) for batch in whole] == [6, 5]
+    for number, batch in enumerate(whole):
+        joined = np.concatenate([part[number].inputs["a"] for part in parts])
+        np.testing.assert_array_equal(joined, batch.inputs["a"])
+        np.testing.assert_array_equal(batch.inputs["a"][: len(batch.indices)], X[batch.indices])
+        assert len(joined) == 8
+        for part in parts:  # all of the targets everywhere, without padding
+            np.testing.assert_array_equal(part[number].targets, Y[batch.indices])
+
+
+def test_indexed_batches_are_shuffled_by_seed_and_epoch():
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return X[3 * index : 3 * index + 3], Y[3 * index : 3 * index + 3]
+
+    def epoch(seed, number):
+        reader = BatchReader(Batches(), seed, 2, (0, 1))
+        return [batch().targets.tolist() for batch in reader.epoch(number)]
+
+    assert epoch(None, 0) == epoch(None, 1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+    assert epoch(5, 0) == epoch(5, 0) != epoch(5, 1)
+    assert sorted(epoch(5, 1)) == sorted(epoch(None, 0))
+
+
+def test_a_generator_loses_nothing_to_the_first_look():
+    reader = BatchReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), None, 2, (0, 1))
+    assert reader.num_batches is None
+    assert reader.first().targets.tolist() == [0, 1, 2, 3]
+    batches = [batch() for batch in reader.epoch(0)]
+    assert [batch.targets.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert np.concatenate([batch.indices for batch in batches]).tolist() == list(range(11))
+
+
+class SlowSource(ArraySource):
+    num_threads = 4
+
+    def __init__(self):
+        super().__init__(np.arange(40), np.arange(40))
+        self.threads = set()
+
+    def inputs(self, indices):
+        self.threads.add(threading.get_ident())
+        time.sleep(0.02 if indices[0] % 2 else 0.001)  # so that later batches are ready earlier
+        return super().inputs(indices)
+
+
+def test_reading_ahead_in_threads_keeps_the_order():
+    source = SlowSource()
+    order = Order(num_samples=40, batch_size=2, shuffle=False)
+    feed = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.inputs.tolist())
+    assert sum(feed, []) == list(range(40))
+    assert len(source.threads) > 1
+
+
+def test_an_epoch_that_is_left_early_stops_reading():
+    feed = Feed(SampleReader(SlowSource(), Order(num_samples=40, batch_size=2), 1, (0, 1)), lambda batch: batch)
+    before = threading.active_count()
+    iterator = iter(feed)
+    next(iterator)
+    iterator.close()
+    assert threading.active_count() == before
+
+
+def test_an_error_in_a_reading_thread_reaches_the_training():
+    class Broken(SlowSource):
+        def inputs(self, indices):
+            raise OSError("the disk is gone")
+
+    feed = Feed(SampleReader(Broken(), Order(num_samples=40, batch_size=2), 1, (0, 1)), lambda batch: batch)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(feed))

@@ -1,0 +1,83 @@
+"""Runs that go wrong: they end soon, with the right error, and leave no process behind."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import BACKENDS, PROGRAMS, ROOT, environment, run
+
+
+def fail(backend, count, mode, folder):
+    return run(PROGRAMS / "fail.py", backend, count, mode, folder)
+
+
+def session_members(session):
+    """Processes of a session that still run."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended meanwhile
+                continue
+            if int(rest[2]) == session and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_rank_that_raises_ends_all_with_its_own_error(backend, tmp_path):
+    done = fail(backend, 2, "raise", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("RuntimeError: the last rank gives up") == 1
+    assert "Connection" not in done.stderr
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+def test_a_rank_that_is_killed_ends_all(tmp_path):
+    done = fail("torch", 2, "kill", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+
+
+def test_replicas_that_drift_apart_are_an_error(backend, tmp_path):
+    done = fail(backend, 2, "drift", tmp_path)
+    assert done.returncode == 1
+    assert "hold different values in 1 variables, first in" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"])
+def test_a_signal_ends_everything(backend, number, code, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, PROGRAMS / "fail.py", backend, "2", "wait", tmp_path],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        for line in process.stdout:
+            if re.match(r"READY \d+", line):
+                break
+        # A terminal sends Ctrl-C to every process of the group, `kill` to one.
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        start = time.monotonic()
+        assert process.wait(timeout=20) == code
+        while session_members(process.pid) and time.monotonic() - start < 20:
+            time.sleep(0.1)
+        assert session_members(process.pid) == []
+        assert time.monotonic() - start < 10
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        for left in session_members(process.pid):
+            os.kill(left, signal.SIGKILL)

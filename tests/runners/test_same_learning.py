@@ -1,0 +1,96 @@
+"""The promise: one device or many, on any backend, a model learns the same."""
+
+import numpy as np
+import pytest
+
+from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+
+DEVICE_COUNTS = (1, 2, 4)
+COMBINATIONS = [(backend, count) for backend in BACKENDS for count in DEVICE_COUNTS]
+NAMES = [f"{backend}-{count}" for backend, count in COMBINATIONS]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """What each combination gave; each runs once, when it is first asked for."""
+    kept = {}
+
+    def get(backend, count):
+        if (backend, count) not in kept:
+            folder = tmp_path_factory.mktemp(f"{backend}-{count}")
+            kept[backend, count] = result_of(run(PROGRAMS / "learn.py", backend, count, folder))
+        return kept[backend, count]
+
+    return get
+
+
+@pytest.fixture(params=COMBINATIONS, ids=NAMES)
+def pair(request, learned):
+    """Each combination beside the first one on one device."""
+    return learned(BACKENDS[0], 1), learned(*request.param)
+
+
+def assert_same(expected, received, tolerance):
+    """Compares nested numbers, and names the place where they part."""
+    if isinstance(expected, dict):
+        assert expected.keys() == received.keys()
+        for name in expected:
+            assert_same(expected[name], received[name], tolerance)
+    else:
+        np.testing.assert_allclose(received, expected, rtol=0, atol=tolerance)
+
+
+def test_initial_weights_are_bit_equal(pair):
+    expected, received = pair
+    assert received["lenet"]["initial"] == expected["lenet"]["initial"]
+
+
+def test_loss_of_each_step(pair):
+    expected, received = (part["lenet"]["losses"] for part in pair)
+    assert len(expected) == 40
+    assert_same(expected, received, 1e-5)
+
+
+@pytest.mark.parametrize("part", ["history", "evaluate", "predictions", "alone"])
+def test_lenet(pair, part):
+    expected, received = (result["lenet"][part] for result in pair)
+    assert_same(expected, received, 1e-5)
+
+
+def test_predictions_are_those_of_the_plain_model(learned):
+    for backend, count in COMBINATIONS:
+        part = learned(backend, count)["lenet"]
+        assert len(part["predictions"]) == 360
+        assert_same(part["alone"], part["predictions"], 1e-5)
+
+
+@pytest.mark.parametrize("part", ["binary", "two_heads", "contrastive"])
+def test_other_losses_and_metrics(pair, part):
+    expected, received = (result[part] for result in pair)
+    assert_same(expected, received, 1e-5)
+
+
+def test_synchronized_batch_norm(pair):
+    expected, received = (result["batch_norm"]["sync"] for result in pair)
+    # 12 steps with momentum: each division by a small variance lets round-off grow.
+    assert_same(expected, received, 2e-5)
+
+
+@pytest.mark.parametrize("count", DEVICE_COUNTS)
+def test_replica_batch_norm_is_the_same_on_all_backends(learned, count):
+    expected, *others = (learned(backend, count)["batch_norm"]["replica"] for backend in BACKENDS)
+    for received in others:
+        assert_same(expected, received, 2e-5)
+
+
+def test_replica_batch_norm_differs_from_synchronized(learned):
+    parts = learned(BACKENDS[0], 2)["batch_norm"]
+    assert np.abs(np.subtract(parts["sync"]["losses"], parts["replica"]["losses"])).max() > 1e-3
+
+
+def test_callbacks_decide_the_same_and_write_once(pair):
+    expected, received = (result["callbacks"] for result in pair)
+    assert received["files"] == expected["files"] == ["best.keras", "log.csv"]
+    assert received["rows"] == expected["rows"]
+    assert_same(expected["history"], received["history"], 1e-5)
+    assert received["rate"] == expected["rate"]

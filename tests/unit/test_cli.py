@@ -1,0 +1,78 @@
+"""Flags become a Config; whatever is wrong with them is one line."""
+
+import pathlib
+
+import pytest
+
+from kerasdp import cli
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+
+FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
+
+
+def parse(*flags):
+    return cli.parse(["train.py", *flags])
+
+
+def test_defaults_are_those_of_the_config():
+    import dataclasses
+
+    settings = parse()
+    assert settings.workdir.startswith("runs/")
+    assert dataclasses.replace(settings, workdir=None) == Config()
+
+
+def test_flags_and_flagfile(tmp_path):
+    file = tmp_path / "some.flags"
+    file.write_text("# a comment\n--epochs=3\n--gpus=2\n--optimizer=sgd(momentum=0.9)\n")
+    settings = parse(f"--flagfile={file}", "--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tensorboard")
+    assert (settings.epochs, settings.num_devices, settings.optimizer) == (4, 2, "sgd(momentum=0.9)")
+    assert (settings.learning_rate, settings.workdir, settings.tensorboard) == (0.5, "w", True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--nosuch=1", "Unknown command line flag 'nosuch'"),
+        ("--gpus=two", "--gpus=two"),
+        ("--learning_rate=fast", "--learning_rate=fast"),
+        ("--flagfile=/nowhere/none.flags", "none.flags"),
+        ("stray", "expected flags only. Received: 'stray'"),
+        ("--backend=theano", "expected one of torch, jax, tensorflow"),
+    ],
+)
+def test_wrong_flags(flag, words):
+    with pytest.raises(UserError) as caught:
+        parse(flag)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_names_each_flag_in_a_group(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for group, names in cli.GROUPS.items():
+        assert f"\n{group}:\n" in text
+        assert all(f"\n  --{name}: " in text for name in names)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_flags_are_these():
+    """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
+    assert sorted(name for names in cli.GROUPS.values() for name in names) == [
+        "backend", "batch_norm", "batch_size", "data_dir", "dataset", "device", "epochs", "gpus", "kernel_initializer",
+        "learning_rate", "log_every", "lr_base_batch", "max_steps", "model", "optimizer", "precision", "seed",
+        "tensorboard", "verbose", "workdir",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FLAGFILES, ids=lambda file: file.stem)
+def test_flagfiles(file):
+    """Each parses, and its header tells the command, the expected result and time, and where they were measured."""
+    assert parse(f"--flagfile={file}")
+    header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    for word in (f"python recipes/train.py --flagfile=flags/{file.name}", "Expected:", "Measured on:"):
+        assert word in header

@@ -1,0 +1,175 @@
+"""Choices are checked when they are made, with one line that says what was expected."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from kerasdp import backend, config, spec
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backend": "theano"}, "--backend: expected one of torch, jax, tensorflow. Received: 'theano'"),
+        ({"num_devices": 0}, "--gpus: expected a whole number of at least 1. Received: 0"),
+        ({"num_devices": -2}, "--gpus"),
+        ({"batch_size": 0}, "--batch_size"),
+        ({"batch_size": 3, "num_devices": 4}, "expected at least 4 for 4 devices. Received: 3"),
+        ({"epochs": 0}, "--epochs"),
+        ({"max_steps": 0}, "--max_steps"),
+        ({"log_every": 0}, "--log_every"),
+        ({"learning_rate": 0.0}, "--learning_rate"),
+        ({"learning_rate": float("nan")}, "--learning_rate"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**32}, "--seed"),
+        ({"model": "vgg"}, "--model: expected one of mlp, lenet"),
+        ({"dataset": "imagenet"}, "--dataset: expected one of digits"),
+        ({"optimizer": "sgd(momentum"}, "--optimizer: expected a name, or a name with arguments"),
+        ({"precision": "int8"}, "--precision"),
+        ({"batch_norm": "local"}, "--batch_norm"),
+        ({"device": "tpu"}, "--device"),
+        ({"verbose": 3}, "--verbose"),
+        ({"tensorboard": True}, "add --workdir=FOLDER"),
+    ],
+)
+def test_a_wrong_choice_is_one_line(changes, words):
+    with pytest.raises(UserError) as caught:
+        Config(**changes)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_batch_arithmetic():
+    settings = Config(batch_size=61, learning_rate=0.1, lr_base_batch=122)
+    assert settings.replica_batch_size(4) == 16
+    assert settings.scaled_learning_rate(9.0) == pytest.approx(0.05)
+    assert Config().scaled_learning_rate(0.01) == 0.01
+
+
+def test_a_config_is_frozen_and_fits_into_json():
+    settings = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.seed = 3
+    assert Config(**json.loads(json.dumps(settings.as_dict()))) == settings
+
+
+def test_the_tables_hold_what_the_config_names():
+    pytest.importorskip("keras")
+    import importlib
+
+    for name in config.MODELS:
+        assert callable(getattr(importlib.import_module(f"kerasdp.models.{name}"), name))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adam", ("adam", {})),
+        ("sgd(momentum=0.9)", ("sgd", {"momentum": 0.9})),
+        ("synthetic(shape=(32,32,3), num_classes=100)", ("synthetic", {"shape": (32, 32, 3), "num_classes": 100})),
+        ("my/file.py:build", ("my/file.py:build", {})),
+        ("my/file.py:build(depth=3)", ("my/file.py:build", {"depth": 3})),
+    ],
+)
+def test_names_with_arguments(text, expected):
+    assert spec.parse(text, "flag") == expected
+
+
+@pytest.mark.parametrize("text", ["", "(a=1)", "f(1)", "f(a=b)", "f(a=1", "f(a=1)(b=2)", "f(a=__import__('os'))"])
+def test_names_that_are_none(text):
+    with pytest.raises(UserError, match="--flag: expected a name"):
+        spec.parse(text, "flag")
+
+
+def test_the_users_own_functions(tmp_path):
+    file = tmp_path / "mine_for_spec.py"
+    file.write_text("def build():\n    return 7\n")
+    assert spec.load_user_function(f"{file}:build", "model")() == 7
+    assert spec.load_user_function("os.path:join", "model")("a", "b") == "a/b"
+    for name, words in [
+        (f"{file}:other", "has no function 'other'; it has: build"),
+        (f"{tmp_path}/none.py:build", "there is no file"),
+        ("no.such.module:build", "there is no module"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            spec.load_user_function(name, "model")
+
+
+def test_choice_of_backend(monkeypatch):
+    monkeypatch.setattr(backend, "is_installed", lambda name: name != "torch")
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    assert backend.choose_backend(None) == "jax"
+    assert backend.choose_backend("tensorflow") == "tensorflow"
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    assert backend.choose_backend(None) == "tensorflow"
+    assert backend.choose_backend("jax") == "jax"
+    with pytest.raises(UserError, match=r"torch is not installed \(installed: jax, tensorflow\); add it: pip install"):
+        backend.choose_backend("torch")
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    with pytest.raises(UserError, match="KERAS_BACKEND: expected one of"):
+        backend.choose_backend(None)
+    monkeypatch.setattr(backend, "is_installed", lambda name: False)
+    monkeypatch.delenv("KERAS_BACKEND")
+    with pytest.raises(UserError, match="no backend is installed"):
+        backend.choose_backend(None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "num_gpus", "expected"),
+    [
+        (None, "auto", 0, Devices(kind="cpu", count=1, reason="no GPU found")),
+        (4, "auto", 0, Devices(kind="cpu", count=4, reason="no GPU found")),
+        (None, "auto", 3, Devices(kind="gpu", count=3)),
+        (2, "gpu", 3, Devices(kind="gpu", count=2)),
+        (4, "cpu", 2, Devices(kind="cpu", count=4, reason="as asked")),
+    ],
+)
+def test_choice_of_devices(asked, device, num_gpus, expected):
+    assert backend.choose_devices(Config(num_devices=asked, device=device), num_gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "num_gpus", "words"),
+    [
+        (4, "auto", 2, "--gpus: there are 2. Received: 4"),
+        (2, "gpu", 1, "--gpus: there is 1. Received: 2"),
+        (1, "gpu", 0, "sees no GPU"),
+    ],
+)
+def test_devices_that_are_not_there(asked, device, num_gpus, words):
+    with pytest.raises(UserError, match=words):
+        backend.choose_devices(Config(num_devices=asked, device=device), num_gpus)
+
+
+def test_all_gpus_must_get_a_sample():
+    with pytest.raises(UserError, match="expected at least 8 for 8 devices. Received: 4"):
+        backend.choose_devices(Config(batch_size=4), 8)
+
+
+def test_devices_in_words():
+    assert str(Devices(kind="cpu", count=4, reason="no GPU found")) == "4 virtual CPU devices (no GPU found)"
+    assert str(Devices(kind="gpu", count=1)) == "1 GPU"
+
+
+def test_keras_with_another_backend_cannot_be_changed(monkeypatch):
+    class Keras:
+        class config:  # noqa: N801 (the name of Keras' own module)
+            backend = staticmethod(lambda: "jax")
+
+    monkeypatch.setitem(sys.modules, "keras", Keras)
+    with pytest.raises(UserError, match="Keras is already imported with the jax backend, expected torch"):
+        backend.set_backend("torch")
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UserError, match="--workdir: cannot write into"):
+        config.check_workdir(str(file / "below"))
+    config.check_workdir(str(tmp_path / "new"))
+    assert list((tmp_path / "new").iterdir()) == []

@@ -1,0 +1,75 @@
+"""What a run leaves behind."""
+
+import csv
+import json
+
+from kerasdp import report
+from kerasdp.config import Config
+
+
+def facts(tmp_path, **changes):
+    values = {
+        "config": Config(backend="jax", workdir=str(tmp_path)),
+        "devices": "2 virtual CPU devices (no GPU found)",
+        "device_kind": "cpu",
+        "num_devices": 2,
+        "num_processes": 1,
+        "model": "lenet",
+        "global_batch_size": 61,
+    }
+    return report.Facts(**(values | changes))
+
+
+def result(of):
+    return report.result(
+        of,
+        steps=8,
+        final={"accuracy": 0.5, "loss": 0.9, "val_accuracy": 0.625},
+        epoch_seconds=[9.0, 2.0, 1.0, 3.0],
+        epoch_rates=[10.0, 200.0, 100.0, 300.0],
+        peak_memory_bytes=123,
+    )
+
+
+def test_the_first_epoch_does_not_count(tmp_path):
+    figures = result(facts(tmp_path))
+    assert figures["seconds_per_epoch"] == 2.0
+    assert figures["images_per_second"] == 200.0
+
+
+def test_lines(tmp_path):
+    of = facts(tmp_path)
+    assert report.start_line(of, 0.03) == (
+        "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
+    )
+    assert report.end_line(of, result(of)) == (
+        "test accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); "
+        f"files in {tmp_path}"
+    )
+    assert report.epoch_line(0, 3, {"loss": 0.5}, 1.5, 2000.0) == "epoch 1/3 - 1.5 s - 2,000 images/s - loss 0.5000"
+
+
+def test_files(tmp_path):
+    of = facts(tmp_path)
+    files = report.RunFiles(str(tmp_path), of, tensorboard=True)
+    files.add_step(10, 0, 0.75, 0.03, 1000.0)
+    files.add_epoch(0, {"loss": 0.7, "accuracy": 0.5}, 2.0, 500.0)
+    files.add_epoch(1, {"loss": 0.6, "accuracy": 0.6, "val_loss": 0.8, "val_accuracy": 0.4}, 1.0, 900.0)
+    files.close(result(of))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("versions")["python"]
+    assert Config(**config) == of.config
+    (line,) = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 10, "epoch": 1, "loss": 0.75, "learning_rate": 0.03, "images_per_second": 1000.0,
+    }  # fmt: skip
+    with open(tmp_path / "history.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert [row["val_loss"] for row in rows] == ["", "0.8"]
+    assert json.loads((tmp_path / "report.json").read_text()).keys() >= {
+        "backend", "device_kind", "num_devices", "num_processes", "model", "dataset", "global_batch_size", "epochs",
+        "steps", "final", "seconds_per_epoch", "images_per_second", "peak_memory_bytes", "versions",
+    }  # fmt: skip
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert any((tmp_path / "tensorboard").iterdir())
