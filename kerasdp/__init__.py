@@ -12,12 +12,12 @@ from kerasdp.launch import launch
 
 if TYPE_CHECKING:
     from kerasdp.cli import main
-    from kerasdp.portability import portable
-    from kerasdp.runner import Runner
-    from kerasdp.models import build_model
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
+    from kerasdp.models import build_model
     from kerasdp.optimizers import make_optimizer
+    from kerasdp.portability import portable
+    from kerasdp.runner import Runner
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,21 @@ _HOMES = {
     "portable": "kerasdp.portability",
 }
 
-__all__ = ["Config", "RunError", "UserError", "launch", *_HOMES]
+__all__ = [
+    "ArraySource",
+    "Config",
+    "Dataset",
+    "ImageFolder",
+    "RunError",
+    "Runner",
+    "UserError",
+    "build_model",
+    "launch",
+    "load_data",
+    "main",
+    "make_optimizer",
+    "portable",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,9 @@ def _define_flags() -> None:
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
     _define(group, "learning_rate", real, None, "Default: that of --optimizer, its argument or its default.")
     _define(group, "lr_base_batch", number, None, "Multiplies the rate by batch_size over this number.")
-    _define(group, "kernel_initializer", text, None, "Of every kernel: 'random_normal(stddev=0.01)'. Default: the model's.")
+    _define(
+        group, "kernel_initializer", text, None, "Of every kernel: 'random_normal(stddev=0.01)'. Default: the model's."
+    )
     _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "
             "replica's part of it (replica).")  # fmt: skip
     _define(group, "seed", number, _DEFAULTS.seed, "Of initial weights, sample order and dropout.")
@@ -62,7 +64,9 @@ def _define_flags() -> None:
     group = "Output"
     _define(group, "workdir", text, None, "Folder for what the run leaves. Default: a new one in runs/.")
     _define(group, "log_every", number, _DEFAULTS.log_every, "Steps between two lines of steps.jsonl.")
-    _define(group, "verbose", number, None, "0: nothing, 1: progress bar, 2: a line an epoch. Default: a bar in a terminal.")
+    _define(
+        group, "verbose", number, None, "0: nothing, 1: progress bar, 2: a line an epoch. Default: a bar in a terminal."
+    )
     _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
 
 

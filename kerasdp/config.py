@@ -97,7 +97,9 @@ class Config:
                 name, _ = spec.parse(getattr(self, flag), flag)
                 known = {"model": MODELS, "dataset": DATASETS}.get(flag)
                 if known and name not in known and not spec.is_user_function(name):
-                    raise UserError(f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}")
+                    raise UserError(
+                        f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}"
+                    )
         if self.num_devices is not None:
             self.check_batch(self.num_devices)
 
@@ -132,7 +134,9 @@ def check_workdir(workdir: str) -> None:
             pass
         os.remove(probe)
     except OSError as error:
-        raise UserError(f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder") from error
+        raise UserError(
+            f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder"
+        ) from error
 
 
 def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -31,7 +31,9 @@ def portable(seed: int, places: Iterator[int]) -> Iterator[None]:
     layer_class = keras.layers.Layer
     original = layer_class.add_weight
 
-    def add_weight(layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any):
+    def add_weight(
+        layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
+    ):
         # The three that Keras also takes by position.
         shape, initializer, dtype = (*args, *(shape, initializer, dtype)[len(args) :])
         floating = "float" in keras.backend.standardize_dtype(dtype or layer.variable_dtype)

@@ -110,8 +110,7 @@ def end_line(facts: Facts, result: dict[str, Any]) -> str:
     score = f"{words.get(name, name)} {final[name]:.4f}, " if name else ""
     return (
         f"{score}{result['seconds_per_epoch']:.2f} s/epoch, {result['images_per_second']:,.0f} images/s "
-        f"on {facts.devices}"
-        + (f"; files in {facts.config.workdir}" if facts.config.workdir else "")
+        f"on {facts.devices}" + (f"; files in {facts.config.workdir}" if facts.config.workdir else "")
     )
 
 
@@ -198,8 +197,13 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
                 axes.annotate(
-                    f"{points[-1][1]:.3f}", points[-1], xytext=(6, 0), textcoords="offset points",
-                    va="center", fontsize=8, color=colour,
+                    f"{points[-1][1]:.3f}",
+                    points[-1],
+                    xytext=(6, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                    color=colour,
                 )
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

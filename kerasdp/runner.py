@@ -38,7 +38,9 @@ class Runner:
         self._functions: dict[int, tuple[Any, Any]] = {}
         self.on_step = lambda loss, num_rows: None
         _seed(config.seed)
-        keras.config.set_dtype_policy(config.precision if config.precision == "float32" else f"mixed_{config.precision}")
+        keras.config.set_dtype_policy(
+            config.precision if config.precision == "float32" else f"mixed_{config.precision}"
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -85,8 +87,8 @@ class Runner:
         """Keras' own `fit`, on all devices. The arguments are those of `keras.Model.fit`.
 
         Args that mean more than in Keras:
-            x: also a `kerasdp.data.sources.Source`. Generators, tf.data and DataLoaders are taken where one process feeds
-                all devices; with torch on several devices use arrays, a Source or a `keras.utils.PyDataset`.
+            x: also a `kerasdp.data.sources.Source`. Generators, tf.data and DataLoaders are taken where one process
+                feeds all devices; with torch on several devices use arrays, a Source or a `keras.utils.PyDataset`.
             batch_size: the GLOBAL batch, over all devices. None: `config.batch_size`.
             verbose: `"auto"`: `config.verbose`.
 
@@ -108,7 +110,9 @@ class Runner:
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = self._adapter(Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size)
+            validation = self._adapter(
+                Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size
+            )
         with self._running(model):
             history = model.fit(
                 self._adapter(feed, batch_size),
@@ -209,8 +213,8 @@ class Runner:
             raise UserError(f"with batches as x ({type(x).__name__}), leave out y, weights and steps: they are in x")
         if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
             raise UserError(
-                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: {type(x).__name__}, "
-                "which each of the torch processes would iterate on its own, with no promise of equal batches"
+                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. "
+                f"Received: {type(x).__name__}, which each of the torch processes would iterate on its own, with no promise of equal batches"
             )
         return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part)
 
@@ -287,14 +291,19 @@ def _seed(seed: int) -> None:
     Keras (3.15) does that to seed tf.data, which costs seconds, and can end the process: both torch and TensorFlow
     bring LLVM.
     """
-    seen, module_utils.tensorflow._available = module_utils.tensorflow._available, keras.backend.backend() == "tensorflow"
+    seen, module_utils.tensorflow._available = (
+        module_utils.tensorflow._available,
+        keras.backend.backend() == "tensorflow",
+    )
     try:
         keras.utils.set_random_seed(seed)
     finally:
         module_utils.tensorflow._available = seen
 
 
-def _split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+def _split_off(
+    x: Any, y: Any, sample_weight: Any, fraction: float
+) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
     """The last part of the arrays, before any shuffling, as Keras splits them."""
     arrays = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
     num_samples = len(keras.tree.flatten(arrays)[0])

@@ -28,9 +28,7 @@ def train(runner: "kerasdp.Runner") -> None:
             metrics=["accuracy"],
         )
     # Keras' own `fit`; batch_size is the global batch, whatever the number of devices.
-    runner.fit(
-        model, data.train, batch_size=config.batch_size, epochs=config.epochs, validation_data=data.test
-    )
+    runner.fit(model, data.train, batch_size=config.batch_size, epochs=config.epochs, validation_data=data.test)
 
 
 if __name__ == "__main__":

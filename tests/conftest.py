@@ -24,7 +24,9 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"PYTHONUNBUFFERED": "1"} | extra
 
 
-def run(*arguments: object, cwd: pathlib.Path = ROOT, timeout: float = 280, **extra: str) -> subprocess.CompletedProcess:
+def run(
+    *arguments: object, cwd: pathlib.Path = ROOT, timeout: float = 280, **extra: str
+) -> subprocess.CompletedProcess:
     """Runs a Python program of this repository to its end, whatever that is."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],

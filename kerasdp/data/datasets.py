@@ -72,7 +72,9 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
         (x_train, y_train), (x_test, y_test) = arrays
         y_train, y_test = (np.asarray(y).reshape(len(y)) for y in (y_train, y_test))
     except (TypeError, ValueError) as error:
-        raise UserError(f"--dataset: {name} must return (x_train, y_train), (x_test, y_test) arrays: {error}") from error
+        raise UserError(
+            f"--dataset: {name} must return (x_train, y_train), (x_test, y_test) arrays: {error}"
+        ) from error
     if num_classes is None and len(y_train) and np.issubdtype(y_train.dtype, np.integer):
         num_classes = int(y_train.max()) + 1
     for split, labels in (("train", y_train), ("test", y_test)):
@@ -134,7 +136,9 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
         paths, labels, classes = list_images(os.path.join(data_dir, "train"))
         test_paths, test_labels, test_classes = list_images(os.path.join(data_dir, held_out))
         if not set(test_classes) <= set(classes):
-            raise UserError(f"--data_dir: {held_out}/ has classes that train/ lacks: {set(test_classes) - set(classes)}")
+            raise UserError(
+                f"--data_dir: {held_out}/ has classes that train/ lacks: {set(test_classes) - set(classes)}"
+            )
         test_labels = np.asarray([classes.index(name) for name in test_classes])[test_labels]
     else:
         paths, labels, classes = list_images(data_dir)

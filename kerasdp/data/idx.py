@@ -33,7 +33,9 @@ def read(path: str) -> np.ndarray:
     shape = tuple(int(size) for size in np.frombuffer(content, ">u4", num_axes, 4))
     expected = header + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if len(content) != expected:
-        raise UserError(f"{path}: expected {expected} bytes for shape {shape}. Received: {len(content)}; fetch it again")
+        raise UserError(
+            f"{path}: expected {expected} bytes for shape {shape}. Received: {len(content)}; fetch it again"
+        )
     return np.frombuffer(content, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 

@@ -71,9 +71,7 @@ class Order:
             data_pass, step = divmod(number, self.batches_per_pass)
             if not batches or step == 0:
                 samples = (
-                    epoch_order(self.num_samples, self.seed, data_pass)
-                    if self.shuffle
-                    else np.arange(self.num_samples)
+                    epoch_order(self.num_samples, self.seed, data_pass) if self.shuffle else np.arange(self.num_samples)
                 )
             batches.append(samples[step * self.batch_size : (step + 1) * self.batch_size])
         return batches

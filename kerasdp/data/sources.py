@@ -49,7 +49,11 @@ class ArraySource:
         self._inputs, self._targets, self._sample_weight = keras.tree.map_structure(
             lambda leaf: None if leaf is None else np.asarray(leaf), arrays
         )
-        counts = {len(leaf) for leaf in keras.tree.flatten((self._inputs, self._targets, self._sample_weight)) if leaf is not None}
+        counts = {
+            len(leaf)
+            for leaf in keras.tree.flatten((self._inputs, self._targets, self._sample_weight))
+            if leaf is not None
+        }
         if len(counts) != 1 or 0 in counts:
             raise UserError(f"expected arrays with equally many samples, at least one. Received: {sorted(counts)}")
         self.num_samples = counts.pop()

@@ -53,4 +53,6 @@ def _initializer(text: str) -> Any:
     try:
         return keras.initializers.get({"class_name": name, "config": arguments} if arguments else name)
     except (ValueError, TypeError) as error:
-        raise UserError(f"--kernel_initializer: Keras has no such initializer: {text!r} ({str(error).splitlines()[0]})") from error
+        raise UserError(
+            f"--kernel_initializer: Keras has no such initializer: {text!r} ({str(error).splitlines()[0]})"
+        ) from error

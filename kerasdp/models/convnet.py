@@ -20,7 +20,9 @@ def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: 
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = image_input(input_shape)
     # The guide gives a bias to the third convolution alone.
-    for number, (filters, size, strides, bias) in enumerate([(12, 3, 1, False), (24, 6, 2, False), (32, 6, 2, True)], 1):
+    for number, (filters, size, strides, bias) in enumerate(
+        [(12, 3, 1, False), (24, 6, 2, False), (32, 6, 2, True)], 1
+    ):
         x = layers.Conv2D(
             filters, size, strides=strides, padding="same", use_bias=bias, name=f"conv{number}", **kernels
         )(x)

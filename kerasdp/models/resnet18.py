@@ -34,7 +34,7 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer:
 def _block(
     x: keras.KerasTensor, filters: int, *, strides: int, name: str, kernels: dict[str, Any]
 ) -> keras.KerasTensor:
-    """conv-BN-ReLU-conv-BN, plus the shortcut, ReLU; convolutions carry a bias. Halves height and width if `strides` is 2."""
+    """conv-BN-ReLU-conv-BN, plus the shortcut, ReLU; convolutions carry a bias. `strides=2` halves the image."""
     shortcut = x
     if strides != 1:
         shortcut = layers.Conv2D(filters, 1, strides=strides, name=f"{name}_shortcut", **kernels)(x)

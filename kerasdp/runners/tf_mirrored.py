@@ -39,13 +39,17 @@ class Replicas:
             tf.config.set_visible_devices([], "GPU")
             if devices.count > 1:
                 cpu = tf.config.list_physical_devices("CPU")[0]
-                tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+                tf.config.set_logical_device_configuration(
+                    cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count
+                )
         else:
             # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
             tf.config.experimental.enable_tensor_float_32_execution(False)
         self.names = [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
         # One replica runs without a strategy: Keras turns XLA off under any.
-        self.strategy = tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
+        self.strategy = (
+            tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
+        )
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

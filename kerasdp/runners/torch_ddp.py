@@ -278,9 +278,7 @@ class Replicas:
     ) -> torch.Tensor:
         inputs, targets, outputs, sample_weight = batch
         inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
-        loss = model._compute_loss(
-            x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
-        )
+        loss = model._compute_loss(x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training)
         loss = sum(penalties, loss)
         model._loss_tracker.update_state(loss.detach(), sample_weight=num_rows)
         return loss
@@ -305,9 +303,7 @@ class Replicas:
         gathered = [None] * self.num_processes
         dist.all_gather_object(gathered, digests)
         return [
-            variable.path
-            for variable, *values in zip(model.variables, *gathered, strict=True)
-            if len(set(values)) > 1
+            variable.path for variable, *values in zip(model.variables, *gathered, strict=True) if len(set(values)) > 1
         ]
 
     def agree(self, values: list[float]) -> list[float]:

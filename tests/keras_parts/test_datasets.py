@@ -23,7 +23,9 @@ from kerasdp.errors import UserError
 
 def write_idx(folder, split, images, labels, packed=False):
     for kind, array in ((f"images-idx{images.ndim}-ubyte", images), ("labels-idx1-ubyte", labels)):
-        content = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("uint8").tobytes()
+        content = (
+            struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("uint8").tobytes()
+        )
         path = folder / f"{split}-{kind}{'.gz' if packed else ''}"
         path.write_bytes(gzip.compress(content) if packed else content)
 
@@ -58,7 +60,9 @@ def test_synthetic_of_any_shape():
         load_data(Config(dataset="synthetic", data_dir="somewhere"))
 
 
-@pytest.mark.parametrize(("name", "shape"), [("mnist", (28, 28)), ("fashion_mnist", (28, 28)), ("cifar10", (32, 32, 3))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mnist", (28, 28)), ("fashion_mnist", (28, 28)), ("cifar10", (32, 32, 3))]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_idx_files(tmp_path, name, shape, packed):
     train, test = some_images(6, *shape), some_images(3, *shape)
@@ -198,7 +202,9 @@ def test_arrays_of_unequal_length():
             ArraySource(*arrays)
 
 
-@pytest.mark.skipif(not os.path.isdir(datasets.DEBIAN_FASHION_MNIST), reason="the package dataset-fashion-mnist is missing")
+@pytest.mark.skipif(
+    not os.path.isdir(datasets.DEBIAN_FASHION_MNIST), reason="the package dataset-fashion-mnist is missing"
+)
 def test_real_fashion_mnist():
     data = load_data(Config(dataset="fashion_mnist"))
     assert (data.train.num_samples, data.test.num_samples) == (60000, 10000)

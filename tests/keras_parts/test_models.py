@@ -83,7 +83,9 @@ def test_unknown_initializers(text):
 
 
 def test_optimizers():
-    optimizer = make_optimizer(Config(optimizer="sgd(momentum=0.9)", learning_rate=0.1, batch_size=32, lr_base_batch=64))
+    optimizer = make_optimizer(
+        Config(optimizer="sgd(momentum=0.9)", learning_rate=0.1, batch_size=32, lr_base_batch=64)
+    )
     assert isinstance(optimizer, keras.optimizers.SGD)
     assert optimizer.momentum == 0.9
     assert float(optimizer.learning_rate) == pytest.approx(0.05)

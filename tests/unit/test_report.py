@@ -43,8 +43,7 @@ def test_lines(tmp_path):
         "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
     )
     assert report.end_line(of, result(of)) == (
-        "test accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); "
-        f"files in {tmp_path}"
+        f"test accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); files in {tmp_path}"
     )
     assert report.epoch_line(0, 3, {"loss": 0.5}, 1.5, 2000.0) == "epoch 1/3 - 1.5 s - 2,000 images/s - loss 0.5000"
 

@@ -34,7 +34,11 @@ def roots(modules):
 def test_imports(path):
     name = str(path.relative_to(PACKAGE))
     everything = imports(path, anywhere=True)
-    allowed = {"runners/torch_ddp.py": {"torch"}, "runners/jax_sharding.py": {"jax"}, "runners/tf_mirrored.py": {"tensorflow"}}
+    allowed = {
+        "runners/torch_ddp.py": {"torch"},
+        "runners/jax_sharding.py": {"jax"},
+        "runners/tf_mirrored.py": {"tensorflow"},
+    }
     assert roots(everything) & FRAMEWORKS <= allowed.get(name, set())
     assert not roots(everything) & {"recipes", "tests", "benchmarks"}
     siblings = {module for module in everything if module.startswith("kerasdp.runners.")}

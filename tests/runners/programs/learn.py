@@ -54,7 +54,9 @@ def binary(runner):
     with runner.scope():
         model = keras.Sequential(
             [
-                keras.layers.Dense(16, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(1e-3)),
+                keras.layers.Dense(
+                    16, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(1e-3)
+                ),
                 keras.layers.Dense(1, "sigmoid"),
             ]
         )
@@ -166,7 +168,9 @@ def batch_norm(runner):
             )
         kept, losses = runner.config, StepLosses()
         runner.config = __import__("dataclasses").replace(kept, batch_norm=statistics)
-        history = runner.fit(model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses], validation_data=(x, y))
+        history = runner.fit(
+            model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses], validation_data=(x, y)
+        )
         runner.config = kept
         moving = [np.asarray(v).sum().item() for v in model.non_trainable_variables]
         return {"losses": losses.values, "val_loss": history.history["val_loss"], "moving": moving}

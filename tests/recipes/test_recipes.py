@@ -1,0 +1,203 @@
+"""Recipes, flagfiles and the README's commands, run as their users run them."""
+
+import csv
+import importlib.util
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from kerasdp import cli
+from tests.conftest import BACKENDS, ROOT, environment, run
+from tests.keras_parts.test_datasets import make_images, some_images, write_idx
+
+FLAGFILES = sorted((ROOT / "flags").glob("*.flags"))
+README = (ROOT / "README.md").read_text()
+BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.fixture(scope="module")
+def idx_folder(tmp_path_factory):
+    """A small data set in MNIST's files."""
+    folder = tmp_path_factory.mktemp("idx")
+    write_idx(folder, "train", *some_images(1100, 28, 28), packed=True)
+    write_idx(folder, "t10k", *some_images(50, 28, 28), packed=True)
+    return folder
+
+
+def train(*flags, **settings):
+    return run("recipes/train.py", *flags, **settings)
+
+
+def assert_one_line_and_exit_code_2(done, words):
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    "backend_and_count", [(b, n) for b in BACKENDS for n in (1, 2, 4)], ids=lambda p: f"{p[0]}-{p[1]}"
+)
+def test_the_default_command_learns(backend_and_count, tmp_path):
+    """The nine runs: accuracy on held-out digits, the lines that people see, the files that a run leaves."""
+    backend, count = backend_and_count
+    done = train(f"--backend={backend}", f"--gpus={count}", "--device=cpu", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    share = "" if count == 1 else f" ({64 // count} a replica)"
+    devices = f"{count} virtual CPU device{'s' if count > 1 else ''} (as asked)"
+    assert lines[0] == f"{backend} on {devices} | lenet | batch 64{share} | learning rate 0.03 | float32"
+    assert [line.partition(" ")[0] for line in lines[1:-1]] == ["epoch"] * 20  # once, however many processes
+    accuracy = float(re.fullmatch(r"test accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1])
+    assert accuracy >= 0.97
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["final"]["val_accuracy"] == pytest.approx(accuracy, abs=1e-4)
+    assert (report["num_devices"], report["steps"], report["epochs"]) == (count, 460, 20)
+    assert report["num_processes"] == (count if backend == "torch" else 1)
+    assert report["peak_memory_bytes"] > 1e8
+    with open(tmp_path / "history.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 20
+    assert float(rows[-1]["val_accuracy"]) == report["final"]["val_accuracy"]
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(10, 470, 10))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(FLAGFILES)), ids=[file.stem for file in FLAGFILES])
+def test_flagfiles_run(number, idx_folder, tmp_path):
+    """Each named run, shortened, on small files; the backends take turns."""
+    file = FLAGFILES[number]
+    flags = [f"--backend={BACKENDS[number % len(BACKENDS)]}", "--device=cpu", "--max_steps=2", f"--workdir={tmp_path}"]
+    if "mnist" in cli.parse(["", f"--flagfile={file}"]).dataset:
+        flags.append(f"--data_dir={idx_folder}")
+    done = train(f"--flagfile={file.relative_to(ROOT)}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_precision_and_event_files(backend, precision, tmp_path):
+    done = train(
+        f"--backend={backend}", "--gpus=2", "--device=cpu", "--model=convnet", "--optimizer=adam", "--epochs=1",
+        "--max_steps=12", "--batch_size=61", f"--precision={precision}", "--tensorboard", "--log_every=1",
+        f"--workdir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_folder_of_images(backend, tmp_path):
+    make_images(tmp_path / "images", {"cat": 20, "dog": 13})
+    done = train(
+        f"--backend={backend}", "--gpus=2", "--device=cpu", "--model=mlp", "--dataset=images(size=(8,8))",
+        f"--data_dir={tmp_path}/images", "--batch_size=7", "--epochs=2", f"--workdir={tmp_path}/run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_nan_stops_the_run(backend, tmp_path):
+    done = train(f"--backend={backend}", "--gpus=2", "--device=cpu", "--learning_rate=1e30", f"--workdir={tmp_path}")
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert re.search(r"the loss became (nan|inf) at step 2 \(epoch 1\) with learning rate 1e\+30", line)
+
+
+def test_wrong_choices_before_any_framework_starts(tmp_path):
+    for flag, words in [
+        ("--backend=theano", "expected one of torch, jax, tensorflow"),
+        ("--gpus=0", "--gpus: expected a whole number of at least 1"),
+        ("--model=vgg", "--model: expected one of"),
+        ("--nosuch=1", "Unknown command line flag 'nosuch'"),
+        (f"--workdir={ROOT / 'README.md'}/below", "--workdir: cannot write into"),
+    ]:
+        assert_one_line_and_exit_code_2(train(f"--workdir={tmp_path}", flag), words)
+
+
+def test_wrong_choices_in_a_worker(backend, tmp_path):
+    """Found in two processes with torch: still one line."""
+    done = train(f"--backend={backend}", "--gpus=2", "--device=cpu", "--optimizer=sgdd", f"--workdir={tmp_path}")
+    assert_one_line_and_exit_code_2(done, "--optimizer: expected one of .* Received: 'sgdd'")
+
+
+def test_a_backend_that_is_missing_is_named(tmp_path):
+    """With the finder of modules blinded for it, as if it were not installed."""
+    missing = BACKENDS[0]
+    code = (
+        "import importlib.util, kerasdp\n"
+        "find = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name == {missing!r} else find(name)\n"
+        "kerasdp.main(None)"
+    )
+    done = run("-c", code, f"--backend={missing}", f"--workdir={tmp_path}/run")
+    assert_one_line_and_exit_code_2(done, rf"{missing} is not installed .* pip install 'kerasdp\[{missing}\]'")
+
+
+def test_custom_model_recipe(backend):
+    done = run("recipes/custom_model.py", KERAS_BACKEND=backend)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"'accuracy': ([\d.]+)", done.stdout)[1]) > 0.93
+
+
+@pytest.mark.parametrize("line", [line for line in BASH if line.startswith("python recipes/")])
+def test_commands_of_the_readme(line, idx_folder, tmp_path):
+    words = shlex.split(line, comments=True)
+    backend = next((word.partition("=")[2] for word in words if word.startswith("--backend=")), None)
+    if backend and importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    (tmp_path / "my_model.py").write_text(
+        "import keras\n"
+        "from keras import layers\n"
+        "def build(input_shape, num_classes):\n"
+        "    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), layers.Dense(num_classes)])\n"
+    )
+    extra = []
+    if words[1] == "recipes/train.py" and "--help" not in words:
+        extra = ["--device=cpu", "--max_steps=2", f"--workdir={tmp_path}/run"]
+        if "fashion" in line:
+            extra.append(f"--data_dir={idx_folder}")
+    words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]
+    words = [word.replace("--flagfile=", f"--flagfile={ROOT}/") for word in words]
+    done = run(*words, *extra, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_code_of_the_readme(number, tmp_path):
+    file = tmp_path / "readme.py"
+    file.write_text(PYTHON[number])
+    done = run(file, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_install_commands_of_the_readme():
+    """The first two lines are the promise: one installs and runs, the other installs and tests."""
+    install, test = BASH[:2]
+    assert re.fullmatch(r"pip install -c constraints.txt -e '\.\[jax\]' && python recipes/train.py( --\S+)*", install)
+    assert test == "pip install -c constraints.txt -e '.[all,test]' && python -m pytest"
+    assert "grep -m1 '^pip install .* && python -m pytest$' README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_ruff():
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_project_speaks_of_itself_alone():
+    """No path of a machine in what is shipped."""
+    for pattern in ("*.md", "kerasdp/**/*.py", "recipes/*.py", "flags/*.flags"):
+        for path in pathlib.Path(ROOT).glob(pattern):
+            assert not re.search(r"/(home|root|work|tmp)/", path.read_text()), path
