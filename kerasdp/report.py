@@ -192,6 +192,7 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
     figure = Figure(figsize=(5.2 * len(names), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        ends = {key: row[key] for row in history for key in (name, f"val_{name}") if key in row}
         for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "test", "#f58518")):
             points = [(row["epoch"], row[key]) for row in history if key in row]
             if points:
@@ -201,7 +202,8 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
                     points[-1],
                     xytext=(6, 0),
                     textcoords="offset points",
-                    va="center",
+                    # Apart from one another, however close the curves end.
+                    va="bottom" if ends[key] == max(ends.values()) else "top",
                     fontsize=8,
                     color=colour,
                 )

@@ -213,8 +213,8 @@ class Runner:
             raise UserError(f"with batches as x ({type(x).__name__}), leave out y, weights and steps: they are in x")
         if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
             raise UserError(
-                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. "
-                f"Received: {type(x).__name__}, which each of the torch processes would iterate on its own, with no promise of equal batches"
+                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
+                f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
             )
         return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part)
 
@@ -251,7 +251,7 @@ class Runner:
         model.train_function, model.test_function = functions.train, functions.test
         model.predict_function = functions.predict
         try:
-            with self.replicas.running():
+            with self.replicas.running(model):
                 yield
         finally:
             model.train_function = model.test_function = model.predict_function = None

@@ -89,7 +89,7 @@ class Replicas:
         return feed
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, model: Any) -> Iterator[None]:
         """Around Keras' `fit`, `evaluate` and `predict`: batches come placed, so Keras must not split them again."""
         import keras
 

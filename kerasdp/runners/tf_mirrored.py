@@ -54,14 +54,7 @@ class Replicas:
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made: their variables are mirrored on all devices."""
-
-        def each_replica_counts_all(next_creator: Callable[..., Any], **settings: Any) -> Any:
-            # Every replica keeps metrics of the WHOLE batch, so reading one means reading one copy, not their sum.
-            if settings.get("synchronization") == tf.VariableSynchronization.ON_READ:
-                settings["aggregation"] = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            return next_creator(**settings)
-
-        with self.strategy.scope(), tf.variable_creator_scope(each_replica_counts_all):
+        with self.strategy.scope():
             yield
 
     def place(self, batch: Any) -> tuple[Any, ...]:
@@ -229,9 +222,22 @@ class Replicas:
         return different
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Around Keras' `fit`, `evaluate` and `predict`."""
-        yield
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`.
+
+        Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
+        own functions, each keeps those of its part, and reading one means adding them up.
+        """
+        variables = [variable.value for variable in model.metrics_variables]
+        variables = [variable for variable in variables if isinstance(variable, tf.distribute.DistributedValues)]
+        kept = [variable._aggregation for variable in variables]
+        for variable in variables:
+            variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        try:
+            yield
+        finally:
+            for variable, aggregation in zip(variables, kept, strict=True):
+                variable._aggregation = aggregation
 
     def agree(self, values: list[float]) -> list[float]:
         """There is one process, so its values are everybody's."""

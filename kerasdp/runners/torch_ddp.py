@@ -2,23 +2,14 @@
 
 import contextlib
 import hashlib
-import json
-import logging
 import os
 import resource
-import signal
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kerasdp import errors
 from kerasdp.backend import Devices
@@ -26,87 +17,14 @@ from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import StepFunctions
+from kerasdp.runners.torch_elastic import start
+
+__all__ = ["Replicas", "count_gpus", "start"]
 
 
 def count_gpus(config: Config) -> int:
     """GPUs that PyTorch sees; does not start CUDA, so processes may be started afterwards."""
     return torch.cuda.device_count()
-
-
-def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
-
-    A single device needs no other process: `worker` then runs in this one.
-
-    Raises:
-        RunError: the first worker's own error, if one of them failed. All others are ended first.
-    """
-    if devices.count == 1:
-        return worker(devices, *args)
-    # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # The processes share the cores; torch would give each of them all.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
-    # It logs every failure with all its frames; the one that matters is raised below.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
-        launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=devices.count,
-            run_id="kerasdp",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # a free port
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
-        except ChildFailedError as error:
-            raise _first_error(folder, error) from None
-        except SignalException as error:  # the agent has ended the workers
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
-
-
-def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
-    """Runs the worker, and writes down what it raises: at once, before the other ranks can notice.
-
-    They fail, too, as soon as this one leaves, and torch's own record tells the first only to the second.
-    """
-    try:
-        return worker(*args)
-    except Exception as error:
-        record = {"name": type(error).__name__, "message": str(error), "frames": traceback.format_exc()}
-        path = os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}.error")
-        with open(path, "w") as file:
-            json.dump(record, file)
-        raise
-    finally:
-        # The group is left only now: leaving it is what the others notice.
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
-    for rank, failure in error.failures.items():
-        # Killed, by the system for its memory say, or crashed: it could not write anything down.
-        if failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
-            return errors.WorkerError(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
-    written = sorted(name for name in os.listdir(folder) if name.endswith(".error"))
-    if not written:
-        rank, failure = error.get_first_failure()
-        return errors.WorkerError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}")
-    with open(os.path.join(folder, written[0])) as file:
-        record = json.load(file)
-    rank = written[0].removesuffix(".error").partition("-")[2]
-    known = errors.from_name(record["name"], record["message"])
-    return known or errors.WorkerError(f"rank {rank} failed\n{record['frames']}".rstrip())
 
 
 class Replicas:
@@ -181,7 +99,7 @@ class Replicas:
         return keras.tree.map_structure(lambda rows: _GatherRows.apply(rows)[:num_rows], outputs)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, model: Any) -> Iterator[None]:
         """Around Keras' `fit`, `evaluate` and `predict`."""
         yield
 

@@ -1,0 +1,105 @@
+"""Models and data of the user's own that need care on several devices: what each gives, or why it is refused.
+
+python own_code.py BACKEND NUM_DEVICES
+"""
+
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+X, Y = np.random.RandomState(0).randn(24, 4).astype("float32"), np.arange(24) % 3
+
+
+def train(runner):
+    return {case.__name__: outcome(case, runner) for case in (own_train_step, add_loss, batches, recompiled, plain)}
+
+
+def outcome(case, runner):
+    try:
+        return case(runner)
+    except kerasdp.UserError as error:
+        return str(error)
+
+
+def compiled(runner, build):
+    import keras
+
+    with runner.scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def dense(extra=()):
+    import keras
+
+    return keras.Sequential([keras.Input((4,)), *extra, keras.layers.Dense(3)])
+
+
+def fit(runner, model, *args, **kwargs):
+    return runner.fit(model, *args, batch_size=8, epochs=2, verbose=0, **kwargs).history["loss"]
+
+
+def own_train_step(runner):
+    import keras
+
+    class Model(keras.Sequential):
+        def train_step(self, *args):
+            self.seen = True
+            return super().train_step(*args)
+
+    return fit(runner, compiled(runner, lambda: Model([keras.Input((4,)), keras.layers.Dense(3)])), X, Y)
+
+
+def add_loss(runner):
+    import keras
+
+    class Penalty(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(keras.ops.square(x)))
+            return x
+
+    return fit(runner, compiled(runner, lambda: dense([Penalty(name="penalty")])), X, Y)
+
+
+def batches(runner):
+    model = compiled(runner, dense)
+    return fit(runner, model, Again([(X[i : i + 7], Y[i : i + 7]) for i in range(0, 24, 7)]))
+
+
+class Again:
+    """Batches that can be iterated anew each epoch."""
+
+    def __init__(self, batches):
+        self.items = batches
+
+    def __len__(self):
+        return len(self.items)
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def recompiled(runner):
+    """A second `compile` takes effect: other optimizer, other loss."""
+    model = compiled(runner, dense)
+    first = fit(runner, model, X, Y)
+    with runner.scope():
+        model.compile("adam", "mse")
+    return first + fit(runner, model, X, np.eye(3)[Y])
+
+
+def plain(runner):
+    """After the runner's work the model is a plain Keras model again."""
+    model = compiled(runner, dense)
+    losses = fit(runner, model, X, Y)
+    return losses + [float(model.evaluate(X, Y, verbose=0))]
+
+
+if __name__ == "__main__":
+    backend, num_devices = sys.argv[1:]
+    result = kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
+    print("RESULT " + json.dumps(result))

@@ -1,0 +1,61 @@
+"""Models and data of the user's own: they work as in Keras, or are refused with a way out."""
+
+import numpy as np
+import pytest
+
+from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Each backend on one device and on two."""
+    return {
+        (backend, count): result_of(run(PROGRAMS / "own_code.py", backend, count))
+        for backend in BACKENDS
+        for count in (1, 2)
+    }
+
+
+def numbers_of(outcomes, case):
+    return {key: part[case] for key, part in outcomes.items() if not isinstance(part[case], str)}
+
+
+def assert_all_equal(numbers):
+    expected = next(iter(numbers.values()))
+    for received in numbers.values():
+        np.testing.assert_allclose(received, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["recompiled", "plain"])
+def test_always_works(outcomes, case):
+    numbers = numbers_of(outcomes, case)
+    assert numbers.keys() == outcomes.keys()
+    assert_all_equal(numbers)
+
+
+@pytest.mark.parametrize(
+    ("case", "refusing", "words"),
+    [
+        ("own_train_step", ("torch", "tensorflow"), "override compute_loss instead, or train on one device"),
+        ("add_loss", ("torch", "tensorflow"), "layer penalty calls add_loss"),
+        ("batches", ("torch",), "expected arrays, a kerasdp.ArraySource"),
+    ],
+)
+def test_refused_where_it_would_be_wrong(outcomes, case, refusing, words):
+    for (backend, count), part in outcomes.items():
+        refused = isinstance(part[case], str)
+        assert refused == (backend in refusing and count > 1), (backend, count, part[case])
+        if refused:
+            assert words in part[case]
+    assert_all_equal(numbers_of(outcomes, case))
+
+
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="needs a second backend")
+def test_keras_imported_with_another_backend():
+    code = (
+        "import keras, kerasdp\n"
+        f"try: kerasdp.launch(print, backend={BACKENDS[1]!r})\n"
+        "except kerasdp.UserError as error: print(error)"
+    )
+    done = run("-c", code, KERAS_BACKEND=BACKENDS[0])
+    assert f"Keras is already imported with the {BACKENDS[0]} backend, expected {BACKENDS[1]}" in done.stdout
