@@ -89,8 +89,11 @@ class Replicas:
             return outputs
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
+            # TensorFlow (2.21) cannot gather bfloat16 on the CPU; float32 holds all of its values.
+            wide = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
+            whole = tf.cast(_gather_rows(wide)[:num_rows], rows.dtype)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
-            return tf.ensure_shape(_gather_rows(rows)[:num_rows], (num_rows, *rows.shape[1:]))
+            return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
 
         return tf.nest.map_structure(gather, outputs)
 
