@@ -91,6 +91,9 @@ def choose_devices(config: Config, num_gpus: int) -> Devices:
         raise UserError("--device=gpu: this backend sees no GPU; use --device=cpu for virtual CPU devices")
     if config.device == "cpu" or num_gpus == 0:
         reason = "as asked" if config.device == "cpu" else "no GPU found"
+        if reason != "as asked" and os.path.exists("/dev/nvidia0"):
+            # The plain packages of jax and tensorflow hold no CUDA.
+            reason = f"{config.backend} sees no GPU here: pip install 'kerasdp[{config.backend}-cuda]'"
         devices = Devices(kind="cpu", count=config.num_devices or 1, reason=reason)
     else:
         count = config.num_devices or num_gpus

@@ -1,5 +1,6 @@
 """The callbacks of every run: what people see, what is written down, and agreement between the processes."""
 
+import dataclasses
 import math
 import sys
 import time
@@ -31,6 +32,7 @@ def run_callbacks(
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
+    callbacks_given = list(callbacks)
     several = runner.replicas.num_processes > 1
     if several and any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         raise UserError("BackupAndRestore cannot restore several processes; use ModelCheckpoint, or one device")
@@ -40,11 +42,11 @@ def run_callbacks(
         verbose = runner.config.verbose
     if verbose is None:
         verbose = 1 if sys.stdout.isatty() else 2
-    recorder = Recorder(runner, model, feed, batch_size=batch_size, verbose=int(verbose))
+    recorder = Recorder(runner, model, feed, batch_size=batch_size, epochs=epochs, verbose=int(verbose))
     own = [recorder]
     if runner.is_chief and verbose:
         own.append(Progress(recorder, epochs=epochs, bar=verbose == 1))
-    agreement = [Agreement(runner.replicas)] if several else []
+    agreement = [Agreement(runner.replicas, each_step=bool(callbacks_given))] if several else []
     return [own[0], *callbacks, *agreement, *own[1:]]
 
 
@@ -54,10 +56,11 @@ class Recorder(keras.callbacks.Callback):
     Losses stay on the device until a line is due: reading each at once would make the host wait in every step.
     """
 
-    def __init__(self, runner: Any, model: keras.Model, feed: Any, *, batch_size: int, verbose: int):
+    def __init__(self, runner: Any, model: keras.Model, feed: Any, *, batch_size: int, epochs: int, verbose: int):
         super().__init__()
         self.runner, self.feed, self.verbose = runner, feed, verbose
-        config = runner.config
+        # What is used, also where the arguments of `fit` say otherwise than the flags.
+        config = dataclasses.replace(runner.config, batch_size=batch_size, epochs=epochs)
         self.step = 0
         self.epoch_images = 0
         self.epoch_seconds: list[float] = []
@@ -117,7 +120,7 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the epoch's row."""
         self._stop_clock()
-        logs = {name: float(value) for name, value in (logs or {}).items()}
+        logs = report.plain(logs)
         if self.files:
             self.files.add_epoch(epoch, logs, self.epoch_seconds[-1], self.epoch_rates[-1])
         self.last_logs = logs
@@ -155,6 +158,8 @@ class Recorder(keras.callbacks.Callback):
         last = math.nan
         waiting, self._waiting = self._waiting, []
         for step, loss in waiting:
+            if loss is None:  # a train_step of the user's own that does not tell it
+                continue
             last = float(loss)
             if not math.isfinite(last):
                 raise NonFiniteLossError(
@@ -174,13 +179,15 @@ class Agreement(keras.callbacks.Callback):
     others waiting for a process that stopped.
     """
 
-    def __init__(self, replicas: Any):
+    def __init__(self, replicas: Any, *, each_step: bool):
+        """`each_step`: whether a callback may stop within an epoch; to ask costs a wait for the device."""
         super().__init__()
-        self.replicas = replicas
+        self.replicas, self.each_step = replicas, each_step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stops all ranks if one wants to stop."""
-        self.model.stop_training = self.replicas.any(self.model.stop_training)
+        if self.each_step:
+            self.model.stop_training = self.replicas.any(self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Gives all ranks the learning rate of rank 0."""
@@ -224,10 +231,13 @@ class Progress(keras.callbacks.Callback):
         if self.bar:
             self._draw(self.recorder.feed.num_batches, logs, rate, finalize=True)
         else:
-            print(report.epoch_line(epoch, self.epochs, logs or {}, self.recorder.epoch_seconds[-1], rate), flush=True)
+            print(
+                report.epoch_line(epoch, self.epochs, report.plain(logs), self.recorder.epoch_seconds[-1], rate),
+                flush=True,
+            )
 
     def _draw(self, step: int | None, logs: dict[str, Any] | None, rate: float, *, finalize: bool) -> None:
-        values = [(name, float(value)) for name, value in (logs or {}).items()]
+        values = [(name, value) for name, value in report.plain(logs).items() if isinstance(value, float)]
         # The trainer's values are already those of the epoch so far: shown as they are, not averaged again.
         self._progress.stateful_metrics = {name for name, _ in values} | {"images/s"}
         self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)

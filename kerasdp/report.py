@@ -38,6 +38,12 @@ class Facts:
     global_batch_size: int
 
 
+def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
+    """Logs as numbers; a metric of several values (a score a class, say) as a list of them."""
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in (logs or {}).items()}
+    return {name: value if isinstance(value, list) else float(value) for name, value in values.items()}
+
+
 def versions() -> dict[str, str]:
     """Python's version, and that of every package that plays a part and is installed."""
     found = {"python": platform.python_version()}
@@ -49,7 +55,7 @@ def versions() -> dict[str, str]:
 
 def start_line(facts: Facts, learning_rate: float) -> str:
     """One line on what is about to run."""
-    replica_batch = -(-facts.global_batch_size // facts.num_devices)
+    replica_batch = facts.config.replica_batch_size(facts.num_devices)
     share = f" ({replica_batch} a replica)" if facts.num_devices > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
@@ -59,7 +65,7 @@ def start_line(facts: Facts, learning_rate: float) -> str:
 
 def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:
     """One line on an epoch that is over."""
-    values = " - ".join(f"{name} {float(value):.4f}" for name, value in logs.items())
+    values = " - ".join(f"{name} {value:.4f}" for name, value in logs.items() if isinstance(value, float))
     return f"epoch {epoch + 1}/{epochs} - {seconds:.1f} s - {rate:,.0f} images/s - {values}"
 
 
@@ -81,7 +87,7 @@ def result(
         epoch_seconds: seconds of the training part of each epoch. The first, with compilation in it, is left out of
             the median where there are others.
         epoch_rates: images a second of each epoch, likewise.
-        peak_memory_bytes: of the device that used most.
+        peak_memory_bytes: of the first process, or of its device that used most.
     """
     config = facts.config
     return {
@@ -121,6 +127,9 @@ class RunFiles:
         self.workdir = workdir
         self._history: list[dict[str, Any]] = []
         os.makedirs(workdir, exist_ok=True)
+        for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(name))
         self._write_json("config.json", facts.config.as_dict() | {"versions": versions()})
         self._steps = open(self._path("steps.jsonl"), "w", buffering=1)  # noqa: SIM115 (closed in `close`)
         self._events = _event_writer(self._path("tensorboard")) if tensorboard else None
@@ -188,6 +197,8 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     names = [name for name in ("loss", "accuracy") if any(name in row for row in history)]
+    if not names:
+        return
     # A figure of its own, not pyplot: the user's plots and display are left alone.
     figure = Figure(figsize=(5.2 * len(names), 3.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils import module_utils
 
@@ -35,7 +36,6 @@ class Runner:
     def __init__(self, config: Config, devices: Devices, replicas: Any):
         self.config, self.devices, self.replicas = config, devices, replicas
         self._places: Iterator[int] = itertools.count()
-        self._functions: dict[int, tuple[Any, Any]] = {}
         self.on_step = lambda loss, num_rows: None
         _seed(config.seed)
         keras.config.set_dtype_policy(
@@ -103,7 +103,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = _split_off(x, y, sample_weight, validation_split)
-        reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight)
+        reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True)
         self._prepare(model, reader)
         feed = Feed(reader, self.replicas.place)
         validation = None
@@ -113,7 +113,7 @@ class Runner:
             validation = self._adapter(
                 Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size
             )
-        with self._running(model):
+        with self._running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),
                 epochs=epochs,
@@ -145,7 +145,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
         self._prepare(model, reader)
-        with self._running(model):
+        with self._running(model, "test"):
             return model.evaluate(
                 self._adapter(Feed(reader, self.replicas.place), batch_size),
                 verbose=verbose if self.is_chief else 0,
@@ -166,7 +166,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader)
-        with self._running(model):
+        with self._running(model, "predict"):
             return model.predict(
                 self._adapter(Feed(reader, self.replicas.place), batch_size),
                 verbose=verbose if self.is_chief else 0,
@@ -191,16 +191,21 @@ class Runner:
         shuffle: bool = False,
         steps: int | None = None,
         class_weight: dict[int, float] | None = None,
+        training: bool = False,
     ) -> SampleReader | BatchReader:
         part = (self.replicas.rank, self.replicas.num_processes)
         is_source = hasattr(x, "inputs") and hasattr(x, "targets")
         is_structure = isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__")
         if is_source or is_structure:
+            if is_source and not (y is None and sample_weight is None and class_weight is None):
+                raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
             if class_weight is not None:
                 if sample_weight is not None:
                     raise UserError("give class_weight or sample_weight, not both")
-                sample_weight = np.vectorize(class_weight.get, otypes=["float32"])(np.asarray(y).reshape(len(y)))
+                sample_weight = data_adapter_utils.class_weight_to_sample_weights(np.asarray(y), class_weight)
             source = x if is_source else ArraySource(x, y, sample_weight)
+            if steps is not None and not training:  # else samples would count twice
+                steps = min(steps, -(-source.num_samples // batch_size))
             order = Order(
                 num_samples=source.num_samples,
                 batch_size=batch_size,
@@ -209,20 +214,22 @@ class Runner:
                 steps_per_epoch=steps,
             )
             return SampleReader(source, order, self.num_replicas, part)
-        if y is not None or sample_weight is not None or class_weight is not None or steps is not None:
-            raise UserError(f"with batches as x ({type(x).__name__}), leave out y, weights and steps: they are in x")
+        if y is not None or sample_weight is not None or class_weight is not None:
+            raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
         if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
             raise UserError(
                 f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
                 f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
             )
-        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part)
+        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part, steps)
 
     def _adapter(self, feed: Feed, batch_size: int) -> "_FeedAdapter":
         return _FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
 
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> None:
         """Builds whatever is not built, from the shapes of the first batch, and makes batch norm portable."""
+        if model.steps_per_execution != 1:
+            raise UserError(f"steps_per_execution: expected 1. Received: {model.steps_per_execution}; leave it out")
         batch = reader.first()
         num_rows = len(batch.indices)
 
@@ -239,22 +246,27 @@ class Runner:
         portable(model, self.config.batch_norm)
 
     @contextlib.contextmanager
-    def _running(self, model: keras.Model) -> Iterator[None]:
-        """Gives the model this run's functions, and takes them back, so that it is a plain Keras model afterwards."""
+    def _running(self, model: keras.Model, *names: str) -> Iterator[None]:
+        """Gives the model this run's step functions, and takes them back, so that it is a plain Keras model afterwards.
+
+        `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
+        """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        made_for = (model, getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics)
-        known = self._functions.get(id(model))
+        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics)
+        known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             functions = self.replicas.step_functions(model, lambda loss, num_rows: self.on_step(loss, num_rows))
-            known = self._functions[id(model)] = (made_for, functions)
-        functions = known[1]
-        model.train_function, model.test_function = functions.train, functions.test
-        model.predict_function = functions.predict
+            known = made_for, functions
+            object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
+        kept = {name: getattr(model, f"{name}_function") for name in names}
+        for name in names:
+            setattr(model, f"{name}_function", getattr(known[1], name))
         try:
             with self.replicas.running(model):
                 yield
         finally:
-            model.train_function = model.test_function = model.predict_function = None
+            for name, function in kept.items():
+                setattr(model, f"{name}_function", function)
 
 
 class _FeedAdapter(DataAdapter):

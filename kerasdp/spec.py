@@ -70,9 +70,10 @@ def load_user_function(name: str, flag: str) -> Callable[..., Any]:
                 raise ModuleNotFoundError(place)
         except (ModuleNotFoundError, ValueError) as error:
             raise UserError(f"--{flag}: there is no module {place!r}. Received: {name!r}") from error
+        else:
+            module = importlib.import_module(place)
         finally:
             sys.path.pop()
-        module = importlib.import_module(place)
     found = getattr(module, function, None)
     if not callable(found):
         have = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

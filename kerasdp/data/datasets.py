@@ -48,13 +48,14 @@ def load_data(config: Config) -> Dataset:
     """
     name, arguments = spec.parse(config.dataset, "dataset")
     if spec.is_user_function(name):
+        _refuse_data_dir(name, config.data_dir)
         return from_arrays(spec.load_user_function(name, "dataset")(**arguments), config.dataset)
     try:
         return DATASETS[name](config.data_dir, **arguments)
-    except TypeError as error:
-        if name in DATASETS and "unexpected keyword" in str(error):
-            raise UserError(f"--dataset: {name} does not take these arguments ({error})") from error
-        raise
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError) or not arguments:
+            raise
+        raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error})") from error
 
 
 def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:

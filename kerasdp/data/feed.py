@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from kerasdp.data.order import Order, pad_rows, replica_rows
+from kerasdp.data.sources import as_arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,22 @@ class BatchReader:
 
     num_threads = 1
 
-    def __init__(self, batches: Any, order_seed: int | None, num_replicas: int, part: tuple[int, int]):
-        """`order_seed` shuffles the batches of a PyDataset; None keeps their order."""
+    def __init__(
+        self,
+        batches: Any,
+        order_seed: int | None,
+        num_replicas: int,
+        part: tuple[int, int],
+        steps: int | None = None,
+    ):
+        """`order_seed` shuffles the batches of a PyDataset; None keeps their order.
+
+        `steps` are the batches of an epoch, None: all; the next epoch goes on from there (except in a PyDataset).
+        """
         self.batches, self.order_seed, self.num_replicas, self.part = batches, order_seed, num_replicas, part
         self.is_indexed = isinstance(batches, keras.utils.PyDataset)
-        self.num_batches = batches.num_batches if self.is_indexed else _length(batches)
+        self.num_batches = steps or (batches.num_batches if self.is_indexed else _length(batches))
+        self._steps, self._stream = steps, None
 
     def epoch(self, epoch: int) -> Iterator[Callable[[], Batch]]:
         """One function a batch, as in `SampleReader`."""
@@ -94,19 +106,27 @@ class BatchReader:
         return self._cut(data, 0)
 
     def _epoch_batches(self, epoch: int) -> Iterator[Any]:
-        if not self.is_indexed:
+        if not self.is_indexed and self._steps is None:
             yield from self.batches
             return
-        order = Order(num_samples=self.num_batches, batch_size=1, seed=self.order_seed or 0)
-        steps = order.epoch(epoch) if self.order_seed is not None else np.arange(self.num_batches)[:, None]
+        if not self.is_indexed:
+            self._stream = iter(self.batches) if self._stream is None else self._stream
+            yield from itertools.islice(self._stream, self._steps)
+            return
+        order = Order(
+            num_samples=self.batches.num_batches,
+            batch_size=1,
+            seed=self.order_seed or 0,
+            shuffle=self.order_seed is not None,
+            steps_per_epoch=self._steps,
+        )
+        steps = order.epoch(epoch)
         for (step,) in steps:
             yield self.batches[int(step)]
 
     def _cut(self, data: Any, first: int) -> Batch:
         inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        inputs, targets, sample_weight = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else np.asarray(leaf), (inputs, targets, sample_weight)
-        )
+        inputs, targets, sample_weight = as_arrays((inputs, targets, sample_weight))
         num_rows = len(keras.tree.flatten(inputs)[0])
         rows = _part(pad_rows(np.arange(num_rows), self.num_replicas), self.part)
         return Batch(

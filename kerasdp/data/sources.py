@@ -45,10 +45,7 @@ class ArraySource:
     num_threads = 1
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
-        arrays = (inputs, targets, sample_weight)
-        self._inputs, self._targets, self._sample_weight = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else np.asarray(leaf), arrays
-        )
+        self._inputs, self._targets, self._sample_weight = as_arrays((inputs, targets, sample_weight))
         counts = {
             len(leaf)
             for leaf in keras.tree.flatten((self._inputs, self._targets, self._sample_weight))
@@ -127,6 +124,18 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
             f"without a file that ends in {', '.join(IMAGE_ENDINGS)}"
         )
     return paths, np.asarray(labels), classes
+
+
+def as_arrays(structure: Any) -> Any:
+    """The structure with NumPy arrays as leaves; float64 becomes Keras' float type, as in `keras.Model.fit`."""
+
+    def as_array(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        array = np.asarray(leaf)
+        return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
+    return keras.tree.map_structure(as_array, structure)
 
 
 def _take(structure: Any, indices: np.ndarray) -> Any:

@@ -35,12 +35,21 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
         builder = getattr(importlib.import_module(f"kerasdp.models.{name}"), name)
     if config.kernel_initializer is not None:
         arguments["kernel_initializer"] = _initializer(config.kernel_initializer)
+    taken = {"input_shape", "num_classes"} & arguments.keys()
+    if taken:
+        raise UserError(f"--model: {' and '.join(sorted(taken))} come from the data set; leave them out")
     arguments |= {"input_shape": input_shape, "num_classes": num_classes}
     try:
         inspect.signature(builder).bind(**arguments)
     except TypeError as error:
         raise UserError(f"--model: {name} cannot be called with {', '.join(arguments)} ({error})") from error
-    model = builder(**arguments)
+    try:
+        model = builder(**arguments)
+    except ValueError as error:
+        if spec.is_user_function(name):  # with all its frames: the user's own code may be at fault
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
     return model

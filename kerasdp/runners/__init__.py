@@ -5,7 +5,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from kerasdp.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,3 +20,43 @@ class StepFunctions:
     train: Callable[..., Any]
     test: Callable[..., Any]
     predict: Callable[..., Any]
+
+
+class PlacedBatch(NamedTuple):
+    """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get."""
+
+    inputs: Any
+    targets: Any
+    sample_weight: Any
+    indices: Any
+
+
+def placed(batch: Any) -> PlacedBatch:
+    """The batch, if it comes from a feed.
+
+    Raises:
+        UserError: if it is one of Keras' own, from `model.evaluate` in a callback of a running `fit`.
+    """
+    if not isinstance(batch, PlacedBatch):
+        raise UserError(
+            "while runner.fit runs, use runner.evaluate in callbacks: model.evaluate has no place for its data"
+        )
+    return batch
+
+
+def own_steps(model: Any, num_replicas: int) -> set[str]:
+    """Which of train_step, test_step and predict_step the model's class overrides.
+
+    Raises:
+        UserError: if there are any, and several replicas each of which would see its part of the batch alone.
+    """
+    import keras
+
+    names = ("train_step", "test_step", "predict_step")
+    found = {name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)}
+    if found and num_replicas > 1:
+        raise UserError(
+            f"{type(model).__name__} has a {sorted(found)[-1]} of its own, which sees only one device's part of the "
+            "batch; override compute_loss or compute_metrics instead, or train on one device"
+        )
+    return found

@@ -14,7 +14,7 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import StepFunctions
+from kerasdp.runners import PlacedBatch, StepFunctions, placed
 
 
 def count_gpus(config: Config) -> int:
@@ -73,7 +73,7 @@ class Replicas:
         with self._distribution.scope():
             yield
 
-    def place(self, batch: Any) -> tuple[Any, ...]:
+    def place(self, batch: Any) -> PlacedBatch:
         """Splits the inputs over the devices, and copies all else to each of them."""
         import keras
 
@@ -82,7 +82,7 @@ class Replicas:
 
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), batch.inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
-        return inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest)
+        return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""
@@ -135,7 +135,7 @@ class Replicas:
                 data = _cut(data)
                 if own_train_step:
                     logs, state = model.train_step(state, data)
-                    return (logs["loss"], logs), state
+                    return (logs.get("loss"), logs), state
                 return _train_step(model, state, data)
 
         def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -150,15 +150,15 @@ class Replicas:
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            data = next(iterator)
+            data = placed(next(iterator))
             (loss, logs), state = jitted_train_step(state, data)
             on_step(loss, len(data[-1]))
             return logs, state
 
         return StepFunctions(
             train=train_function,
-            test=lambda state, iterator: jitted_test_step(state, next(iterator)),
-            predict=lambda state, iterator: jitted_predict_step(state, next(iterator)),
+            test=lambda state, iterator: jitted_test_step(state, placed(next(iterator))),
+            predict=lambda state, iterator: jitted_predict_step(state, placed(next(iterator))),
         )
 
     def differing_weights(self, model: Any) -> list[str]:

@@ -11,9 +11,8 @@ import tensorflow as tf
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
-from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import StepFunctions
+from kerasdp.runners import PlacedBatch, StepFunctions, own_steps, placed
 
 
 def count_gpus(config: Config) -> int:
@@ -35,8 +34,9 @@ class Replicas:
     def __init__(self, devices: Devices):
         """Makes the virtual devices and the strategy. Call before Keras is imported."""
         self.num_replicas = devices.count
+        gpus = tf.config.list_physical_devices("GPU") if devices.kind == "gpu" else []
+        tf.config.set_visible_devices(gpus[: devices.count], "GPU")  # the others are left to other programs
         if devices.kind == "cpu":
-            tf.config.set_visible_devices([], "GPU")
             if devices.count > 1:
                 cpu = tf.config.list_physical_devices("CPU")[0]
                 tf.config.set_logical_device_configuration(
@@ -57,7 +57,7 @@ class Replicas:
         with self.strategy.scope():
             yield
 
-    def place(self, batch: Any) -> tuple[Any, ...]:
+    def place(self, batch: Any) -> PlacedBatch:
         """Splits the inputs over the devices, and copies all else to each of them."""
         import keras
 
@@ -67,13 +67,17 @@ class Replicas:
             if self.num_replicas == 1:
                 return tf.convert_to_tensor(leaf)
             parts = np.split(leaf, self.num_replicas) if split else [leaf] * self.num_replicas
-            return self.strategy.experimental_distribute_values_from_function(
-                lambda context: tf.convert_to_tensor(parts[context.replica_id_in_sync_group])
-            )
+
+            def own_part(context: Any) -> tf.Tensor:
+                rank = context.replica_id_in_sync_group
+                with tf.device(self.names[rank]):
+                    return tf.convert_to_tensor(parts[rank])
+
+            return self.strategy.experimental_distribute_values_from_function(own_part)
 
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, True), batch.inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices)
-        return inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest)
+        return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest))
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
@@ -113,22 +117,12 @@ class Replicas:
 
     def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
-        import keras
-
-        own_train_step = type(model).train_step is not keras.Model.train_step
-        own_test_step = type(model).test_step is not keras.Model.test_step
-        if self.num_replicas > 1 and (own_train_step or own_test_step):
-            raise UserError(
-                f"{type(model).__name__} has a train_step or test_step of its own, which sees only one device's part "
-                "of the batch; override compute_loss instead, or train on one device"
-            )
-        if self.num_replicas > 1 and getattr(model, "optimizer", None) is not None:
-            _skip_gradient_sum(model.optimizer)
+        own = own_steps(model, self.num_replicas)
 
         def train_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
-            if own_train_step:
+            if "train_step" in own:
                 logs = model.train_step((inputs, targets, sample_weight))
-                return logs["loss"], logs
+                return logs.get("loss"), logs
             num_rows = indices.shape[0]
             with tf.GradientTape() as tape:
                 outputs, penalties = self._forward(model, inputs, num_rows, training=True)
@@ -143,7 +137,7 @@ class Replicas:
             return loss, self._metrics(model, batch, loss, num_rows)
 
         def test_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
-            if own_test_step:
+            if "test_step" in own:
                 return model.test_step((inputs, targets, sample_weight))
             num_rows = indices.shape[0]
             outputs, penalties = self._forward(model, inputs, num_rows, training=False)
@@ -152,6 +146,8 @@ class Replicas:
             return self._metrics(model, batch, loss, num_rows)
 
         def predict_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+            if "predict_step" in own:
+                return model.predict_step((inputs,))
             return self._forward(model, inputs, indices.shape[0], training=False)[0]
 
         run_train_step, run_test_step, run_predict_step = (
@@ -159,15 +155,15 @@ class Replicas:
         )
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            data = next(iterator)
+            data = placed(next(iterator))
             loss, logs = run_train_step(*data)
             on_step(loss, self.strategy.experimental_local_results(data[-1])[0].shape[0])
             return logs
 
         return StepFunctions(
             train=train_function,
-            test=lambda iterator: run_test_step(*next(iterator)),
-            predict=lambda data: run_predict_step(*data[0]),
+            test=lambda iterator: run_test_step(*placed(next(iterator))),
+            predict=lambda data: run_predict_step(*placed(data[0])),
         )
 
     def _function(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +233,12 @@ class Replicas:
         for variable in variables:
             variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
         try:
-            yield
+            with (
+                _no_gradient_sum(getattr(model, "optimizer", None))
+                if self.num_replicas > 1
+                else contextlib.nullcontext()
+            ):
+                yield
         finally:
             for variable, aggregation in zip(variables, kept, strict=True):
                 variable._aggregation = aggregation
@@ -300,14 +301,21 @@ def _mean(gradients: list[Any]) -> list[Any]:
     return [None if gradient is None else next(means) for gradient in gradients]
 
 
-def _skip_gradient_sum(optimizer: Any) -> None:
-    """Makes a Keras optimizer take gradients that have been reduced already.
+@contextlib.contextmanager
+def _no_gradient_sum(optimizer: Any) -> Iterator[None]:
+    """Within it, a Keras optimizer takes gradients that have been reduced already.
 
     Its own sum comes too late (Keras 3.15): clipping and loss scaling would see one replica's gradients.
     """
-    optimizer._all_reduce_sum_gradients = lambda gradients_and_variables: gradients_and_variables
-    if hasattr(optimizer, "inner_optimizer"):
-        _skip_gradient_sum(optimizer.inner_optimizer)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    optimizers = [each for each in (optimizer, inner) if each is not None]
+    for each in optimizers:
+        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
+    try:
+        yield
+    finally:
+        for each in optimizers:
+            object.__delattr__(each, "_all_reduce_sum_gradients")
 
 
 @contextlib.contextmanager

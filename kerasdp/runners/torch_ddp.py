@@ -11,12 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kerasdp import errors
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import StepFunctions
+from kerasdp.runners import PlacedBatch, StepFunctions, own_steps, placed
 from kerasdp.runners.torch_elastic import start
 
 __all__ = ["Replicas", "count_gpus", "start"]
@@ -56,7 +55,7 @@ class Replicas:
         """Where models are made."""
         yield
 
-    def place(self, batch: Any) -> tuple[Any, ...]:
+    def place(self, batch: Any) -> PlacedBatch:
         """Brings a `Batch` to the device: inputs, targets, sample weights, indices."""
         import keras
 
@@ -67,7 +66,7 @@ class Replicas:
             return tensor.pin_memory().to(self.device, non_blocking=True) if self.is_gpu else tensor
 
         data = (batch.inputs, batch.targets, batch.sample_weight)
-        return *keras.tree.map_structure(to_device, data), batch.indices
+        return PlacedBatch(*keras.tree.map_structure(to_device, data), batch.indices)
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""
@@ -111,23 +110,18 @@ class Replicas:
             on_step: called after each training step with the loss of its global batch, a scalar tensor, and the
                 number of its rows.
         """
-        import keras
-
-        own_train_step = type(model).train_step is not keras.Model.train_step
-        own_test_step = type(model).test_step is not keras.Model.test_step
-        if self.num_replicas > 1 and (own_train_step or own_test_step):
-            raise errors.UserError(
-                f"{type(model).__name__} has a train_step or test_step of its own, which sees only one device's part "
-                "of the batch; override compute_loss instead, or train on one device"
-            )
-        parallel = self._parallel(model)
+        own = own_steps(model, self.num_replicas)
+        parallel = None
 
         def train_function(data: Any) -> dict[str, Any]:
-            inputs, targets, sample_weight, indices = data[0]
-            if own_train_step:
+            nonlocal parallel
+            inputs, targets, sample_weight, indices = placed(data[0])
+            if "train_step" in own:
                 logs = model.train_step((inputs, targets, sample_weight))
-                on_step(logs["loss"], len(indices))
+                on_step(logs.get("loss"), len(indices))
                 return logs
+            # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
+            parallel = parallel or self._parallel(model)
             outputs, penalties = self._forward(model, parallel, inputs, len(indices), training=True)
             model.zero_grad()
             batch = (inputs, targets, outputs, sample_weight)
@@ -143,8 +137,8 @@ class Replicas:
 
         @torch.no_grad()
         def test_function(data: Any) -> dict[str, Any]:
-            inputs, targets, sample_weight, indices = data[0]
-            if own_test_step:
+            inputs, targets, sample_weight, indices = placed(data[0])
+            if "test_step" in own:
                 return model.test_step((inputs, targets, sample_weight))
             outputs, penalties = self._forward(model, model, inputs, len(indices), training=False)
             batch = (inputs, targets, outputs, sample_weight)
@@ -153,7 +147,9 @@ class Replicas:
 
         @torch.no_grad()
         def predict_function(data: Any) -> Any:
-            inputs, _, _, indices = data[0]
+            inputs, _, _, indices = placed(data[0])
+            if "predict_step" in own:
+                return model.predict_step((inputs,))
             return self._forward(model, model, inputs, len(indices), training=False)[0]
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)

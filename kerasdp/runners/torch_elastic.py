@@ -31,6 +31,8 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
         return worker(devices, *args)
     # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Keras reads it when it is imported, which the user's script may do at its top.
+    os.environ["KERAS_TORCH_DEVICE"] = "cuda" if devices.kind == "gpu" else "cpu"
     # The processes share the cores; torch would give each of them all.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
     # It logs every failure with all its frames; the one that matters is raised below.
@@ -65,18 +67,19 @@ def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
 
     They fail, too, as soon as this one leaves, and torch's own record tells the first only to the second.
     """
+    # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     try:
-        return worker(*args)
+        result = worker(*args)
     except Exception as error:
         record = {"name": type(error).__name__, "message": str(error), "frames": traceback.format_exc()}
         path = os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}.error")
         with open(path, "w") as file:
             json.dump(record, file)
+        # The process group is not left in order: that would wait for ranks that wait for this one.
         raise
-    finally:
-        # The group is left only now: leaving it is what the others notice.
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    dist.destroy_process_group()
+    return result
 
 
 def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:

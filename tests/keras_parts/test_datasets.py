@@ -69,7 +69,7 @@ def test_idx_files(tmp_path, name, shape, packed):
     write_idx(tmp_path, "train", *train, packed=packed)
     write_idx(tmp_path, "t10k", *test, packed=packed)
     data = load_data(Config(dataset=name, data_dir=str(tmp_path)))
-    assert data.input_shape == (28, 28, 1) if len(shape) == 2 else shape
+    assert data.input_shape == (shape if len(shape) == 3 else (28, 28, 1))
     np.testing.assert_array_equal(data.train.inputs(np.array([4]))[0].squeeze(), train[0][4])
     assert data.test.targets(np.arange(3))[0].tolist() == test[1].tolist()
 

@@ -9,7 +9,7 @@ from kerasdp.config import Config
 
 def facts(tmp_path, **changes):
     values = {
-        "config": Config(backend="jax", workdir=str(tmp_path)),
+        "config": Config(backend="jax", batch_size=61, workdir=str(tmp_path)),
         "devices": "2 virtual CPU devices (no GPU found)",
         "device_kind": "cpu",
         "num_devices": 2,
