@@ -73,7 +73,7 @@ def set_backend(name: str) -> None:
                 f"anything imports Keras, or set KERAS_BACKEND={name}"
             )
     os.environ["KERAS_BACKEND"] = name
-    # TensorFlow greets with several lines on how it was built.
+    # Warnings and errors of TensorFlow only.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 

@@ -1,8 +1,11 @@
 """Starts the workers of a run. The one place that maps a backend's name to its runner."""
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import backend, config
@@ -41,9 +44,27 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     if settings.workdir is not None:
         config.check_workdir(settings.workdir)
     backend.set_backend(name)
-    runner_module = importlib.import_module(RUNNERS[name])
+    with _native_greetings_hidden():
+        runner_module = importlib.import_module(RUNNERS[name])
     devices = backend.choose_devices(settings, runner_module.count_gpus(settings))
     return runner_module.start(_work, devices, settings, train)
+
+
+@contextlib.contextmanager
+def _native_greetings_hidden() -> Iterator[None]:
+    """Silences what a framework's native code writes to stderr at import; Python's errors are raised as ever.
+
+    TensorFlow (2.21) greets with four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says.
+    """
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:

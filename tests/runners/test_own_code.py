@@ -36,7 +36,11 @@ def test_always_works(outcomes, case):
 @pytest.mark.parametrize(
     ("case", "refusing", "words"),
     [
-        ("own_train_step", ("torch", "tensorflow"), "override compute_loss or compute_metrics instead, or train on one device"),
+        (
+            "own_train_step",
+            ("torch", "tensorflow"),
+            "override compute_loss or compute_metrics instead, or train on one device",
+        ),
         ("add_loss", ("torch", "tensorflow"), "layer penalty calls add_loss"),
         ("batches", ("torch",), "expected arrays, a kerasdp.ArraySource"),
     ],
