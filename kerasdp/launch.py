@@ -46,15 +46,17 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     backend.set_backend(name)
     with _native_greetings_hidden():
         runner_module = importlib.import_module(RUNNERS[name])
-    devices = backend.choose_devices(settings, runner_module.count_gpus(settings))
+        num_gpus = runner_module.count_gpus(settings)
+    devices = backend.choose_devices(settings, num_gpus)
     return runner_module.start(_work, devices, settings, train)
 
 
 @contextlib.contextmanager
 def _native_greetings_hidden() -> Iterator[None]:
-    """Silences what a framework's native code writes to stderr at import; Python's errors are raised as ever.
+    """Silences what a framework's native code writes to stderr at its start; Python's errors are raised as ever.
 
-    TensorFlow (2.21) greets with four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says.
+    TensorFlow (2.21) greets with four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and where there
+    is no GPU complains of that. How many GPUs there are is said by the first line of a run.
     """
     sys.stderr.flush()
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
