@@ -5,31 +5,34 @@ Here they are drawn in NumPy, from the distribution of the layer's own initializ
 """
 
 import contextlib
+import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
+from kerasdp import random_numbers
+
 # The spread that a unit normal keeps after everything beyond two deviations is cut off; Keras divides by it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 @contextlib.contextmanager
-def portable(seed: int, places: Iterator[int]) -> Iterator[None]:
-    """Within it, every random weight that a layer creates is drawn in NumPy.
+def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
+    """Within it, every random weight that a layer creates, and the seed of every random layer, depend on `seed` alone.
 
-    An initializer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
+    An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
     (a pretrained model) are not touched: only the first value of a new variable is drawn here.
 
     Args:
         seed: the run's seed.
-        places: numbers the variables in the order in which they are created.
+        places: numbers the random variables and the seed generators in the order in which they are created.
     """
-    layer_class = keras.layers.Layer
-    original = layer_class.add_weight
+    places = itertools.count() if places is None else places
+    layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
+    original, make_generator = layer_class.add_weight, seed_class.__init__
 
     def add_weight(
         layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
@@ -39,17 +42,25 @@ def portable(seed: int, places: Iterator[int]) -> Iterator[None]:
         floating = "float" in keras.backend.standardize_dtype(dtype or layer.variable_dtype)
         initializer = keras.initializers.get(initializer or ("glorot_uniform" if floating else "zeros"))
         if floating and hasattr(initializer, "seed"):
-            initializer = _in_numpy(initializer, seed, next(places), layer.name)
+            initializer = _in_numpy(initializer, seed, next(places))
         return original(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
 
-    layer_class.add_weight = add_weight
+    def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
+        own_seed = kwargs.pop("seed", own_seed)
+        if own_seed is None:
+            own_seed = int(np.random.RandomState([seed, next(places)]).randint(2**31 - 1))
+        make_generator(generator, own_seed, *args, **kwargs)
+
+    layer_class.add_weight, seed_class.__init__ = add_weight, init
     try:
-        yield
+        # For initializers that are not Keras' own: what they take from keras.random.
+        with random_numbers.portable_draws("of initial weights"):
+            yield
     finally:
-        layer_class.add_weight = original
+        layer_class.add_weight, seed_class.__init__ = original, make_generator
 
 
-def _in_numpy(initializer: Any, seed: int, place: int, layer: str) -> Callable[..., Any]:
+def _in_numpy(initializer: Any, seed: int, place: int) -> Callable[..., Any]:
     # Not `get_config()["seed"]`: that serializes, for which Keras (3.15) imports TensorFlow where it is installed.
     own_seed = getattr(initializer, "_init_seed", None)
     key = [seed, place] if own_seed is None else [own_seed]
@@ -57,11 +68,6 @@ def _in_numpy(initializer: Any, seed: int, place: int, layer: str) -> Callable[.
     def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
         values = draw(initializer, tuple(shape), key)
         if values is None:
-            warnings.warn(
-                f"layer {layer}: {type(initializer).__name__} is drawn by the backend, so its weights differ from "
-                "backend to backend; give the layer an initializer of keras.initializers",
-                stacklevel=2,
-            )
             return initializer(shape, dtype=dtype)
         return keras.ops.convert_to_tensor(values.astype("float32"), dtype=dtype)
 

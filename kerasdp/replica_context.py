@@ -15,6 +15,8 @@ class ReplicaContext:
         num_replicas: how many replicas work on the global batch.
         num_rows: rows of this replica's input that are real, the rest is padding at the end; a number or a scalar
             tensor. None where a layer sees the whole global batch at once, without padding (jax).
+        rows: rows of this replica's input, padding included; None on jax.
+        first_row: place of this replica's first row in the global batch.
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum over what all replicas made of it. None on jax.
         gather_rows: the rows of all replicas, padding cut off: a tensor of the global batch. None on jax.
@@ -23,6 +25,8 @@ class ReplicaContext:
 
     num_replicas: int
     num_rows: Any = None
+    rows: int | None = None
+    first_row: int = 0
     gather: Callable[[Any], Any] | None = None
     gather_rows: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)

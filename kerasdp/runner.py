@@ -19,7 +19,8 @@ from kerasdp.data.feed import BatchReader, Feed, SampleReader
 from kerasdp.data.order import Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import ReplicasDifferError, UserError
-from kerasdp.portability import portable
+from kerasdp.observation import Observer
+from kerasdp.portability import foreign_batch_norms, portable
 
 
 class Runner:
@@ -31,12 +32,14 @@ class Runner:
         config: the choices of the run.
         devices: the devices of the run.
         replicas: the backend's part of the work (`kerasdp.runners`).
+        observer: is told of each training step; set it before `fit`.
     """
 
     def __init__(self, config: Config, devices: Devices, replicas: Any):
         self.config, self.devices, self.replicas = config, devices, replicas
         self._places: Iterator[int] = itertools.count()
         self.on_step = lambda loss, num_rows: None
+        self.observer: Observer | None = None
         _seed(config.seed)
         keras.config.set_dtype_policy(
             config.precision if config.precision == "float32" else f"mixed_{config.precision}"
@@ -243,7 +246,19 @@ class Runner:
                 model._symbolic_build(data_batch=symbols)
             elif not model.built:
                 model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
+        outside = self.replicas.made_outside(model)
+        if outside:
+            raise UserError(
+                f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
+                "all layers, the optimizer and the metrics within it"
+            )
         portable(model, self.config.batch_norm)
+        several_parts = self.num_replicas > 1 and self.replicas.split_by_hand
+        for layer in foreign_batch_norms(model) if several_parts else ():
+            raise UserError(
+                f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
+                "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
+            )
 
     @contextlib.contextmanager
     def _running(self, model: keras.Model, *names: str) -> Iterator[None]:
@@ -252,10 +267,12 @@ class Runner:
         `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics)
+        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, self.observer)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
-            functions = self.replicas.step_functions(model, lambda loss, num_rows: self.on_step(loss, num_rows))
+            functions = self.replicas.step_functions(
+                model, lambda loss, num_rows: self.on_step(loss, num_rows), self.observer
+            )
             known = made_for, functions
             object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
         kept = {name: getattr(model, f"{name}_function") for name in names}

@@ -7,8 +7,10 @@ from keras import ops
 
 from kerasdp import replica_context
 from kerasdp.data.order import replica_rows
+from kerasdp.layers.saved_as_keras import saved_as_keras
 
 
+@saved_as_keras
 class BatchNormalization(keras.layers.BatchNormalization):
     """Keras' batch norm, its statistics over the global batch or over each replica's part of it.
 

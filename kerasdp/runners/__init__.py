@@ -60,3 +60,9 @@ def own_steps(model: Any, num_replicas: int) -> set[str]:
             "batch; override compute_loss or compute_metrics instead, or train on one device"
         )
     return found
+
+
+def all_variables(model: Any) -> list[Any]:
+    """The variables of a model, its metrics and its optimizer."""
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]

@@ -1,10 +1,11 @@
 """JAX: one process a host drives all its devices; `keras.distribution.DataParallel` shards the batch over them."""
 
 import contextlib
+import functools
 import os
 import resource
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,7 +15,10 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, placed
+from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, placed
+
+if TYPE_CHECKING:
+    from kerasdp.observation import Detail, Observer
 
 
 def count_gpus(config: Config) -> int:
@@ -51,6 +55,7 @@ class Replicas:
 
     rank = 0
     num_processes = 1
+    split_by_hand = False
 
     def __init__(self, devices: Devices):
         self.num_replicas = devices.count
@@ -100,7 +105,9 @@ class Replicas:
         finally:
             keras.distribution.set_distribution(distribution)
 
-    def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
+    def step_functions(
+        self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
+    ) -> StepFunctions:
         """Jitted train, test and predict functions for Keras' `fit`.
 
         Each is one program for the whole global batch, which XLA splits over the devices. The padding that makes
@@ -108,6 +115,8 @@ class Replicas:
         (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
         """
         import keras
+
+        from kerasdp.observation import Detail
 
         own_train_step = type(model).train_step is not keras.Model.train_step
         context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
@@ -130,13 +139,13 @@ class Replicas:
                 return step
             return jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
 
-        def train_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+        def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
             with use(context):
                 data = _cut(data)
                 if own_train_step:
                     logs, state = model.train_step(state, data)
-                    return (logs.get("loss"), logs), state
-                return _train_step(model, state, data)
+                    return (logs.get("loss"), logs, {}), state
+                return _train_step(model, state, data, detail)
 
         def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
             return model.test_step(state, _cut(data))
@@ -145,13 +154,16 @@ class Replicas:
             outputs, non_trainable_variables = model.predict_step(state, _cut(data))
             return outputs, (state[0], non_trainable_variables)
 
-        jitted_train_step = jit(train_step, shardings)
+        jitted_train_step = {detail: jit(functools.partial(train_step, detail), shardings) for detail in Detail}
         jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             data = placed(next(iterator))
-            (loss, logs), state = jitted_train_step(state, data)
+            detail = Detail.NOTHING if observer is None else observer.detail
+            (loss, logs, seen), state = jitted_train_step[detail](state, data)
+            if observer is not None:
+                observer.on_step(seen)
             on_step(loss, len(data[-1]))
             return logs, state
 
@@ -160,6 +172,11 @@ class Replicas:
             test=lambda state, iterator: jitted_test_step(state, placed(next(iterator))),
             predict=lambda state, iterator: jitted_predict_step(state, placed(next(iterator))),
         )
+
+    def made_outside(self, model: Any) -> list[str]:
+        """Paths of the variables that are not on all devices."""
+        devices = set(self.devices)
+        return [variable.path for variable in all_variables(model) if variable.value.sharding.device_set != devices]
 
     def differing_weights(self, model: Any) -> list[str]:
         """Names of the variables, seeds included, that are not bit-equal on all devices."""
@@ -191,15 +208,24 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
 
 
-def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: "Detail") -> tuple[Any, Any]:
     """Keras' own training step, which also gives the loss of this batch (Keras' logs hold the epoch's mean)."""
+    from kerasdp.observation import layer_outputs, observed
+
     trainable, non_trainable, optimizer, metrics = state
-    loss_and_gradients = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
-    (_, updates), gradients = loss_and_gradients(
-        trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
-    )
-    loss, outputs, non_trainable, metrics = updates
-    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
     inputs, targets, sample_weight = data
+
+    def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
+        # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
+        with layer_outputs(detail, model, inputs) as found:
+            loss, updates = model.compute_loss_and_updates(
+                trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
+            )
+        return loss, (updates, found)
+
+    (_, (updates, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
+    loss, outputs, non_trainable, metrics = updates
+    seen = observed(detail, gradients, found)
+    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
     logs, metrics = model._update_metrics_variables(metrics, loss, inputs, targets, outputs, sample_weight)
-    return (loss, logs), (trainable, non_trainable, optimizer, metrics)
+    return (loss, logs, seen), (trainable, non_trainable, optimizer, metrics)

@@ -1,9 +1,10 @@
 """TensorFlow: one process a host drives all its devices through `tf.distribute.MirroredStrategy`."""
 
 import contextlib
+import functools
 import resource
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +13,10 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, own_steps, placed
+from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed
+
+if TYPE_CHECKING:
+    from kerasdp.observation import Observer
 
 
 def count_gpus(config: Config) -> int:
@@ -30,6 +34,7 @@ class Replicas:
 
     rank = 0
     num_processes = 1
+    split_by_hand = True
 
     def __init__(self, devices: Devices):
         """Makes the virtual devices and the strategy. Call before Keras is imported."""
@@ -111,21 +116,36 @@ class Replicas:
         return ReplicaContext(
             num_replicas=self.num_replicas,
             num_rows=min(max(num_rows - rank * size, 0), size),
+            rows=size,
+            first_row=rank * size,
             gather=_gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
         )
 
-    def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
+    def step_functions(
+        self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
+    ) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
-        own = own_steps(model, self.num_replicas)
+        from kerasdp.observation import Detail, layer_outputs, observed
+        from kerasdp.portability import WholeBatchPenalties
 
-        def train_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
+        own = own_steps(model, self.num_replicas)
+        penalties = WholeBatchPenalties(model)
+
+        def forward(inputs: Any, num_rows: int, training: bool, detail: Detail = Detail.NOTHING) -> tuple[Any, ...]:
+            """Outputs and penalties of the global batch, from this replica's rows; what was observed."""
+            context = self.context(num_rows)
+            with use(context), layer_outputs(detail, model, inputs) as found:
+                outputs = model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+            return self.gather(outputs, num_rows), [] if context is None else context.penalties, found
+
+        def train_step(detail: Detail, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, ...]:
             if "train_step" in own:
                 logs = model.train_step((inputs, targets, sample_weight))
-                return logs.get("loss"), logs
+                return logs.get("loss"), logs, {}
             num_rows = indices.shape[0]
             with tf.GradientTape() as tape:
-                outputs, penalties = self._forward(model, inputs, num_rows, training=True)
+                outputs, penalties, found = forward(inputs, num_rows, True, detail)
                 batch = (inputs, targets, outputs, sample_weight)
                 loss = sum(penalties, self._loss(model, batch, num_rows, training=True))
                 scaled_loss = model.optimizer.scale_loss(loss)
@@ -133,14 +153,15 @@ class Replicas:
             gradients = tape.gradient(scaled_loss, variables)
             if self.num_replicas > 1:
                 gradients = _mean(gradients)
+            seen = observed(detail, gradients, found)
             model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            return loss, self._metrics(model, batch, loss, num_rows)
+            return loss, self._metrics(model, batch, loss, num_rows), seen
 
         def test_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
             if "test_step" in own:
                 return model.test_step((inputs, targets, sample_weight))
             num_rows = indices.shape[0]
-            outputs, penalties = self._forward(model, inputs, num_rows, training=False)
+            outputs, penalties, _ = forward(inputs, num_rows, False)
             batch = (inputs, targets, outputs, sample_weight)
             loss = sum(penalties, self._loss(model, batch, num_rows, training=False))
             return self._metrics(model, batch, loss, num_rows)
@@ -148,15 +169,19 @@ class Replicas:
         def predict_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
             if "predict_step" in own:
                 return model.predict_step((inputs,))
-            return self._forward(model, inputs, indices.shape[0], training=False)[0]
+            return forward(inputs, indices.shape[0], False)[0]
 
-        run_train_step, run_test_step, run_predict_step = (
-            self._function(model, step) for step in (train_step, test_step, predict_step)
-        )
+        run_test_step, run_predict_step = (self._function(model, step, penalties) for step in (test_step, predict_step))
+        run_train_step = {
+            detail: self._function(model, functools.partial(train_step, detail), penalties) for detail in Detail
+        }
 
         def train_function(iterator: Iterator[Any]) -> Any:
             data = placed(next(iterator))
-            loss, logs = run_train_step(*data)
+            detail = Detail.NOTHING if observer is None else observer.detail
+            loss, logs, seen = run_train_step[detail](*data)
+            if observer is not None:
+                observer.on_step(seen)
             on_step(loss, self.strategy.experimental_local_results(data[-1])[0].shape[0])
             return logs
 
@@ -166,14 +191,12 @@ class Replicas:
             predict=lambda data: run_predict_step(*placed(data[0])),
         )
 
-    def _function(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, model: Any, step: Callable[..., Any], penalties: Any) -> Callable[..., Any]:
         """The step on all replicas, as a graph; what it gives is the same on all, so the first one's is returned."""
-
-        from kerasdp.portability import whole_batch_penalties
 
         @tf.autograph.experimental.do_not_convert
         def run(*data: Any) -> Any:
-            with whole_batch_penalties(model) if self.num_replicas > 1 else contextlib.nullcontext():
+            with penalties.active() if self.num_replicas > 1 else contextlib.nullcontext():
                 outputs = self.strategy.run(step, args=data)
             return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
 
@@ -182,13 +205,6 @@ class Replicas:
         # A trace for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single outputs
         # are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
         return tf.function(run, jit_compile=model.jit_compile or None)
-
-    def _forward(self, model: Any, inputs: Any, num_rows: int, training: bool) -> tuple[Any, list[tf.Tensor]]:
-        """The forward pass on this replica's rows, and from it outputs and penalties of the global batch."""
-        context = self.context(num_rows)
-        with use(context):
-            outputs = model(inputs, training=training) if model._call_has_training_arg else model(inputs)
-        return self.gather(outputs, num_rows), [] if context is None else context.penalties
 
     def _loss(self, model: Any, batch: tuple[Any, ...], num_rows: Any, training: bool) -> Any:
         inputs, targets, outputs, sample_weight = batch
@@ -210,6 +226,13 @@ class Replicas:
 
         own = getattr(type(model), method) is getattr(keras.Model, method)
         return inputs if own else self.gather(inputs, num_rows)
+
+    def made_outside(self, model: Any) -> list[str]:
+        """Paths of the variables that are not mirrored; each replica would change them once more."""
+        if self.num_replicas == 1:
+            return []
+        kinds = tf.distribute.DistributedValues
+        return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kinds)]
 
     def differing_weights(self, model: Any) -> list[str]:
         """Names of the variables, seeds included, that are not bit-equal on all replicas."""

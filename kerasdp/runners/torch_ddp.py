@@ -5,18 +5,22 @@ import hashlib
 import os
 import resource
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from kerasdp import replica_context
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import PlacedBatch, StepFunctions, own_steps, placed
 from kerasdp.runners.torch_elastic import start
+
+if TYPE_CHECKING:
+    from kerasdp.observation import Observer
 
 __all__ = ["Replicas", "count_gpus", "start"]
 
@@ -33,7 +37,10 @@ class Replicas:
         rank: this process, counted from 0.
         num_processes: processes of the run.
         num_replicas: replicas of the model, over all processes.
+        split_by_hand: whether each replica runs the layers on its part of the batch; else one program on all of it.
     """
+
+    split_by_hand = True
 
     def __init__(self, devices: Devices):
         """Joins the process group. Call before Keras is imported."""
@@ -81,6 +88,8 @@ class Replicas:
         return ReplicaContext(
             num_replicas=self.num_replicas,
             num_rows=own,
+            rows=size,
+            first_row=self.rank * size,
             gather=_GatherStatistics.apply,
             gather_rows=lambda rows: self.gather(rows, num_rows),
         )
@@ -102,15 +111,22 @@ class Replicas:
         """Around Keras' `fit`, `evaluate` and `predict`."""
         yield
 
-    def step_functions(self, model: Any, on_step: Callable[[Any, int], None]) -> StepFunctions:
+    def step_functions(
+        self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
+    ) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all replicas.
 
         Args:
             model: a built Keras model.
             on_step: called after each training step with the loss of its global batch, a scalar tensor, and the
                 number of its rows.
+            observer: is told more of each step, if there is one.
         """
+        from kerasdp.observation import Detail, layer_outputs, observed
+        from kerasdp.portability import WholeBatchPenalties
+
         own = own_steps(model, self.num_replicas)
+        whole_batch = WholeBatchPenalties(model)
         parallel = None
 
         def train_function(data: Any) -> dict[str, Any]:
@@ -122,15 +138,20 @@ class Replicas:
                 return logs
             # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
             parallel = parallel or self._parallel(model)
-            outputs, penalties = self._forward(model, parallel, inputs, len(indices), training=True)
+            detail = Detail.NOTHING if observer is None else observer.detail
+            with use(self.context(len(indices))), layer_outputs(detail, model, inputs) as found:
+                outputs, penalties = self._forward(model, parallel, whole_batch, inputs, len(indices), training=True)
             model.zero_grad()
             batch = (inputs, targets, outputs, sample_weight)
             loss = self._update_loss(model, batch, penalties, len(indices), training=True)
             scaled_loss = model.optimizer.scale_loss(loss)
             scaled_loss.backward()
             variables = model.trainable_weights[:]
+            gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
-                model.optimizer.apply([variable.value.grad for variable in variables], variables)
+                if observer is not None:  # before the optimizer, which may clip them in place
+                    observer.on_step(observed(detail, gradients, found))
+                model.optimizer.apply(gradients, variables)
                 logs = self._metrics(model, batch, len(indices))
             on_step(loss.detach(), len(indices))
             return logs
@@ -140,7 +161,8 @@ class Replicas:
             inputs, targets, sample_weight, indices = placed(data[0])
             if "test_step" in own:
                 return model.test_step((inputs, targets, sample_weight))
-            outputs, penalties = self._forward(model, model, inputs, len(indices), training=False)
+            with use(self.context(len(indices))):
+                outputs, penalties = self._forward(model, model, whole_batch, inputs, len(indices), training=False)
             batch = (inputs, targets, outputs, sample_weight)
             self._update_loss(model, batch, penalties, len(indices), training=False)
             return self._metrics(model, batch, len(indices))
@@ -150,7 +172,8 @@ class Replicas:
             inputs, _, _, indices = placed(data[0])
             if "predict_step" in own:
                 return model.predict_step((inputs,))
-            return self._forward(model, model, inputs, len(indices), training=False)[0]
+            with use(self.context(len(indices))):
+                return self._forward(model, model, whole_batch, inputs, len(indices), training=False)[0]
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
@@ -171,19 +194,17 @@ class Replicas:
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.device] if self.is_gpu else None)
 
     def _forward(
-        self, model: Any, module: Any, inputs: Any, num_rows: int, training: bool
+        self, model: Any, module: Any, whole_batch: Any, inputs: Any, num_rows: int, training: bool
     ) -> tuple[Any, list[torch.Tensor]]:
-        """The forward pass on this rank's rows, and from it outputs and penalties of the global batch.
+        """Outputs and penalties of the global batch, from the forward pass on this rank's rows.
 
         `module` is the model itself, or the model in DistributedDataParallel.
         """
-        from kerasdp.portability import whole_batch_penalties
-
-        context = self.context(num_rows)
+        context = replica_context.current()
         arguments = {"training": training} if model._call_has_training_arg else {}
         if context is None:
             return module(inputs, **arguments), []
-        with use(context), whole_batch_penalties(model):
+        with whole_batch.active():
             outputs = module(inputs, **arguments)
         return self.gather(outputs, num_rows), context.penalties
 
@@ -208,6 +229,10 @@ class Replicas:
 
         own = getattr(type(model), method) is getattr(keras.Model, method)
         return inputs if own else self.gather(inputs, num_rows)
+
+    def made_outside(self, model: Any) -> list[str]:
+        """Paths of the variables that were not made within `scope`, where that makes a difference."""
+        return []
 
     def differing_weights(self, model: Any) -> list[str]:
         """Names of the variables, seeds included, that are not bit-equal on all replicas."""

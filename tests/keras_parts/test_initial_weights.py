@@ -1,13 +1,12 @@
 """Weights drawn in NumPy have the distribution of Keras' own initializers."""
 
 import itertools
-import warnings
 
 import keras
 import numpy as np
 import pytest
 
-from kerasdp import initial_weights
+from kerasdp import initial_weights, random_numbers
 
 KINDS = keras.initializers
 SHAPES = [(200, 300), (3, 3, 40, 60)]
@@ -69,22 +68,31 @@ def test_seed_and_place():
     assert not np.array_equal(first[5], other[5])
 
 
-def test_an_unknown_random_initializer_is_named():
+def test_other_initializers_draw_portably():
     class Odd(KINDS.Initializer):
         seed = 0
 
         def __call__(self, shape, dtype=None, **_):
-            return keras.ops.ones(shape, dtype)
+            return keras.random.uniform(shape, dtype=dtype, seed=3)
 
-    with initial_weights.portable(0, itertools.count()), pytest.warns(UserWarning, match="layer odd: Odd is drawn by"):
-        keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, kernel_initializer=Odd(), name="odd")])
-    with initial_weights.portable(0, itertools.count()), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    with initial_weights.portable(0):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, kernel_initializer=Odd())])
+    np.testing.assert_array_equal(model.get_weights()[0], random_numbers.uniform((2, 2), seed=3))
+
+
+def test_random_layers_get_seeds():
+    def seeds(seed):
+        with initial_weights.portable(seed):
+            layers = keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.5), keras.layers.Dropout(0.5, seed=3)
+        return [int(keras.ops.convert_to_numpy(layer.seed_generator.state)[0]) for layer in layers]
+
+    assert seeds(0) == seeds(0)
+    assert len({*seeds(0), *seeds(1)}) == 5
+    assert seeds(0)[2] == 3
 
 
 def test_layers_outside_are_left_alone():
     original = keras.layers.Layer.add_weight
-    with pytest.raises(RuntimeError), initial_weights.portable(0, itertools.count()):
+    with pytest.raises(RuntimeError), initial_weights.portable(0):
         raise RuntimeError
     assert keras.layers.Layer.add_weight is original

@@ -61,6 +61,8 @@ def test_a_signal_ends_everything(backend, number, code, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell starts its background jobs with Ctrl-C switched off, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         for line in process.stdout:

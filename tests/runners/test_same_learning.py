@@ -88,6 +88,18 @@ def test_replica_batch_norm_differs_from_synchronized(learned):
     assert np.abs(np.subtract(parts["sync"]["losses"], parts["replica"]["losses"])).max() > 1e-3
 
 
+def test_dropout_masks_are_bit_equal(pair):
+    expected, received = (result["random_layers"]["masks"] for result in pair)
+    assert received == expected
+    for (_, dropped), rate in zip(expected.values(), (1 - 0.7 * 0.7, 0.5, 1 - 0.7 * 0.6)):
+        assert abs(dropped - rate) < 0.2  # of only 72 independent numbers, or fewer
+
+
+def test_learning_through_random_layers(pair):
+    expected, received = (result["random_layers"]["losses"] for result in pair)
+    assert_same(expected, received, 1e-5)
+
+
 def test_callbacks_decide_the_same_and_write_once(pair):
     expected, received = (result["callbacks"] for result in pair)
     assert received["files"] == expected["files"] == ["best.keras", "log.csv"]

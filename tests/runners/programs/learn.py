@@ -1,6 +1,6 @@
 """Trains small models on the given backend and device count, and prints what came out as one line of JSON.
 
-python learn.py BACKEND NUM_DEVICES FOLDER
+python learn.py BACKEND NUM_DEVICES FOLDER [PART ...]
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import kerasdp
 
 def learn(runner):
     """All proofs in one process: starting a framework costs more than training these models."""
-    return {name: part(runner) for name, part in PARTS.items()}
+    return {name: PARTS[name](runner) for name in sys.argv[4:] or PARTS}
 
 
 def lenet(runner):
@@ -178,6 +178,66 @@ def batch_norm(runner):
     return {statistics: one(statistics) for statistics in ("sync", "replica")}
 
 
+def random_layers(runner):
+    """Dropout of all kinds, and Keras' other random layers: masks bit for bit, and what is learned through them."""
+    import keras
+    from keras import layers
+
+    random = np.random.RandomState(5)
+    x, y = random.rand(45, 6, 6, 4).astype("float32"), random.randint(0, 5, 45)
+
+    def mask(make_layers):
+        with runner.scope():
+            inputs = keras.Input((6, 6, 4))
+            outputs = layers.PReLU()(keras.ops.ones_like(inputs))  # something to train, which leaves the ones alone
+            for layer in make_layers():
+                outputs = layer(outputs)
+            model = keras.Model(inputs, outputs)
+            model.compile("sgd", loss=lambda y, outputs: keras.ops.mean(outputs), metrics=[LastOutputs((3, 6, 6, 4))])
+        runner.fit(model, x, x, batch_size=14, epochs=2, verbose=0)
+        (last,) = [variable for variable in model.metrics_variables if variable.path.startswith("last")]
+        dropped = keras.ops.convert_to_numpy(last) == 0
+        return [np.packbits(dropped).tobytes().hex(), float(dropped.mean())]
+
+    def learned(make_layers, of_inputs=False):
+        with runner.scope():
+            # Images are changed before the first weight: TensorFlow's gradient of moving one is only roughly right.
+            body = [*make_layers(), layers.Conv2D(6, 3)] if of_inputs else [layers.Conv2D(6, 3), *make_layers()]
+            model = keras.Sequential([*body, layers.Flatten(), layers.Dense(5)])
+            model.compile(
+                keras.optimizers.SGD(0.02, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
+        losses = StepLosses()
+        runner.fit(model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses])
+        return losses.values
+
+    return {
+        "masks": {
+            "dropout": mask(lambda: [layers.Dropout(0.3, seed=4), layers.Dropout(0.3)]),
+            "one_for_all": mask(lambda: [layers.Dropout(0.5, noise_shape=(1, 6, None, 4))]),
+            "one_for_axes": mask(
+                lambda: [layers.Dropout(0.3, noise_shape=(None, 1, 6, 4)), layers.SpatialDropout2D(0.4)]
+            ),
+        },
+        "losses": {
+            "noise": learned(
+                lambda: [
+                    layers.Dropout(0.3),
+                    layers.GaussianNoise(0.3),
+                    layers.GaussianDropout(0.3),
+                    layers.AlphaDropout(0.3),
+                    Jitter(),
+                ]
+            ),
+            "images": learned(
+                lambda: [layers.RandomFlip(), layers.RandomTranslation(0.2, 0.2), layers.RandomBrightness(0.2, (0, 1))],
+                of_inputs=True,
+            ),
+            "lstm": learned(lambda: [layers.Reshape((4, 24)), layers.LSTM(5, dropout=0.3, recurrent_dropout=0.2)]),
+        },
+    }
+
+
 def callbacks(runner):
     """Keras' own callbacks: what they decide, and what they write."""
     import keras
@@ -228,6 +288,34 @@ def make_classes():
         def result(self):
             return self.value * 1.0  # not the variable itself, which the next evaluation overwrites
 
+    class LastOutputs(keras.metrics.Metric):
+        """The last three outputs as they are, dropout included."""
+
+        def __init__(self, shape):
+            super().__init__(name="last")
+            self.value = self.add_variable(shape, "zeros", name="value")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(y_pred[-3:])
+
+        def result(self):
+            return ops.sum(self.value)
+
+        def reset_state(self):
+            pass
+
+    class Jitter(keras.layers.Layer):
+        """A layer of the user's own that draws with keras.random."""
+
+        def __init__(self):
+            super().__init__()
+            self.numbers = keras.random.SeedGenerator()
+
+        def call(self, inputs, training=False):
+            if not training:
+                return inputs
+            return inputs + keras.random.truncated_normal(ops.shape(inputs), stddev=0.1, seed=self.numbers)
+
     class StepLosses(keras.callbacks.Callback):
         """The loss of each step: Keras' logs hold the mean of the epoch so far."""
 
@@ -256,7 +344,7 @@ def make_classes():
             if epoch == 6 + self.rank:
                 self.model.stop_training = True
 
-    return MaximumLogit, StepLosses, OddRank
+    return MaximumLogit, LastOutputs, Jitter, StepLosses, OddRank
 
 
 PARTS = {
@@ -265,20 +353,21 @@ PARTS = {
     "two_heads": two_heads,
     "contrastive": contrastive,
     "batch_norm": batch_norm,
+    "random_layers": random_layers,
     "callbacks": callbacks,
 }
 CURRENT = {}
 
 
 def train(runner):
-    global MaximumLogit, StepLosses, OddRank
-    MaximumLogit, StepLosses, OddRank = make_classes()
+    global MaximumLogit, LastOutputs, Jitter, StepLosses, OddRank
+    MaximumLogit, LastOutputs, Jitter, StepLosses, OddRank = make_classes()
     CURRENT["runner"] = runner
     return learn(runner)
 
 
 if __name__ == "__main__":
-    backend, num_devices, folder = sys.argv[1:]
+    backend, num_devices, folder = sys.argv[1:4]
     os.environ["KERASDP_TEST_FOLDER"] = folder
     result = kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
     print("RESULT " + json.dumps(result))

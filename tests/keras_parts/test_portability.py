@@ -1,0 +1,147 @@
+"""`portable` on models of every kind, and what a saved model says of it."""
+
+import copy
+import json
+import subprocess
+import sys
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import kerasdp
+from kerasdp import UserError, portable
+from kerasdp.portability import foreign_batch_norms
+from tests.conftest import environment
+
+
+def convnet():
+    inner = keras.Sequential([keras.Input((6, 6, 4)), layers.BatchNormalization(), layers.SpatialDropout2D(0.3)])
+    inputs = keras.Input((6, 6, 3))
+    x = inner(layers.Conv2D(4, 3, padding="same")(inputs))
+    x = layers.GaussianNoise(0.1)(layers.Flatten()(x))
+    return keras.Model(inputs, layers.Dense(2)(layers.Dropout(0.5)(x)))
+
+
+def test_layers_are_changed_in_place():
+    model = convnet()
+    x = np.random.RandomState(0).rand(5, 6, 6, 3).astype("float32")
+    before = model.predict(x, verbose=0)
+    assert portable(model, batch_norm="replica") is model
+    kinds = [type(layer) for layer in model._flatten_layers()]
+    for name in ("BatchNormalization", "SpatialDropout2D", "Dropout"):
+        assert getattr(kerasdp.layers, name) in kinds
+        assert getattr(layers, name) not in kinds
+    np.testing.assert_array_equal(model.predict(x, verbose=0), before)
+    assert portable(portable(model)) is model  # once more changes nothing
+    (norm,) = [layer for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization)]
+    assert norm.statistics == "sync"
+
+
+def test_draws_do_not_depend_on_the_backend():
+    model = keras.Sequential([keras.Input((40,)), layers.GaussianNoise(1.0, seed=3)])
+    expected = kerasdp.random_numbers.normal((2, 40), seed=3)
+    received = portable(model)(np.zeros((2, 40), "float32"), training=True)
+    np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(value) for value in (received, expected)))
+    again = copy.deepcopy(model)(np.zeros((2, 40), "float32"), training=True)  # a copy draws by itself
+    assert np.abs(keras.ops.convert_to_numpy(again) - keras.ops.convert_to_numpy(received)).max() > 0.1
+
+
+def test_initial_weights_from_a_seed():
+    def weights(seed):
+        return portable(convnet(), seed=seed).get_weights()
+
+    for one, other in zip(weights(1), weights(1)):
+        np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(weights(1)[0], weights(2)[0])
+    model = convnet()
+    kept = model.get_weights()
+    for one, other in zip(kept, portable(model).get_weights()):  # no seed: nothing is drawn
+        np.testing.assert_array_equal(one, other)
+
+
+class Plain(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.drop = layers.Dense(3), layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        return self.drop(self.dense(x), training=training)
+
+
+class WithWeights(Plain):
+    def build(self, shape):
+        self.bias = self.add_weight(shape=(3,))
+        self.dense.build(shape)
+        self.built = True
+
+
+class Configless(layers.Layer):
+    def __init__(self, units, note, **kwargs):  # a note that no config can hold
+        super().__init__(**kwargs)
+        self.units = units
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units))
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+def test_subclassed_models():
+    model = Plain()
+    with pytest.raises(UserError, match="has no weights yet"):
+        portable(model)
+    model(np.zeros((1, 4), "float32"))
+    portable(model, seed=1)
+    assert type(model.drop) is kerasdp.layers.Dropout
+
+
+def test_weights_that_cannot_be_drawn_anew_are_refused():
+    model = WithWeights()
+    model.build((None, 4))
+    with pytest.raises(UserError, match="weights outside of its layers"):
+        portable(model, seed=1)
+    model = keras.Sequential([keras.Input((4,)), Configless(3, object(), name="mine")])
+    with pytest.raises(UserError, match=r"layer mine cannot be made anew .*runner\.scope"):
+        portable(model, seed=1)
+    with pytest.raises(UserError, match="expected a Keras model"):
+        portable(layers.Dense(2))
+    with pytest.raises(UserError, match="expected one of sync, replica"):
+        portable(convnet(), batch_norm="half")
+
+
+def test_what_stays_different_is_named():
+    class Norm(layers.BatchNormalization):
+        pass
+
+    model = keras.Sequential([keras.Input((6, 6, 3)), Norm(name="mine"), layers.RandomElasticTransform(name="wobble")])
+    with pytest.warns(UserWarning) as warned:
+        portable(model)
+    assert [layer.name for layer in foreign_batch_norms(model)] == ["mine"]
+    assert {str(warning.message).split()[1].strip(":") for warning in warned} == {"mine", "wobble"}
+
+
+def test_a_saved_model_needs_no_kerasdp(tmp_path):
+    model = portable(convnet())
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as file:
+        assert "kerasdp" not in json.dumps(json.loads(file.read("config.json")))
+    x = np.random.RandomState(0).rand(5, 6, 6, 3).astype("float32")
+    np.save(tmp_path / "x.npy", x)
+    code = (
+        "import sys, numpy, keras\n"
+        "model = keras.models.load_model('model.keras')\n"
+        "assert 'kerasdp' not in sys.modules\n"
+        "numpy.save('y.npy', model.predict(numpy.load('x.npy'), verbose=0))\n"
+    )
+    settings = environment(KERAS_BACKEND=keras.backend.backend())
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env=settings)
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model.predict(x, verbose=0))
+    # And kerasdp's own classes, by name, are loaded as Keras' own.
+    model = keras.Sequential([keras.Input((4,)), kerasdp.layers.Dropout(0.5), kerasdp.layers.BatchNormalization()])
+    model.save(tmp_path / "own.keras")
+    loaded = keras.models.load_model(tmp_path / "own.keras")
+    assert [type(layer) for layer in loaded.layers] == [layers.Dropout, layers.BatchNormalization]
