@@ -11,7 +11,8 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 
 if TYPE_CHECKING:
-    from kerasdp.cli import main
+    from kerasdp import layers, parity
+    from kerasdp.cli import main, main_comparison
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
     from kerasdp.models import build_model
@@ -30,6 +31,7 @@ _HOMES = {
     "build_model": "kerasdp.models",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli",
+    "main_comparison": "kerasdp.cli",
     "make_optimizer": "kerasdp.optimizers",
     "portable": "kerasdp.portability",
 }
@@ -44,14 +46,19 @@ __all__ = [
     "UserError",
     "build_model",
     "launch",
+    "layers",
     "load_data",
     "main",
+    "main_comparison",
     "make_optimizer",
+    "parity",
     "portable",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("layers", "parity"):
+        return importlib.import_module(f"kerasdp.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,19 @@
 """The command line: the only place that defines flags, and that turns them into a `Config`."""
 
+import contextlib
+import dataclasses
 import datetime
 import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
 
 from kerasdp import config as choices
+from kerasdp.backend import choose_backend
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
@@ -19,6 +22,7 @@ FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
+_COMPARISON = "Comparison (recipes/parity.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -69,6 +73,10 @@ def _define_flags() -> None:
     )
     _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
 
+    group = _COMPARISON
+    _define(group, "backends", text, None, "Instead of --backend, comma-separated. Default: all that are installed.")
+    _define(group, "device_counts", text, "1,2,4", "Instead of --gpus: numbers of devices, comma-separated.")
+
 
 _define_flags()
 flags.DEFINE_boolean("help", False, "Print this help.", flag_values=FLAGS, short_name="h")
@@ -99,7 +107,33 @@ def parse(arguments: list[str]) -> Config:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
+    _read(arguments, without=GROUPS[_COMPARISON], instead="it belongs to recipes/parity.py")
+    return _config()
+
+
+def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
+    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts.
+
+    Args and errors as in `parse`.
+    """
+    _read(arguments, without=["backend", "gpus"], instead="use --backends and --device_counts")
+    backends, counts = FLAGS["backends"].value, FLAGS["device_counts"].value
+    names = None if backends is None else [choose_backend(name.strip()) for name in backends.split(",")]
+    try:
+        numbers = [int(count) for count in counts.split(",")]
+    except ValueError as error:
+        raise UserError(f"--device_counts: expected numbers such as 1,2,4. Received: {counts!r}") from error
+    config = _config()
+    for number in numbers:
+        dataclasses.replace(config, num_devices=number)  # raises if there is no such number
+    return config, names, numbers
+
+
+def _read(arguments: list[str], without: list[str], instead: str) -> None:
+    """Sets `FLAGS` from a command line, on which the flags `without` are refused."""
     FLAGS.unparse_flags()
+    for name in FLAGS:
+        FLAGS[name].present = 0
     try:
         rest = FLAGS(arguments, known_only=False)
     except flags.Error as error:
@@ -109,7 +143,13 @@ def parse(arguments: list[str]) -> Config:
         raise SystemExit(0)
     if len(rest) > 1:
         raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
-    values = {name: FLAGS[name].value for names in GROUPS.values() for name in names}
+    for name in without:
+        if FLAGS[name].present:
+            raise UserError(f"--{name} has no effect here: {instead}")
+
+
+def _config() -> Config:
+    values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group != _COMPARISON}
     values["num_devices"] = values.pop("gpus")
     if values["workdir"] is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -122,10 +162,26 @@ def main(train: Callable[..., Any]) -> None:
 
     A user's mistake is one line and exit code 2; a run that fails is its own error and exit code 1.
     """
+    with _ending_in_one_line():
+        launch(train, parse(sys.argv))
+
+
+def main_comparison(compare: Callable[[Config, list[str] | None, list[int]], bool]) -> None:
+    """Calls `compare(config, backends, device_counts)` as the flags say, and ends the program.
+
+    Exit code 1 if it returns False; else as `main`.
+    """
+    with _ending_in_one_line():
+        if not compare(*parse_comparison(sys.argv)):
+            sys.exit(1)
+
+
+@contextlib.contextmanager
+def _ending_in_one_line() -> Iterator[None]:
     # Schedulers and `kill` send SIGTERM: leave by the same way as Ctrl-C, so that no process stays behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        launch(train, parse(sys.argv))
+        yield
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -11,7 +11,7 @@ from kerasdp.errors import UserError
 BACKENDS = ("torch", "jax", "tensorflow")
 DEVICES = ("auto", "gpu", "cpu")
 BATCH_NORMS = ("sync", "replica")
-PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
 
@@ -38,7 +38,8 @@ class Config:
         kernel_initializer: a Keras initializer for every convolution and dense kernel of the kit's models,
             as `random_normal(stddev=0.01)`. None: each layer's default.
         batch_norm: statistics over the global batch (`"sync"`) or each replica's part (`"replica"`).
-        precision: of the layers' arithmetic; variables stay in float32.
+        precision: of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
+            telling round-off from mistakes.
         seed: of initial weights, sample order and dropout.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.

@@ -1,6 +1,7 @@
 """What a training step made on its way, for finding the place where two runs part."""
 
 import contextlib
+import contextvars
 import enum
 import types
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from kerasdp import replica_context
 
 
 class Detail(enum.IntEnum):
-    """How much a step tells: nothing; the norm of its gradient; every layer's output and every weight's gradient."""
+    """How much a step tells: nothing; a few numbers; every layer's output and every weight's gradient, too."""
 
     NOTHING = 0
-    NORM = 1
+    SUMMARY = 1
     EVERYTHING = 2
 
 
@@ -24,7 +25,10 @@ class Observer:
     """Asked before each training step what it should tell, and told it afterwards.
 
     Attributes:
-        gradient_norms: of each step, scalar tensors.
+        losses: of each step, over the global batch; scalar tensors.
+        gradient_norms: of each step, over all trainable weights; scalar tensors.
+        samples: the places in the data set of the rows of each step, integer tensors of shape `(rows,)`.
+        row_means: the mean of each row of the inputs of each step, of shape `(inputs, rows)`.
         gradients: of the detailed step, for each trainable weight: an array, or None if the loss does not depend on it.
         outputs: of the detailed step: the inputs, then what each layer gave for the global batch, in the order of
             the calls.
@@ -33,30 +37,37 @@ class Observer:
     def __init__(self, detailed_step: int | None = None):
         """`detailed_step`: the step, counted from 0, that tells everything."""
         self.detailed_step = detailed_step
+        self.losses: list[Any] = []
         self.gradient_norms: list[Any] = []
+        self.samples: list[Any] = []
+        self.row_means: list[Any] = []
         self.gradients: list[Any] = []
         self.outputs: dict[str, Any] = {}
 
     @property
     def detail(self) -> Detail:
         """What the next step should tell."""
-        return Detail.EVERYTHING if len(self.gradient_norms) == self.detailed_step else Detail.NORM
+        return Detail.EVERYTHING if len(self.losses) == self.detailed_step else Detail.SUMMARY
 
-    def on_step(self, observed: dict[str, Any]) -> None:
-        """Takes what `observed` gave."""
-        self.gradient_norms.append(observed["gradient_norm"])
-        if "outputs" in observed:
-            self.gradients = [None if leaf is None else _array(leaf) for leaf in observed["gradients"]]
-            self.outputs = {name: _array(output) for name, output in observed["outputs"].items()}
+    def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
+        """Takes the loss of a step, its rows, and what `observed` gave (nothing of a train_step of the user's own)."""
+        self.losses.append(loss)
+        self.samples.append(samples)
+        self.gradient_norms.append(seen.get("gradient_norm"))
+        if "row_means" in seen:
+            self.row_means.append(seen["row_means"])
+        if "outputs" in seen:
+            self.gradients = [None if leaf is None else _array(leaf) for leaf in seen["gradients"]]
+            self.outputs = {name: _array(output) for name, output in seen["outputs"].items()}
 
 
-def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> dict[str, Any]:
+def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dict[str, Any]:
     """What a step tells, as tensors: part of its compiled function.
 
     Args:
         detail: how much.
         gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
-        outputs: what `layer_outputs` found.
+        found: what `forward_pass` found.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -67,44 +78,56 @@ def observed(detail: Detail, gradients: list[Any], outputs: dict[str, Any]) -> d
         for gradient in gradients
         if gradient is not None
     ]
-    result = {"gradient_norm": ops.sqrt(sum(squares))}
+    seen = {"gradient_norm": ops.sqrt(sum(squares)), "row_means": found["row_means"]}
     if detail == Detail.EVERYTHING:
-        result |= {"gradients": gradients, "outputs": outputs}
-    return result
+        seen |= {"gradients": gradients, "outputs": found["outputs"]}
+    return seen
+
+
+# A context variable: TensorFlow traces each replica in a thread of its own.
+_outputs: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("kerasdp_outputs", default=None)
 
 
 @contextlib.contextmanager
-def layer_outputs(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
-    """Within it, collects the inputs and what each layer gives, by name and in the order of the calls.
+def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
+    """Around a replica's forward pass of a training step, within `watched_layers`: collects what `detail` asks for.
 
-    Only if `detail` asks for everything. A layer counts as a whole with all layers in it; only models within models
-    are entered.
+    Yields:
+        A dictionary: `row_means` of the inputs; `outputs`: the inputs and what each layer gave, by name and in the
+        order of the calls.
     """
-    outputs: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if detail >= Detail.SUMMARY:
+        found["row_means"] = ops.stack([_whole(_row_means(leaf)) for leaf in keras.tree.flatten(inputs)])
     if detail < Detail.EVERYTHING:
-        yield outputs
+        yield found
         return
-    _collect(outputs, "inputs", inputs)
-    layers = list(_layers(model))
-    for name, layer in layers:
-        call = layer.call  # may be bound to the instance already
-
-        def call_and_keep(layer: Any, *args: Any, name: str = name, call: Any = call, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            _collect(outputs, name, result)
-            return result
-
-        object.__setattr__(layer, "_kerasdp_call", vars(layer).get("call"))
-        object.__setattr__(layer, "call", types.MethodType(call_and_keep, layer))
+    found["outputs"] = {}
+    token = _outputs.set(found["outputs"])
+    _collect("inputs", inputs)
     try:
-        yield outputs
+        yield found
     finally:
-        for _, layer in layers:
-            kept = vars(layer).pop("_kerasdp_call")
-            if kept is None:
-                object.__delattr__(layer, "call")
-            else:
-                object.__setattr__(layer, "call", kept)
+        _outputs.reset(token)
+
+
+@contextlib.contextmanager
+def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
+    """Around the forward passes of all replicas: lets each layer tell what it gives, if `detail` asks for everything.
+
+    A layer counts as a whole with all layers in it; only models within models are entered.
+    """
+    layers = list(_layers(model)) if detail == Detail.EVERYTHING else []
+    kept = [vars(layer).get("call") for _, layer in layers]  # may be bound to the instance already
+    for name, layer in layers:
+        object.__setattr__(layer, "call", types.MethodType(_call_and_collect(layer.call, name), layer))
+    try:
+        yield
+    finally:
+        for (_, layer), call in zip(layers, kept, strict=True):
+            object.__delattr__(layer, "call")
+            if call is not None:
+                object.__setattr__(layer, "call", call)
 
 
 def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
@@ -115,16 +138,33 @@ def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.l
             yield f"{prefix}{layer.name}", layer
 
 
-def _collect(outputs: dict[str, Any], name: str, result: Any) -> None:
-    context = replica_context.current()
+def _call_and_collect(call: Any, name: str) -> Any:
+    def call_and_collect(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        _collect(name, result)
+        return result
+
+    return call_and_collect
+
+
+def _collect(name: str, result: Any) -> None:
+    outputs = _outputs.get()
     for tensor in keras.tree.flatten(result):
-        if tensor is None:
-            continue
-        tensor = ops.stop_gradient(tensor)
-        if context is not None and context.gather_rows is not None and tensor.shape[:1] == (context.rows,):
-            tensor = context.gather_rows(tensor)
-        calls = sum(known.partition(" ")[0] == name for known in outputs)
-        outputs[f"{name} ({calls + 1})" if calls else name] = tensor
+        if tensor is not None and outputs is not None:
+            number = sum(known.partition(" ")[0] == name for known in outputs)
+            outputs[f"{name} ({number + 1})" if number else name] = _whole(ops.stop_gradient(tensor))
+
+
+def _whole(tensor: Any) -> Any:
+    """The tensor of the global batch, if this is a replica's part of one."""
+    context = replica_context.current()
+    if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
+        return tensor
+    return context.gather_rows(tensor)
+
+
+def _row_means(tensor: Any) -> Any:
+    return ops.mean(ops.reshape(ops.cast(tensor, "float32"), (tensor.shape[0], -1)), axis=1)
 
 
 def _array(tensor: Any) -> Any:

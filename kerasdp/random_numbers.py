@@ -11,6 +11,7 @@ around on all three, where unsigned ones are missing (torch 2.13: no shift of ui
 """
 
 import contextlib
+import contextvars
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -122,6 +123,8 @@ def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: An
 
 _PORTABLE = {function.__name__: function for function in (dropout, uniform, normal, truncated_normal, randint)}
 _NOT_PORTABLE = ("beta", "binomial", "categorical", "gamma", "shuffle")
+# A context variable, not functions that are exchanged and put back: TensorFlow traces replicas in threads, in turns.
+_drawing_layer: contextvars.ContextVar[str | None] = contextvars.ContextVar("kerasdp_drawing_layer", default=None)
 
 
 @contextlib.contextmanager
@@ -130,27 +133,31 @@ def portable_draws(name: str) -> Iterator[None]:
 
     What it does not know is drawn by the backend, with a warning that names the layer `name`.
     """
-    functions = _PORTABLE | {kind: _with_warning(kind, name) for kind in _NOT_PORTABLE}
-    kept = {kind: getattr(keras_random, kind) for kind in functions}
-    for kind, function in functions.items():
-        setattr(keras_random, kind, function)
+    for kind in (*_PORTABLE, *_NOT_PORTABLE):
+        original = getattr(keras_random, kind)
+        if not hasattr(original, "is_kerasdp"):
+            setattr(keras_random, kind, _portable_where_asked(kind, original))
+    token = _drawing_layer.set(name)
     try:
         yield
     finally:
-        for kind, function in kept.items():
-            setattr(keras_random, kind, function)
+        _drawing_layer.reset(token)
 
 
-def _with_warning(kind: str, name: str) -> Callable[..., Any]:
-    original = getattr(keras_random, kind)
-
+def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
-        warnings.warn(
-            f"layer {name} draws from keras.random.{kind}, which differs from backend to backend: so will the training",
-            stacklevel=2,
-        )
+        name = _drawing_layer.get()
+        if name is not None and kind in _PORTABLE:
+            return _PORTABLE[kind](*args, **kwargs)
+        if name is not None:
+            warnings.warn(
+                f"layer {name} draws from keras.random.{kind}, which differs from backend to backend: so will the "
+                "training",
+                stacklevel=2,
+            )
         return original(*args, **kwargs)
 
+    draw.is_kerasdp = True
     return draw
 
 

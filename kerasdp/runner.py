@@ -41,9 +41,8 @@ class Runner:
         self.on_step = lambda loss, num_rows: None
         self.observer: Observer | None = None
         _seed(config.seed)
-        keras.config.set_dtype_policy(
-            config.precision if config.precision == "float32" else f"mixed_{config.precision}"
-        )
+        _set_precision(config.precision)
+        replicas.allow_float64(config.precision == "float64")
 
     @property
     def num_replicas(self) -> int:
@@ -312,6 +311,12 @@ class _FeedAdapter(DataAdapter):
     @property
     def partial_batch_size(self) -> None:
         return None
+
+
+def _set_precision(precision: str) -> None:
+    whole = precision in ("float32", "float64")
+    keras.config.set_floatx(precision if whole else "float32")
+    keras.config.set_dtype_policy(precision if whole else f"mixed_{precision}")
 
 
 def _seed(seed: int) -> None:

@@ -67,6 +67,10 @@ class Replicas:
         self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
         self._distribution = None
 
+    def allow_float64(self, allow: bool) -> None:
+        """Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits."""
+        jax.config.update("jax_enable_x64", allow)
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made: their variables are copied to all devices."""
@@ -163,7 +167,7 @@ class Replicas:
             detail = Detail.NOTHING if observer is None else observer.detail
             (loss, logs, seen), state = jitted_train_step[detail](state, data)
             if observer is not None:
-                observer.on_step(seen)
+                observer.on_step(loss, data[-1], seen)
             on_step(loss, len(data[-1]))
             return logs, state
 
@@ -210,14 +214,14 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: "Detail") -> tuple[Any, Any]:
     """Keras' own training step, which also gives the loss of this batch (Keras' logs hold the epoch's mean)."""
-    from kerasdp.observation import layer_outputs, observed
+    from kerasdp.observation import forward_pass, observed, watched_layers
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
 
     def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
         # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
-        with layer_outputs(detail, model, inputs) as found:
+        with watched_layers(detail, model), forward_pass(detail, inputs) as found:
             loss, updates = model.compute_loss_and_updates(
                 trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
             )

@@ -56,6 +56,9 @@ class Replicas:
             tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
         )
 
+    def allow_float64(self, allow: bool) -> None:
+        """Whether arrays of 64-bit numbers stay what they are: here always."""
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made: their variables are mirrored on all devices."""
@@ -98,8 +101,10 @@ class Replicas:
             return outputs
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
-            # TensorFlow (2.21) cannot gather bfloat16 on the CPU; float32 holds all of its values.
-            wide = tf.cast(rows, tf.float32) if rows.dtype == tf.bfloat16 else rows
+            # TensorFlow (2.21) gathers no other types on the CPU; these hold all values of bfloat16, uint8, bool...
+            wide = rows
+            if rows.dtype not in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
+                wide = tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int32)
             whole = tf.cast(_gather_rows(wide)[:num_rows], rows.dtype)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
             return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
@@ -126,7 +131,7 @@ class Replicas:
         self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
     ) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
-        from kerasdp.observation import Detail, layer_outputs, observed
+        from kerasdp.observation import Detail, forward_pass, observed
         from kerasdp.portability import WholeBatchPenalties
 
         own = own_steps(model, self.num_replicas)
@@ -135,7 +140,7 @@ class Replicas:
         def forward(inputs: Any, num_rows: int, training: bool, detail: Detail = Detail.NOTHING) -> tuple[Any, ...]:
             """Outputs and penalties of the global batch, from this replica's rows; what was observed."""
             context = self.context(num_rows)
-            with use(context), layer_outputs(detail, model, inputs) as found:
+            with use(context), forward_pass(detail, inputs) as found:
                 outputs = model(inputs, training=training) if model._call_has_training_arg else model(inputs)
             return self.gather(outputs, num_rows), [] if context is None else context.penalties, found
 
@@ -173,16 +178,17 @@ class Replicas:
 
         run_test_step, run_predict_step = (self._function(model, step, penalties) for step in (test_step, predict_step))
         run_train_step = {
-            detail: self._function(model, functools.partial(train_step, detail), penalties) for detail in Detail
+            detail: self._function(model, functools.partial(train_step, detail), penalties, detail) for detail in Detail
         }
 
         def train_function(iterator: Iterator[Any]) -> Any:
             data = placed(next(iterator))
             detail = Detail.NOTHING if observer is None else observer.detail
             loss, logs, seen = run_train_step[detail](*data)
+            indices = self.strategy.experimental_local_results(data[-1])[0]
             if observer is not None:
-                observer.on_step(seen)
-            on_step(loss, self.strategy.experimental_local_results(data[-1])[0].shape[0])
+                observer.on_step(loss, indices, seen)
+            on_step(loss, indices.shape[0])
             return logs
 
         return StepFunctions(
@@ -191,12 +197,15 @@ class Replicas:
             predict=lambda data: run_predict_step(*placed(data[0])),
         )
 
-    def _function(self, model: Any, step: Callable[..., Any], penalties: Any) -> Callable[..., Any]:
+    def _function(self, model: Any, step: Callable[..., Any], penalties: Any, detail: Any = 0) -> Callable[..., Any]:
         """The step on all replicas, as a graph; what it gives is the same on all, so the first one's is returned."""
+
+        from kerasdp.observation import watched_layers
 
         @tf.autograph.experimental.do_not_convert
         def run(*data: Any) -> Any:
-            with penalties.active() if self.num_replicas > 1 else contextlib.nullcontext():
+            whole_batch = penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
+            with whole_batch, watched_layers(detail, model):
                 outputs = self.strategy.run(step, args=data)
             return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
 

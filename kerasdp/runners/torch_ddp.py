@@ -57,6 +57,9 @@ class Replicas:
         if devices.count > 1:
             dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
 
+    def allow_float64(self, allow: bool) -> None:
+        """Whether arrays of 64-bit numbers stay what they are: here always."""
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made."""
@@ -122,7 +125,7 @@ class Replicas:
                 number of its rows.
             observer: is told more of each step, if there is one.
         """
-        from kerasdp.observation import Detail, layer_outputs, observed
+        from kerasdp.observation import Detail, forward_pass, observed, watched_layers
         from kerasdp.portability import WholeBatchPenalties
 
         own = own_steps(model, self.num_replicas)
@@ -134,12 +137,15 @@ class Replicas:
             inputs, targets, sample_weight, indices = placed(data[0])
             if "train_step" in own:
                 logs = model.train_step((inputs, targets, sample_weight))
+                if observer is not None:
+                    observer.on_step(logs.get("loss"), indices, {})
                 on_step(logs.get("loss"), len(indices))
                 return logs
             # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
             parallel = parallel or self._parallel(model)
             detail = Detail.NOTHING if observer is None else observer.detail
-            with use(self.context(len(indices))), layer_outputs(detail, model, inputs) as found:
+            context = self.context(len(indices))
+            with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
                 outputs, penalties = self._forward(model, parallel, whole_batch, inputs, len(indices), training=True)
             model.zero_grad()
             batch = (inputs, targets, outputs, sample_weight)
@@ -150,7 +156,7 @@ class Replicas:
             gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
                 if observer is not None:  # before the optimizer, which may clip them in place
-                    observer.on_step(observed(detail, gradients, found))
+                    observer.on_step(loss.detach(), indices, observed(detail, gradients, found))
                 model.optimizer.apply(gradients, variables)
                 logs = self._metrics(model, batch, len(indices))
             on_step(loss.detach(), len(indices))

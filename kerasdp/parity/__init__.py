@@ -1,0 +1,203 @@
+"""Trains one model many ways and compares: is its training a property of the model, or of the backend?"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from kerasdp.backend import is_installed
+from kerasdp.config import BACKENDS
+from kerasdp.errors import RunError, UserError
+from kerasdp.parity.judge import Parting, Tolerance, difference, first_parting, locate, tolerance_for
+from kerasdp.parity.picture import draw_comparison
+from kerasdp.parity.trace import Job, Trace, Way, trace
+
+__all__ = ["Comparison", "Job", "Outcome", "Parting", "Reference", "Tolerance", "Way", "compare", "judge"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one way to train.
+
+    Args:
+        way: backend, devices, precision.
+        reference: the way that it is compared with.
+        losses: of each step.
+        differences: of the losses from the reference's, relative, of each step.
+        parting: where it parts from the reference; None if nowhere.
+        error: why it could not be trained; empty if it could.
+        seconds: of the whole process.
+    """
+
+    way: Way
+    reference: Way
+    losses: np.ndarray
+    differences: np.ndarray
+    parting: Parting | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was trained, and as the reference was."""
+        return self.parting is None and not self.error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A model trained many ways.
+
+    Args:
+        outcomes: one for each way, the first being the reference.
+        tolerance: of the losses.
+    """
+
+    outcomes: list[Outcome]
+    tolerance: Tolerance
+
+    @property
+    def passed(self) -> bool:
+        """Whether all ways were trained alike."""
+        return all(outcome.passed for outcome in self.outcomes)
+
+    def table(self) -> str:
+        """A row for each way: largest difference of a loss from the reference's, first step that parts, seconds."""
+        rows = [("trained on", "max difference", "first parting step", "seconds")]
+        for outcome in self.outcomes:
+            step = "" if outcome.passed else "failed" if outcome.error else "-"
+            if outcome.parting is not None and outcome.parting.step is not None:
+                step = str(outcome.parting.step)
+            worst = f"{outcome.differences.max():.1e}" if len(outcome.differences) else ""
+            if outcome.way == outcome.reference:
+                worst = "(reference)"
+            rows.append((str(outcome.way), worst, step or "none", f"{outcome.seconds:.1f}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width)
+                      for number, (cell, width) in enumerate(zip(row, widths))).rstrip()
+            for row in rows
+        ]  # fmt: skip
+        lines += [
+            f"{outcome.way} parts from {outcome.reference}: {outcome.parting}" if outcome.parting
+            else f"{outcome.way} failed: {outcome.error}"
+            for outcome in self.outcomes if not outcome.passed
+        ]  # fmt: skip
+        return "\n".join(lines)
+
+    def draw(self, path: str) -> None:
+        """Draws the loss curves on top of one another, and their differences, into a PNG file."""
+        draw_comparison(self.outcomes, self.tolerance, path)
+
+
+def compare(
+    build_model: Callable[[], Any],
+    data: Any,
+    *,
+    backends: Iterable[str] | None = None,
+    device_counts: Iterable[int] = (1, 2),
+    precision: str = "float32",
+    tolerance: Tolerance | None = None,
+    report: Callable[[Outcome], None] | None = None,
+    **choices: Any,
+) -> Comparison:
+    """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
+
+    Initial weights and the samples of each step must be equal bit for bit; losses, gradient norms, metrics and final
+    weights up to round-off. Where two trainings part, both are run again to find the layer.
+
+    Args:
+        build_model: called without arguments in each process, returns a compiled Keras model; a function of a module.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function of a module that returns it.
+        backends: None: all that are installed.
+        device_counts: replicas; virtual CPU devices, unless `device` says otherwise.
+        precision: `"float32"`, or `"float64"`, in which only mistakes are left.
+        tolerance: None: that of `kerasdp.parity.judge.tolerance_for`.
+        report: called with each outcome as it comes.
+        **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`.
+
+    Returns:
+        The comparison. With `batch_norm="replica"` ways are compared with the first backend on as many devices.
+
+    Raises:
+        UserError: if the model cannot be sent to other processes, or the reference cannot be trained.
+    """
+    job = Job(build_model=build_model, data=data, **choices)
+    names = tuple(backends) if backends is not None else tuple(name for name in BACKENDS if is_installed(name))
+    ways = [Way(backend=name, num_devices=count, precision=precision) for name in names for count in device_counts]
+    if not ways:
+        raise UserError("parity: expected at least one backend and device count. Received: none")
+    references: dict[int, Reference] = {}
+    outcomes = []
+    for way in ways:
+        key = way.num_devices if job.batch_norm == "replica" else 0
+        if key not in references:
+            references[key] = Reference(job, way)
+        tolerance = tolerance or references[key].tolerance()
+        outcomes.append(judge(way, references[key], tolerance))
+        if report is not None:
+            report(outcomes[-1])
+    return Comparison(outcomes=outcomes, tolerance=tolerance)
+
+
+class Reference:
+    """The training that others are compared with. Each of its traces is made once, when it is first asked for."""
+
+    def __init__(self, job: Job, way: Way):
+        self.job, self.way = job, way
+        self._traces: dict[int | None, Trace] = {}
+
+    def trace(self, detailed_step: int | None = None) -> Trace:
+        """All steps; or those up to the detailed one."""
+        if detailed_step not in self._traces:
+            self._traces[detailed_step] = trace(_until(self.job, detailed_step), self.way, detailed_step)
+        return self._traces[detailed_step]
+
+    def tolerance(self) -> Tolerance:
+        """The tolerance that fits its precision and optimizer."""
+        return tolerance_for(self.way.precision, self.trace().optimizer)
+
+
+def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
+    """Trains one way and compares it with the reference."""
+    expected = reference.trace()
+    if way == reference.way:
+        return Outcome(
+            way=way,
+            reference=way,
+            losses=expected.losses,
+            differences=np.zeros(len(expected.losses)),
+            seconds=expected.seconds,
+        )
+    try:
+        received = trace(reference.job, way)
+        parting = first_parting(expected, received, tolerance)
+        if parting is not None and parting.what in ("loss", "gradient"):
+            parting = dataclasses.replace(parting, layer=_find_layer(way, reference, parting.step, tolerance))
+    except RunError as error:
+        nothing = np.empty(0)
+        return Outcome(way=way, reference=reference.way, losses=nothing, differences=nothing, error=str(error))
+    return Outcome(
+        way=way,
+        reference=reference.way,
+        losses=received.losses,
+        differences=np.array([difference(*pair) for pair in zip(expected.losses, received.losses)]),
+        parting=parting,
+        seconds=received.seconds,
+    )
+
+
+def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance) -> str:
+    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients part."""
+    for detailed in dict.fromkeys((0, step)):
+        received = trace(_until(reference.job, detailed), way, detailed)
+        found = locate(detailed, reference.trace(detailed), received, tolerance)
+        if found and detailed < step:
+            return f"in step {detailed} already {found}"
+        if found:
+            return found if step == 0 else f"{found}; step 0 agrees: an update differs, or round-off has grown"
+    return "in that step no layer's output and no gradient stands out"
+
+
+def _until(job: Job, step: int | None) -> Job:
+    return job if step is None else dataclasses.replace(job, steps=step + 1)

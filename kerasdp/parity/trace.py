@@ -1,0 +1,223 @@
+"""Trains a model one way, in a process of its own, and writes down what happened in each step."""
+
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from kerasdp.config import Config
+from kerasdp.errors import RunError, UserError, WorkerError
+from kerasdp.launch import launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train.
+
+    Args:
+        backend: `"torch"`, `"jax"` or `"tensorflow"`.
+        num_devices: replicas, one a device.
+        precision: of arithmetic: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
+    """
+
+    backend: str
+    num_devices: int
+    precision: str = "float32"
+
+    def __str__(self) -> str:
+        precision = "" if self.precision == "float32" else f" {self.precision}"
+        return f"{self.backend} x {self.num_devices}{precision}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained.
+
+    Args:
+        build_model: called without arguments in each worker, returns a compiled Keras model. A function of a module,
+            or a `functools.partial` of one: it travels to other processes.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
+        steps: updates; the data is gone through as often as it takes.
+        batch_size: samples of a global batch.
+        seed: of initial weights, order and random layers.
+        batch_norm: `"sync"` or `"replica"`.
+        class_weight: as for `model.fit`.
+        device: `"cpu"`, `"gpu"` or `"auto"`.
+    """
+
+    build_model: Callable[[], Any]
+    data: Any
+    steps: int = 40
+    batch_size: int = 32
+    seed: int = 0
+    batch_norm: str = "sync"
+    class_weight: dict[int, float] | None = None
+    device: str = "cpu"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trace:
+    """What one training left.
+
+    Args:
+        initial: each variable of the new model by path, seeds of random layers included.
+        final: each weight after the last step.
+        losses: of each step, over the global batch.
+        gradient_norms: of each step, over all trainable weights.
+        samples: the places in the data set of the rows of each step.
+        row_means: the mean of each row of the inputs of each step.
+        metrics: loss and metrics over all steps, and (`evaluate_*`) over all data after the last.
+        optimizer: the name of its class.
+        outputs: of the detailed step: what each layer gave.
+        gradients: of the detailed step: of each trainable weight, by path.
+        seconds: from the start of the process to its end.
+    """
+
+    initial: dict[str, np.ndarray]
+    final: dict[str, np.ndarray]
+    losses: np.ndarray
+    gradient_norms: np.ndarray
+    samples: list[np.ndarray]
+    row_means: list[np.ndarray]
+    metrics: dict[str, float]
+    optimizer: str
+    outputs: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    seconds: float = 0.0
+
+
+def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
+    """Trains in a new process.
+
+    Args:
+        job: what to train.
+        way: backend, devices, precision.
+        detailed_step: the step, counted from 0, whose layers and gradients are kept whole.
+
+    Raises:
+        UserError: if the model cannot be sent to a process, or cannot be trained so.
+        RunError: if the training failed.
+    """
+    try:
+        pickle.dumps(job.build_model)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"parity: expected a build_model that other processes can import: a function of a module, not a lambda or "
+            f"one within a function. Received: {job.build_model!r}"
+        ) from error
+    start = time.perf_counter()
+    # The process reads it when it imports the user's module, which may import Keras at its top.
+    with _environment(KERAS_BACKEND=way.backend):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+            try:
+                result = pool.submit(_launch, job, way, detailed_step).result()
+            except RunError:
+                raise
+            except Exception as error:
+                cause = error.__cause__ or error
+                raise WorkerError(f"{way}: {type(error).__name__}: {error}\n{cause}".rstrip()) from error
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:
+    settings = Config(
+        backend=way.backend,
+        num_devices=way.num_devices,
+        precision=way.precision,
+        device=job.device,
+        batch_size=job.batch_size,
+        seed=job.seed,
+        batch_norm=job.batch_norm,
+        verbose=0,
+    )
+    return launch(functools.partial(_train, job=job, detailed_step=detailed_step), settings)
+
+
+def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
+    """Runs in every worker of one way."""
+    import keras
+
+    from kerasdp.observation import Observer
+
+    data = job.data() if callable(job.data) else job.data
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with runner.scope():
+        model = job.build_model()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
+    initial: dict[str, np.ndarray] = {}
+    begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(_values(model.variables)))
+    runner.observer = observer = Observer(detailed_step)
+    history = runner.fit(
+        model,
+        x,
+        y,
+        sample_weight=sample_weight,
+        class_weight=job.class_weight,
+        epochs=1,
+        steps_per_epoch=job.steps,
+        callbacks=[begin],
+    )
+    final = _values(model.variables)
+    evaluated = runner.evaluate(model, x, y, sample_weight=sample_weight, return_dict=True)
+    metrics = {name: values[-1] for name, values in history.history.items()}
+    metrics |= {f"evaluate_{name}": value for name, value in evaluated.items()}
+    return Trace(
+        initial=initial,
+        final=final,
+        losses=_floats(observer.losses),
+        gradient_norms=_floats(observer.gradient_norms),
+        samples=[np.asarray(keras.ops.convert_to_numpy(samples)) for samples in observer.samples],
+        row_means=[np.asarray(keras.ops.convert_to_numpy(means)) for means in observer.row_means],
+        metrics={name: value for name, value in metrics.items() if np.ndim(value) == 0},
+        optimizer=type(model.optimizer).__name__,
+        outputs=observer.outputs,
+        gradients={
+            variable.path: gradient
+            for variable, gradient in zip(model.trainable_weights, observer.gradients)
+            if gradient is not None
+        },
+    )
+
+
+def _values(variables: list[Any]) -> dict[str, np.ndarray]:
+    import keras
+
+    values = {}
+    for variable in variables:
+        # The same layer name may occur twice, in two nested models.
+        number = sum(path.partition(" ")[0] == variable.path for path in values)
+        values[f"{variable.path} ({number + 1})" if number else variable.path] = np.array(
+            keras.ops.convert_to_numpy(variable)
+        )
+    return values
+
+
+def _floats(tensors: list[Any]) -> np.ndarray:
+    import keras
+
+    return np.array([np.nan if tensor is None else keras.ops.convert_to_numpy(tensor) for tensor in tensors], float)
+
+
+@contextlib.contextmanager
+def _environment(**settings: str) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,98 @@
+"""A pytest plugin: the fixture `training_parity`, which tests that a Keras model trains alike everywhere.
+
+    def build_model():
+        import keras
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def test_portable(training_parity):
+        training_parity(build_model, (x, y))
+
+Such a test runs once for each backend and device count; a backend that is not installed is skipped by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kerasdp.config import BACKENDS
+
+_REFERENCES = pytest.StashKey[dict[Any, Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options that choose backends and device counts."""
+    group = parser.getgroup("kerasdp", "training parity of Keras models")
+    group.addoption(
+        "--parity-backends", default=",".join(BACKENDS), help="Comma-separated; the first installed is the reference."
+    )
+    group.addoption("--parity-devices", default="1,2", help="Numbers of devices, comma-separated.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes a test of each way to train."""
+    if "training_parity" in metafunc.fixturenames:
+        ways = [(backend, count) for backend in _backends(metafunc.config) for count in _counts(metafunc.config)]
+        metafunc.parametrize("training_parity", ways, indirect=True, ids=[f"{name}-{count}" for name, count in ways])
+
+
+@pytest.fixture
+def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """A function that trains a model in this test's way, and fails where that parts from the reference.
+
+    Call it as `training_parity(build_model, data, ...)`; the arguments are those of `kerasdp.parity.compare` without
+    `backends`, `device_counts` and `report`. The reference is the first installed backend on the first number of
+    devices (with `batch_norm="replica"`: on as many devices).
+    """
+    from kerasdp import parity
+    from kerasdp.backend import is_installed
+
+    backend, count = request.param
+    if not is_installed(backend):
+        pytest.skip(f"{backend} is not installed")
+    references = request.config.stash.setdefault(_REFERENCES, {})
+    calls = iter(range(10**6))
+    first = next(name for name in _backends(request.config) if is_installed(name))
+
+    def check(
+        build_model: Callable[[], Any],
+        data: Any,
+        *,
+        precision: str = "float32",
+        tolerance: Any = None,
+        **choices: Any,
+    ) -> Any:
+        job = parity.Job(build_model=build_model, data=data, **choices)
+        devices = count if job.batch_norm == "replica" else _counts(request.config)[0]
+        # The tests of one function share the reference of its first call, of its second call, and so on.
+        key = (request.path, request.function.__qualname__, next(calls), devices, precision)
+        if key not in references:
+            references[key] = parity.Reference(job, parity.Way(backend=first, num_devices=devices, precision=precision))
+        reference = references[key]
+        way = parity.Way(backend=backend, num_devices=count, precision=precision)
+        outcome = parity.judge(way, reference, tolerance or reference.tolerance())
+        if outcome.error:
+            pytest.fail(f"{way} could not be trained: {outcome.error}", pytrace=False)
+        if not outcome.passed:
+            pytest.fail(f"{way} parts from {reference.way}: {outcome.parting}", pytrace=False)
+        return outcome
+
+    return check
+
+
+def _backends(config: pytest.Config) -> list[str]:
+    names = [name.strip() for name in config.getoption("--parity-backends").split(",")]
+    for name in names:
+        if name not in BACKENDS:
+            raise pytest.UsageError(f"--parity-backends: expected some of {', '.join(BACKENDS)}. Received: {name!r}")
+    return names
+
+
+def _counts(config: pytest.Config) -> list[int]:
+    text = config.getoption("--parity-devices")
+    try:
+        return [int(count) for count in text.split(",")]
+    except ValueError as error:
+        raise pytest.UsageError(f"--parity-devices: expected numbers such as 1,2. Received: {text!r}") from error

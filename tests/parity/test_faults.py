@@ -1,0 +1,154 @@
+"""The kit finds what is wrong: faults put into one way to train, each of them named where it is.
+
+A fault is switched on by an environment variable, for the process of one way; the reference never has it.
+"""
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+from kerasdp import parity
+from tests.conftest import BACKENDS
+
+STEPS, BATCH = 6, 31
+# The faulty way is another backend than the reference where there are two.
+REFERENCE = parity.Way(backend=BACKENDS[0], num_devices=1)
+FAULTY = parity.Way(backend=BACKENDS[-1] if len(BACKENDS) < 3 else BACKENDS[1], num_devices=1)
+
+
+def fault():
+    return os.environ.get("KERASDP_TEST_FAULT", "")
+
+
+def build_model():
+    import keras
+    from keras import ops
+
+    class Shift(keras.layers.Layer):
+        def call(self, x):
+            return x + 1e-3 if fault() == "shift" else x
+
+    class Halfway(keras.layers.Layer):
+        """Its output is right and its gradient is not."""
+
+        def call(self, x):
+            return 0.5 * x + ops.stop_gradient(0.5 * x) if fault() == "gradient" else x
+
+    class Model(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            if fault() == "replica_loss" and len(y) % 2:
+                cut, mean = (len(y) + 1) // 2, super().compute_loss
+                return (mean(x, y[:cut], y_pred[:cut]) + mean(x, y[cut:], y_pred[cut:])) / 2
+            if fault() == "short_loss":
+                y, y_pred = y[:-1], y_pred[:-1]
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    spoil_the_kit()
+    inputs = keras.Input((12,))
+    x = Shift(name="shift")(keras.layers.Dense(16, "tanh", name="first")(inputs))
+    x = Halfway(name="halfway")(keras.layers.Dense(16, "tanh", name="second")(x))
+    model = Model(inputs, keras.layers.Dense(3, name="third")(x))
+    rate = 0.0505 if fault() == "rate" else 0.05
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def spoil_the_kit():
+    """Faults of the kit itself, in a worker process."""
+    from kerasdp.data import sources
+    from kerasdp.data.order import Order
+
+    if fault() in ("dropped", "swapped", "order"):
+        epoch = Order.epoch
+
+        def spoiled(order, number):
+            batches = [batch.copy() for batch in epoch(order, number)]
+            if fault() == "dropped":
+                batches[2] = batches[2][:-1]
+            if fault() == "swapped":
+                batches[3][[4, 9]] = batches[3][[9, 4]]
+            if fault() == "order":
+                batches[1][5], batches[2][5] = batches[2][5], batches[1][5]
+            return batches
+
+        Order.epoch = spoiled
+    if fault() == "wrong_rows":  # others than it says
+        read = sources.ArraySource.inputs
+        sources.ArraySource.inputs = lambda self, indices: read(self, np.roll(indices, 1))
+    if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "torch":
+        from kerasdp.runners import torch_ddp
+
+        torch_ddp.Replicas._parallel = lambda self, model: model
+    if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
+        from kerasdp.runners import tf_mirrored
+
+        tf_mirrored._mean = lambda gradients: gradients
+
+
+def data():
+    random = np.random.RandomState(0)
+    x = random.randn(20 * BATCH, 12).astype("float32")
+    return x, (x[:, 0] > 0).astype("int32") + (x[:, 1] > 0)
+
+
+JOB = parity.Job(build_model=build_model, data=data, steps=STEPS, batch_size=BATCH)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return parity.Reference(JOB, REFERENCE)
+
+
+def judged(reference, name, monkeypatch, way=FAULTY, detailed=()):
+    for step in (None, *detailed):  # before the fault is switched on
+        reference.trace(step)
+    monkeypatch.setenv("KERASDP_TEST_FAULT", name)
+    return parity.judge(way, reference, reference.tolerance())
+
+
+def test_without_a_fault_it_passes(reference, monkeypatch):
+    outcome = judged(reference, "", monkeypatch)
+    assert outcome.passed, outcome
+    assert len(outcome.losses) == STEPS
+    assert outcome.differences.max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "what", "words"),
+    [
+        ("shift", 0, "loss", "the output of shift differs first"),
+        ("short_loss", 0, "loss", "all layers agree .* but not the loss that is made of them"),
+        ("replica_loss", 0, "loss", "all layers agree .* but not the loss that is made of them"),
+        ("gradient", 0, "gradient", "backwards, the gradient of second/bias differs first, by 5.0e-01"),
+        ("rate", 1, "loss", "an update differs"),
+        ("dropped", 2, "samples", "expected 31 rows, received 30 rows"),
+        ("swapped", 3, "samples", r"row 4: expected sample \d+, received sample \d+"),
+        ("order", 1, "samples", r"row 5: expected sample \d+, received sample \d+"),
+        ("wrong_rows", 0, "inputs", "row 0"),
+    ],
+)
+def test_a_fault_is_named(reference, monkeypatch, name, step, what, words):
+    outcome = judged(reference, name, monkeypatch, detailed={0, step})
+    assert outcome.parting is not None, outcome
+    assert (outcome.parting.step, outcome.parting.what) == (step, what), str(outcome.parting)
+    assert re.search(words, str(outcome.parting)), str(outcome.parting)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])  # jax reduces by itself
+def test_unreduced_gradients_are_named(reference, monkeypatch, backend):
+    way = parity.Way(backend=backend, num_devices=2)
+    outcome = judged(reference, "unreduced", monkeypatch, way, detailed=(0,))
+    if outcome.error:  # with TensorFlow the replicas part, which ends the run before any comparison
+        assert "hold different values" in outcome.error
+        return
+    assert (outcome.parting.step, outcome.parting.what) == (0, "gradient"), str(outcome.parting)
+    assert "the gradient of third/bias differs first" in str(outcome.parting)
+    assert "reduced over the replicas" in str(outcome.parting)
+
+
+def test_a_model_that_cannot_travel_is_refused():
+    with pytest.raises(parity.UserError, match="not a lambda or one within a function"):
+        parity.compare(lambda: None, data)
