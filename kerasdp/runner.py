@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend.common import dtypes
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils import module_utils
@@ -314,6 +315,9 @@ class _FeedAdapter(DataAdapter):
 
 
 def _set_precision(precision: str) -> None:
+    # Keras (3.15) lets results of 64 bits be of 32 on torch and jax, whatever the policy says: means, batch norm...
+    if keras.backend.backend() != "tensorflow":
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64" if precision == "float64" else "float32"
     whole = precision in ("float32", "float64")
     keras.config.set_floatx(precision if whole else "float32")
     keras.config.set_dtype_policy(precision if whole else f"mixed_{precision}")

@@ -26,6 +26,8 @@ class Outcome:
         losses: of each step.
         differences: of the losses from the reference's, relative, of each step.
         parting: where it parts from the reference; None if nowhere.
+        round_off: the largest difference in float64, if it parts, agrees in the first step, and does not part in
+            float64: then float32's round-off has grown, and nothing is wrong.
         error: why it could not be trained; empty if it could.
         seconds: of the whole process.
     """
@@ -35,13 +37,26 @@ class Outcome:
     losses: np.ndarray
     differences: np.ndarray
     parting: Parting | None = None
+    round_off: float | None = None
     error: str = ""
     seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
         """Whether it was trained, and as the reference was."""
-        return self.parting is None and not self.error
+        return not self.error and (self.parting is None or self.round_off is not None)
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.way} failed: {self.error}"
+        if self.parting is None:
+            return f"{self.way} trains as {self.reference}"
+        if self.round_off is not None:
+            return (
+                f"{self.way} parts from {self.reference} by round-off alone (in float64 they are {self.round_off:.1e} "
+                f"apart): {dataclasses.replace(self.parting, layer='')}"
+            )
+        return f"{self.way} parts from {self.reference}: {self.parting}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,24 +80,20 @@ class Comparison:
         """A row for each way: largest difference of a loss from the reference's, first step that parts, seconds."""
         rows = [("trained on", "max difference", "first parting step", "seconds")]
         for outcome in self.outcomes:
-            step = "" if outcome.passed else "failed" if outcome.error else "-"
-            if outcome.parting is not None and outcome.parting.step is not None:
-                step = str(outcome.parting.step)
+            step = "failed" if outcome.error else "none"
+            if outcome.parting is not None:
+                step = "-" if outcome.parting.step is None else str(outcome.parting.step)
             worst = f"{outcome.differences.max():.1e}" if len(outcome.differences) else ""
             if outcome.way == outcome.reference:
                 worst = "(reference)"
-            rows.append((str(outcome.way), worst, step or "none", f"{outcome.seconds:.1f}"))
+            rows.append((str(outcome.way), worst, step, f"{outcome.seconds:.1f}"))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width)
                       for number, (cell, width) in enumerate(zip(row, widths))).rstrip()
             for row in rows
         ]  # fmt: skip
-        lines += [
-            f"{outcome.way} parts from {outcome.reference}: {outcome.parting}" if outcome.parting
-            else f"{outcome.way} failed: {outcome.error}"
-            for outcome in self.outcomes if not outcome.passed
-        ]  # fmt: skip
+        lines += [str(outcome) for outcome in self.outcomes if outcome.error or outcome.parting]
         return "\n".join(lines)
 
     def draw(self, path: str) -> None:
@@ -104,7 +115,8 @@ def compare(
     """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
 
     Initial weights and the samples of each step must be equal bit for bit; losses, gradient norms, metrics and final
-    weights up to round-off. Where two trainings part, both are run again to find the layer.
+    weights up to round-off. Where two trainings part, both are run again to find the layer; and, if they agree in the
+    first step, in float64, to tell mistakes from round-off that has grown.
 
     Args:
         build_model: called without arguments in each process, returns a compiled Keras model; a function of a module.
@@ -146,12 +158,19 @@ class Reference:
     def __init__(self, job: Job, way: Way):
         self.job, self.way = job, way
         self._traces: dict[int | None, Trace] = {}
+        self._in_float64: Reference | None = None
 
     def trace(self, detailed_step: int | None = None) -> Trace:
         """All steps; or those up to the detailed one."""
         if detailed_step not in self._traces:
             self._traces[detailed_step] = trace(_until(self.job, detailed_step), self.way, detailed_step)
         return self._traces[detailed_step]
+
+    def in_float64(self) -> "Reference":
+        """The same way in float64."""
+        if self._in_float64 is None:
+            self._in_float64 = Reference(self.job, dataclasses.replace(self.way, precision="float64"))
+        return self._in_float64
 
     def tolerance(self) -> Tolerance:
         """The tolerance that fits its precision and optimizer."""
@@ -171,9 +190,13 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
         )
     try:
         received = trace(reference.job, way)
-        parting = first_parting(expected, received, tolerance)
-        if parting is not None and parting.what in ("loss", "gradient"):
-            parting = dataclasses.replace(parting, layer=_find_layer(way, reference, parting.step, tolerance))
+        parting, round_off = first_parting(expected, received, tolerance), None
+        if parting is not None and parting.what in ("loss", "gradient", "metrics", "final weights"):
+            step = len(expected.losses) - 1 if parting.step is None else parting.step
+            layer, in_first_step = _find_layer(way, reference, step, tolerance)
+            parting = dataclasses.replace(parting, layer=layer)
+            if not in_first_step and way.precision == "float32":
+                round_off = _difference_in_float64(way, reference)
     except RunError as error:
         nothing = np.empty(0)
         return Outcome(way=way, reference=reference.way, losses=nothing, differences=nothing, error=str(error))
@@ -183,20 +206,34 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
         losses=received.losses,
         differences=np.array([difference(*pair) for pair in zip(expected.losses, received.losses)]),
         parting=parting,
+        round_off=round_off,
         seconds=received.seconds,
     )
 
 
-def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance) -> str:
-    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients part."""
+def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance) -> tuple[str, bool]:
+    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients part.
+
+    Returns:
+        What differs, and whether it does so in the first step.
+    """
     for detailed in dict.fromkeys((0, step)):
         received = trace(_until(reference.job, detailed), way, detailed)
         found = locate(detailed, reference.trace(detailed), received, tolerance)
-        if found and detailed < step:
-            return f"in step {detailed} already {found}"
+        if found and detailed == 0:
+            return (found if step == 0 else f"in step 0 already {found}"), True
         if found:
-            return found if step == 0 else f"{found}; step 0 agrees: an update differs, or round-off has grown"
-    return "in that step no layer's output and no gradient stands out"
+            return f"{found}; step 0 agrees: an update differs, or round-off has grown", False
+    return "in that step no layer's output and no gradient stands out", False
+
+
+def _difference_in_float64(way: Way, reference: Reference) -> float | None:
+    """The largest difference of a loss in float64; None if the two part there, too."""
+    exact = reference.in_float64()
+    received = trace(reference.job, dataclasses.replace(way, precision="float64"))
+    if first_parting(exact.trace(), received, exact.tolerance()) is not None:
+        return None
+    return max(difference(*pair) for pair in zip(exact.trace().losses, received.losses))
 
 
 def _until(job: Job, step: int | None) -> Job:

@@ -57,7 +57,8 @@ class Replicas:
         )
 
     def allow_float64(self, allow: bool) -> None:
-        """Whether arrays of 64-bit numbers stay what they are: here always."""
+        """Whether numbers of Python's become those of 64 bits: `tf.cast` (2.21) makes them float32 on the way."""
+        tf.cast = _cast_numbers_whole if allow else _tf_cast
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -288,6 +289,13 @@ class Replicas:
         if self.names[0].startswith("GPU"):
             return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.names)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_tf_cast = tf.cast
+
+
+def _cast_numbers_whole(x: Any, dtype: Any, name: str | None = None) -> tf.Tensor:
+    return tf.constant(x, dtype, name=name) if isinstance(x, float) else _tf_cast(x, dtype, name=name)
 
 
 class _FeedDataset(tf.distribute.DistributedDataset):
