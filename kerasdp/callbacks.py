@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import sys
 import time
 from typing import Any
@@ -32,10 +33,10 @@ def run_callbacks(
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
-    callbacks_given = list(callbacks)
     several = runner.replicas.num_processes > 1
     if several and any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         raise UserError("BackupAndRestore cannot restore several processes; use ModelCheckpoint, or one device")
+    each_step = bool(callbacks)  # of all ranks, though only one has those that write
     if not runner.is_chief:
         callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
     if verbose == "auto":
@@ -46,7 +47,7 @@ def run_callbacks(
     own = [recorder]
     if runner.is_chief and verbose:
         own.append(Progress(recorder, epochs=epochs, bar=verbose == 1))
-    agreement = [Agreement(runner.replicas, each_step=bool(callbacks_given))] if several else []
+    agreement = [Agreement(runner.replicas, each_step=each_step)] if several else []
     return [own[0], *callbacks, *agreement, *own[1:]]
 
 
@@ -79,7 +80,10 @@ class Recorder(keras.callbacks.Callback):
         )
         self.files = None
         if config.workdir is not None and runner.is_chief:
-            self.files = report.RunFiles(config.workdir, self.facts, tensorboard=config.tensorboard)
+            # A second `fit` of the same run leaves the first one's files alone.
+            runner.num_fits += 1
+            folder = config.workdir if runner.num_fits == 1 else os.path.join(config.workdir, f"fit-{runner.num_fits}")
+            self.files = report.RunFiles(folder, self.facts, tensorboard=config.tensorboard)
         runner.on_step = self._on_step
 
     def _on_step(self, loss: Any, num_rows: int) -> None:
@@ -140,9 +144,14 @@ class Recorder(keras.callbacks.Callback):
             peak_memory_bytes=runner.replicas.peak_memory_bytes(),
         )
         if self.files:
-            self.files.close(result)
+            self.files.add_result(result)
         if self.verbose:
             print(report.end_line(self.facts, result), flush=True)
+
+    def close(self) -> None:
+        """Closes the files, also of a run that failed."""
+        if self.files:
+            self.files.close()
 
     def _stop_clock(self) -> None:
         if self._clock is None:

@@ -74,13 +74,14 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
     return model
 
 
+def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers that are Keras' batch norm, or derive from it."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+
+
 def foreign_batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers that derive from Keras' batch norm, but are not the kit's."""
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization) and not isinstance(layer, layers.BatchNormalization)
-    ]
+    """Those of `batch_norms` that are not the kit's."""
+    return [layer for layer in batch_norms(model) if not isinstance(layer, layers.BatchNormalization)]
 
 
 def _draws(layer: keras.layers.Layer) -> bool:

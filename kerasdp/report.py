@@ -163,9 +163,12 @@ class RunFiles:
             for name, value in logs.items():
                 self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
 
-    def close(self, result: dict[str, Any]) -> None:
-        """Writes report.json and closes what is open."""
+    def add_result(self, result: dict[str, Any]) -> None:
+        """Writes report.json."""
         self._write_json("report.json", result)
+
+    def close(self) -> None:
+        """Closes what is open."""
         self._steps.close()
         if self._events:
             self._events.close()

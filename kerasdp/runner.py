@@ -2,26 +2,25 @@
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import dtypes
 from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.utils import module_utils
 
 from kerasdp import initial_weights
 from kerasdp.backend import Devices
 from kerasdp.callbacks import run_callbacks
 from kerasdp.config import Config
-from kerasdp.data.feed import BatchReader, Feed, SampleReader
+from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.order import Order
-from kerasdp.data.sources import ArraySource
+from kerasdp.data.sources import ArraySource, split_off
 from kerasdp.errors import ReplicasDifferError, UserError
+from kerasdp.keras_settings import set_precision, set_seed
 from kerasdp.observation import Observer
-from kerasdp.portability import foreign_batch_norms, portable
+from kerasdp.portability import batch_norms, foreign_batch_norms, portable
 
 
 class Runner:
@@ -34,6 +33,7 @@ class Runner:
         devices: the devices of the run.
         replicas: the backend's part of the work (`kerasdp.runners`).
         observer: is told of each training step; set it before `fit`.
+        num_fits: calls of `fit` that write files.
     """
 
     def __init__(self, config: Config, devices: Devices, replicas: Any):
@@ -41,8 +41,9 @@ class Runner:
         self._places: Iterator[int] = itertools.count()
         self.on_step = lambda loss, num_rows: None
         self.observer: Observer | None = None
-        _seed(config.seed)
-        _set_precision(config.precision)
+        self.num_fits = 0
+        set_seed(config.seed)
+        set_precision(config.precision)
         replicas.allow_float64(config.precision == "float64")
 
     @property
@@ -96,7 +97,8 @@ class Runner:
             verbose: `"auto"`: `config.verbose`.
 
         Returns:
-            The `History`. With `config.workdir`, the files of the run are there as well.
+            The `History`. With `config.workdir`, the files of the run are there as well, those of a second call in a
+            folder `fit-2` of its own.
 
         Raises:
             UserError: if the data cannot be split over the devices.
@@ -105,7 +107,7 @@ class Runner:
         """
         batch_size = batch_size or self.config.batch_size
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = _split_off(x, y, sample_weight, validation_split)
+            (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True)
         self._prepare(model, reader)
         feed = Feed(reader, self.replicas.place)
@@ -116,14 +118,15 @@ class Runner:
             validation = self._adapter(
                 Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size
             )
-        with self._running(model, "train", "test"):
+        recorder, *others = run_callbacks(
+            self, model, feed, callbacks or [], batch_size=batch_size, epochs=epochs, verbose=verbose
+        )
+        with contextlib.closing(recorder), self._running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),
                 epochs=epochs,
                 verbose=0,
-                callbacks=run_callbacks(
-                    self, model, feed, callbacks or [], batch_size=batch_size, epochs=epochs, verbose=verbose
-                ),
+                callbacks=[recorder, *others],
                 validation_data=validation,
                 shuffle=False,
                 initial_epoch=initial_epoch,
@@ -226,8 +229,8 @@ class Runner:
             )
         return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part, steps)
 
-    def _adapter(self, feed: Feed, batch_size: int) -> "_FeedAdapter":
-        return _FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
+    def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
+        return FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
 
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> None:
         """Builds whatever is not built, from the shapes of the first batch, and makes batch norm portable."""
@@ -253,6 +256,8 @@ class Runner:
                 "all layers, the optimizer and the metrics within it"
             )
         portable(model, self.config.batch_norm)
+        if self.config.batch_norm == "replica" and self.is_chief and not batch_norms(model):
+            warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=3)
         several_parts = self.num_replicas > 1 and self.replicas.split_by_hand
         for layer in foreign_batch_norms(model) if several_parts else ():
             raise UserError(
@@ -284,69 +289,3 @@ class Runner:
         finally:
             for name, function in kept.items():
                 setattr(model, f"{name}_function", function)
-
-
-class _FeedAdapter(DataAdapter):
-    """Hands the feed to Keras' trainer, whichever kind of iterator it asks for."""
-
-    def __init__(self, batches: Any, num_batches: int | None, batch_size: int):
-        self._batches, self._num_batches, self._batch_size = batches, num_batches, batch_size
-
-    def _get(self) -> Any:
-        return self._batches
-
-    get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._num_batches
-
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
-
-    @property
-    def has_partial_batch(self) -> bool:
-        return False
-
-    @property
-    def partial_batch_size(self) -> None:
-        return None
-
-
-def _set_precision(precision: str) -> None:
-    # Keras (3.15) lets results of 64 bits be of 32 on torch and jax, whatever the policy says: means, batch norm...
-    if keras.backend.backend() != "tensorflow":
-        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64" if precision == "float64" else "float32"
-    whole = precision in ("float32", "float64")
-    keras.config.set_floatx(precision if whole else "float32")
-    keras.config.set_dtype_policy(precision if whole else f"mixed_{precision}")
-
-
-def _seed(seed: int) -> None:
-    """`keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
-
-    Keras (3.15) does that to seed tf.data, which costs seconds, and can end the process: both torch and TensorFlow
-    bring LLVM.
-    """
-    seen, module_utils.tensorflow._available = (
-        module_utils.tensorflow._available,
-        keras.backend.backend() == "tensorflow",
-    )
-    try:
-        keras.utils.set_random_seed(seed)
-    finally:
-        module_utils.tensorflow._available = seen
-
-
-def _split_off(
-    x: Any, y: Any, sample_weight: Any, fraction: float
-) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """The last part of the arrays, before any shuffling, as Keras splits them."""
-    arrays = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
-    num_samples = len(keras.tree.flatten(arrays)[0])
-    cut = int(num_samples * (1.0 - fraction))
-    return tuple(
-        keras.tree.map_structure(lambda leaf, part=part: None if leaf is None else leaf[part], arrays)
-        for part in (slice(None, cut), slice(cut, None))
-    )

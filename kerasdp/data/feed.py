@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from kerasdp.data.order import Order, pad_rows, replica_rows
 from kerasdp.data.sources import as_arrays
@@ -160,6 +161,22 @@ class Feed:
             finally:
                 for future in ahead:
                     future.cancel()
+
+
+class FeedAdapter(DataAdapter):
+    """Hands the feed to Keras' trainer, whichever kind of iterator it asks for."""
+
+    num_batches = batch_size = None  # of the instance; Keras has properties in their place
+    has_partial_batch = False
+    partial_batch_size = None
+
+    def __init__(self, batches: Any, num_batches: int | None, batch_size: int):
+        self._batches, self.num_batches, self.batch_size = batches, num_batches, batch_size
+
+    def _get(self) -> Any:
+        return self._batches
+
+    get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get
 
 
 def _part(rows: np.ndarray, part: tuple[int, int]) -> np.ndarray:

@@ -140,3 +140,14 @@ def as_arrays(structure: Any) -> Any:
 
 def _take(structure: Any, indices: np.ndarray) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)
+
+
+def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+    """The last part of the arrays, before any shuffling, as Keras splits them."""
+    arrays = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
+    num_samples = len(keras.tree.flatten(arrays)[0])
+    cut = int(num_samples * (1.0 - fraction))
+    return tuple(
+        keras.tree.map_structure(lambda leaf, part=part: None if leaf is None else leaf[part], arrays)
+        for part in (slice(None, cut), slice(cut, None))
+    )

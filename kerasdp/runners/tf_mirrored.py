@@ -13,7 +13,7 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed
+from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
 
 if TYPE_CHECKING:
     from kerasdp.observation import Observer
@@ -106,7 +106,7 @@ class Replicas:
             wide = rows
             if rows.dtype not in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
                 wide = tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int32)
-            whole = tf.cast(_gather_rows(wide)[:num_rows], rows.dtype)
+            whole = tf.cast(tf_reductions.gather_rows(wide)[:num_rows], rows.dtype)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
             return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
 
@@ -124,7 +124,7 @@ class Replicas:
             num_rows=min(max(num_rows - rank * size, 0), size),
             rows=size,
             first_row=rank * size,
-            gather=_gather_statistics,
+            gather=tf_reductions.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
         )
 
@@ -158,7 +158,7 @@ class Replicas:
             variables = model.trainable_weights
             gradients = tape.gradient(scaled_loss, variables)
             if self.num_replicas > 1:
-                gradients = _mean(gradients)
+                gradients = tf_reductions.mean(gradients)
             seen = observed(detail, gradients, found)
             model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
             return loss, self._metrics(model, batch, loss, num_rows), seen
@@ -219,7 +219,7 @@ class Replicas:
     def _loss(self, model: Any, batch: tuple[Any, ...], num_rows: Any, training: bool) -> Any:
         inputs, targets, outputs, sample_weight = batch
         inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
-        with _loss_of_whole_batch():
+        with tf_reductions.loss_of_whole_batch():
             return model._compute_loss(
                 x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
             )
@@ -267,7 +267,7 @@ class Replicas:
             variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
         try:
             with (
-                _no_gradient_sum(getattr(model, "optimizer", None))
+                tf_reductions.no_gradient_sum(getattr(model, "optimizer", None))
                 if self.num_replicas > 1
                 else contextlib.nullcontext()
             ):
@@ -311,68 +311,3 @@ class _FeedDataset(tf.distribute.DistributedDataset):
     def element_spec(self) -> Any:
         """Batches are made in Python, so nothing is known of them beforehand."""
         return None
-
-
-def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    context = tf.distribute.get_replica_context()
-
-    @tf.custom_gradient
-    def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        num_rows = tf.shape(rows)[0]
-
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            first = context.replica_id_in_sync_group * num_rows
-            return context.num_replicas_in_sync * upstream[first : first + num_rows]
-
-        return context.all_gather(rows, axis=0), gradient
-
-    return gather(rows)
-
-
-def _gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
-    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
-    return tf.distribute.get_replica_context().all_gather(statistics[None], axis=0)
-
-
-def _mean(gradients: list[Any]) -> list[Any]:
-    """The mean over the replicas, in one call; a weight that the loss does not depend on keeps its None."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    means = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, present))
-    return [None if gradient is None else next(means) for gradient in gradients]
-
-
-@contextlib.contextmanager
-def _no_gradient_sum(optimizer: Any) -> Iterator[None]:
-    """Within it, a Keras optimizer takes gradients that have been reduced already.
-
-    Its own sum comes too late (Keras 3.15): clipping and loss scaling would see one replica's gradients.
-    """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    optimizers = [each for each in (optimizer, inner) if each is not None]
-    for each in optimizers:
-        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
-    try:
-        yield
-    finally:
-        for each in optimizers:
-            object.__delattr__(each, "_all_reduce_sum_gradients")
-
-
-@contextlib.contextmanager
-def _loss_of_whole_batch() -> Iterator[None]:
-    """Within it, Keras' losses are not divided by the number of replicas.
-
-    Keras (3.15) divides those that take a mean, not those that take a sum or are the user's own, so that no
-    later factor could be right for all. Here each replica has the whole batch's loss: nothing is to be divided.
-    """
-    from keras.src.losses import loss as loss_module
-
-    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
-    originals = [getattr(loss_module, name) for name in names]
-    for name in names:
-        setattr(loss_module, name, lambda value: value)
-    try:
-        yield
-    finally:
-        for name, original in zip(names, originals, strict=True):
-            setattr(loss_module, name, original)

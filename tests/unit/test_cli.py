@@ -5,7 +5,8 @@ import pathlib
 import pytest
 
 from kerasdp import cli
-from kerasdp.config import Config
+from kerasdp.backend import is_installed
+from kerasdp.config import BACKENDS, Config
 from kerasdp.errors import UserError
 
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
@@ -63,9 +64,9 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in cli.GROUPS.values() for name in names) == [
-        "backend", "batch_norm", "batch_size", "data_dir", "dataset", "device", "epochs", "gpus", "kernel_initializer",
-        "learning_rate", "log_every", "lr_base_batch", "max_steps", "model", "optimizer", "precision", "seed",
-        "tensorboard", "verbose", "workdir",
+        "backend", "backends", "batch_norm", "batch_size", "data_dir", "dataset", "device", "device_counts", "epochs",
+        "gpus", "kernel_initializer", "learning_rate", "log_every", "lr_base_batch", "max_steps", "model", "optimizer",
+        "precision", "seed", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
 
 
@@ -76,3 +77,34 @@ def test_flagfiles(file):
     header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
     for word in (f"python recipes/train.py --flagfile=flags/{file.name}", "Expected:", "Measured on:"):
         assert word in header
+
+
+def test_a_comparison():
+    config, backends, counts = cli.parse_comparison(["parity.py", "--model=convnet"])
+    assert (config.model, backends, counts) == ("convnet", None, [1, 2, 4])
+    installed = next(name for name in BACKENDS if is_installed(name))
+    _, backends, counts = cli.parse_comparison(["parity.py", f"--backends={installed}", "--device_counts=1, 3"])
+    assert (backends, counts) == ([installed], [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--backend=torch", "--backend has no effect here: use --backends"),
+        ("--gpus=2", "--gpus has no effect here"),
+        ("--backends=torch,theano", "expected one of torch, jax, tensorflow"),
+        ("--device_counts=1,two", "--device_counts: expected numbers such as 1,2,4"),
+        ("--device_counts=0", "expected a whole number of at least 1"),
+        ("--device_counts=100", "expected at least 100"),
+    ],
+)
+def test_a_wrong_comparison(flag, words):
+    with pytest.raises(UserError) as caught:
+        cli.parse_comparison(["parity.py", flag])
+    assert words in str(caught.value)
+
+
+def test_flags_of_a_comparison_are_refused_in_training():
+    with pytest.raises(UserError, match="--backends has no effect here: it belongs to recipes/parity.py"):
+        parse("--backends=torch")
+    parse()  # and is forgotten

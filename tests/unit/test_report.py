@@ -54,7 +54,8 @@ def test_files(tmp_path):
     files.add_step(10, 0, 0.75, 0.03, 1000.0)
     files.add_epoch(0, {"loss": 0.7, "accuracy": 0.5}, 2.0, 500.0)
     files.add_epoch(1, {"loss": 0.6, "accuracy": 0.6, "val_loss": 0.8, "val_accuracy": 0.4}, 1.0, 900.0)
-    files.close(result(of))
+    files.add_result(result(of))
+    files.close()
     config = json.loads((tmp_path / "config.json").read_text())
     assert config.pop("versions")["python"]
     assert Config(**config) == of.config

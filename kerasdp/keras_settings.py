@@ -1,0 +1,31 @@
+"""Keras' settings of a whole process: precision and seed."""
+
+import keras
+from keras.src.backend.common import dtypes
+from keras.src.utils import module_utils
+
+
+def set_precision(precision: str) -> None:
+    """Makes layers compute in a precision of `kerasdp.config.PRECISIONS`."""
+    # Keras (3.15) lets results of 64 bits be of 32 on torch and jax, whatever the policy says: means, batch norm...
+    if keras.backend.backend() != "tensorflow":
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64" if precision == "float64" else "float32"
+    whole = precision in ("float32", "float64")
+    keras.config.set_floatx(precision if whole else "float32")
+    keras.config.set_dtype_policy(precision if whole else f"mixed_{precision}")
+
+
+def set_seed(seed: int) -> None:
+    """`keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
+
+    Keras (3.15) does that to seed tf.data, which costs seconds, and can end the process: both torch and TensorFlow
+    bring LLVM.
+    """
+    seen, module_utils.tensorflow._available = (
+        module_utils.tensorflow._available,
+        keras.backend.backend() == "tensorflow",
+    )
+    try:
+        keras.utils.set_random_seed(seed)
+    finally:
+        module_utils.tensorflow._available = seen

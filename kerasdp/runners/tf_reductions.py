@@ -1,0 +1,73 @@
+"""What TensorFlow's replicas join or add up, and what Keras must not add up once more."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+
+def gather_rows(rows: tf.Tensor) -> tf.Tensor:
+    """The rows of all replicas; the gradient is that of `Replicas.gather`."""
+    context = tf.distribute.get_replica_context()
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        num_rows = tf.shape(rows)[0]
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            first = context.replica_id_in_sync_group * num_rows
+            return context.num_replicas_in_sync * upstream[first : first + num_rows]
+
+        return context.all_gather(rows, axis=0), gradient
+
+    return gather(rows)
+
+
+def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
+    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
+    return tf.distribute.get_replica_context().all_gather(statistics[None], axis=0)
+
+
+def mean(gradients: list[Any]) -> list[Any]:
+    """The mean over the replicas, in one call; a weight that the loss does not depend on keeps its None."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    means = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, present))
+    return [None if gradient is None else next(means) for gradient in gradients]
+
+
+@contextlib.contextmanager
+def no_gradient_sum(optimizer: Any) -> Iterator[None]:
+    """Within it, a Keras optimizer takes gradients that have been reduced already.
+
+    Its own sum comes too late (Keras 3.15): clipping and loss scaling would see one replica's gradients.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    optimizers = [each for each in (optimizer, inner) if each is not None]
+    for each in optimizers:
+        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
+    try:
+        yield
+    finally:
+        for each in optimizers:
+            object.__delattr__(each, "_all_reduce_sum_gradients")
+
+
+@contextlib.contextmanager
+def loss_of_whole_batch() -> Iterator[None]:
+    """Within it, Keras' losses are not divided by the number of replicas.
+
+    Keras (3.15) divides those that take a mean, not those that take a sum or are the user's own, so that no
+    later factor could be right for all. Here each replica has the whole batch's loss: nothing is to be divided.
+    """
+    from keras.src.losses import loss as loss_module
+
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    originals = [getattr(loss_module, name) for name in names]
+    for name in names:
+        setattr(loss_module, name, lambda value: value)
+    try:
+        yield
+    finally:
+        for name, original in zip(names, originals, strict=True):
+            setattr(loss_module, name, original)

@@ -1,0 +1,96 @@
+"""Models of many kinds train alike on every backend and device count.
+
+The first test is short. The others are the proof: `python -m pytest -m proof`, about an hour on two cores.
+"""
+
+import functools
+
+import pytest
+
+from kerasdp import parity
+from tests.conftest import BACKENDS
+from tests.parity import models
+
+OTHERS = {
+    "MobileNetV3Small": (functools.partial(models.application, "MobileNetV3Small"), models.images, {}),
+    "EfficientNetB0": (functools.partial(models.application, "EfficientNetB0"), models.images, {}),
+    "transformer": (models.transformer, models.sentences, {}),
+    "lstm": (models.lstm, models.sentences, {}),
+    "lstm, weighted classes": (models.lstm, models.sentences, {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5, 3: 3.0}}),
+    "two inputs, two outputs": (models.two_by_two, models.two_by_two_data, {}),
+}
+
+
+def compare(build_model, data, **choices):
+    comparison = parity.compare(build_model, data, **choices)
+    print(comparison.table())
+    return comparison
+
+
+def largest_difference(comparison, steps):
+    return max(outcome.differences[:steps].max() for outcome in comparison.outcomes)
+
+
+def test_convnet_in_short():
+    """Batch norm and dropout, on a batch that does not divide, one step beyond the end of an epoch."""
+    build_model = functools.partial(models.digits_model, "convnet", "sgd")
+    choices = {"backends": BACKENDS[:2], "device_counts": (1, 2), "batch_size": 61, "steps": 25}
+    comparison = compare(build_model, models.digits, **choices)
+    assert comparison.passed, comparison.table()
+    assert largest_difference(comparison, 25) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["two inputs, two outputs", "transformer"])
+def test_other_models_in_short(name):
+    build_model, data, choices = OTHERS[name]
+    comparison = compare(build_model, data, backends=BACKENDS[-2:], device_counts=(1, 2), steps=6, **choices)
+    assert comparison.passed, comparison.table()
+    assert largest_difference(comparison, 6) < 1e-5
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("name", ["convnet", "resnet18"])
+def test_the_kits_models(name, optimizer, precision):
+    """Nine ways, 40 steps: sync batch norm."""
+    comparison = compare(
+        functools.partial(models.digits_model, name, optimizer),
+        models.digits,
+        device_counts=(1, 2, 4),
+        batch_size=61,
+        steps=40,
+        precision=precision,
+    )
+    assert comparison.passed, comparison.table()
+    if precision == "float64":
+        assert largest_difference(comparison, 40) < 1e-6
+    elif optimizer == "sgd":
+        assert largest_difference(comparison, 40) < 1e-4
+    else:
+        assert largest_difference(comparison, 10) < 1e-5
+        assert largest_difference(comparison, 40) < 5e-3
+
+
+@pytest.mark.proof
+def test_replica_batch_norm():
+    """The backends agree with one another on each number of devices."""
+    comparison = compare(
+        functools.partial(models.digits_model, "convnet", "sgd"),
+        models.digits,
+        device_counts=(1, 2, 4),
+        batch_size=61,
+        steps=40,
+        batch_norm="replica",
+    )
+    assert comparison.passed, comparison.table()
+    assert largest_difference(comparison, 40) < 1e-4
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name, precision):
+    build_model, data, choices = OTHERS[name]
+    comparison = compare(build_model, data, device_counts=(1, 2, 4), steps=15, precision=precision, **choices)
+    assert comparison.passed, comparison.table()
