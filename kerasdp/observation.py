@@ -58,7 +58,7 @@ class Observer:
             self.row_means.append(seen["row_means"])
         if "outputs" in seen:
             self.gradients = [None if leaf is None else _array(leaf) for leaf in seen["gradients"]]
-            self.outputs = {name: _array(output) for name, output in seen["outputs"].items()}
+            self.outputs = {name[_PLACE:]: _array(output) for name, output in sorted(seen["outputs"].items())}
 
 
 def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +84,8 @@ def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dic
     return seen
 
 
+# Characters of the number before a name.
+_PLACE = 6
 # A context variable: TensorFlow traces each replica in a thread of its own.
 _outputs: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("kerasdp_outputs", default=None)
 
@@ -151,8 +153,10 @@ def _collect(name: str, result: Any) -> None:
     outputs = _outputs.get()
     for tensor in keras.tree.flatten(result):
         if tensor is not None and outputs is not None:
-            number = sum(known.partition(" ")[0] == name for known in outputs)
-            outputs[f"{name} ({number + 1})" if number else name] = _whole(ops.stop_gradient(tensor))
+            number = sum(known[_PLACE:].partition(" ")[0] == name for known in outputs)
+            name_of_call = f"{name} ({number + 1})" if number else name
+            # Numbered, because what leaves a function compiled by JAX comes in the order of its names.
+            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = _whole(ops.stop_gradient(tensor))
 
 
 def _whole(tensor: Any) -> Any:

@@ -74,7 +74,7 @@ class Trace:
         gradient_norms: of each step, over all trainable weights.
         samples: the places in the data set of the rows of each step.
         row_means: the mean of each row of the inputs of each step.
-        metrics: loss and metrics over all steps, and (`evaluate_*`) over all data after the last.
+        metrics: loss and metrics over all steps, and (`evaluate_*`) after the last, over at most as many batches.
         optimizer: the name of its class.
         outputs: of the detailed step: what each layer gave.
         gradients: of the detailed step: of each trainable weight, by path.
@@ -169,7 +169,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
         callbacks=[begin],
     )
     final = _values(model.variables)
-    evaluated = runner.evaluate(model, x, y, sample_weight=sample_weight, return_dict=True)
+    evaluated = runner.evaluate(model, x, y, sample_weight=sample_weight, steps=job.steps, return_dict=True)
     metrics = {name: values[-1] for name, values in history.history.items()}
     metrics |= {f"evaluate_{name}": value for name, value in evaluated.items()}
     return Trace(

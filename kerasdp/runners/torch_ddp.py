@@ -142,7 +142,7 @@ class Replicas:
                 on_step(logs.get("loss"), len(indices))
                 return logs
             # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
-            parallel = parallel or self._parallel(model)
+            parallel = parallel or self._parallel(model, data[0])
             detail = Detail.NOTHING if observer is None else observer.detail
             context = self.context(len(indices))
             with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
@@ -183,7 +183,7 @@ class Replicas:
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
-    def _parallel(self, model: Any) -> Any:
+    def _parallel(self, model: Any, batch: PlacedBatch) -> Any:
         """The model in DistributedDataParallel, exactly once whatever the version of Keras.
 
         Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
@@ -197,7 +197,32 @@ class Replicas:
         trainer_class = keras.Model.__mro__[1]
         if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
             object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
-        return torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.device] if self.is_gpu else None)
+        return torch.nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.is_gpu else None,
+            # Otherwise the second step fails. To look for them costs a walk through the graph in each step.
+            find_unused_parameters=self._has_unused_weights(model, batch),
+        )
+
+    def _has_unused_weights(self, model: Any, batch: PlacedBatch) -> bool:
+        """Whether there is a weight that the loss does not depend on, as in an output without a loss."""
+        import keras
+
+        from kerasdp.portability import WholeBatchPenalties
+
+        inputs, targets, sample_weight, indices = batch
+        with keras.StatelessScope(), use(self.context(len(indices))):  # leaves no trace in any variable
+            outputs, penalties = self._forward(model, model, WholeBatchPenalties(model), inputs, len(indices), True)
+            data = (self._inputs_for(model, "compute_loss", inputs, len(indices)), targets, outputs, sample_weight)
+            loss = sum(penalties, model._compute_loss(*data, training=True))
+        used, seen, ahead = set(), set(), [loss.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                used.add(id(getattr(node, "variable", None)))
+                ahead += [following for following, _ in node.next_functions]
+        return any(id(variable.value) not in used for variable in model.trainable_weights)
 
     def _forward(
         self, model: Any, module: Any, whole_batch: Any, inputs: Any, num_rows: int, training: bool

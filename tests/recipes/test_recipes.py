@@ -83,7 +83,31 @@ def test_flagfiles_run(number, idx_folder, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_parity(tmp_path):
+    """The recipe: a table, a picture, and an exit code that says whether all trained alike."""
+    names = BACKENDS[-2:]
+    flags = (f"--backends={','.join(names)}", "--device_counts=1,2", "--model=mlp", "--max_steps=3")
+    done = run("recipes/parity.py", *flags, f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("trained on") :].splitlines()
+    assert [row.split()[:3] for row in table[1:-1]] == [[name, "x", count] for name in names for count in "12"]
+    assert (tmp_path / "parity.png").stat().st_size > 10_000
+    (tmp_path / "odd.py").write_text(
+        "def build(input_shape, num_classes):\n"
+        "    import keras\n"
+        "    from keras import layers\n"
+        f"    rate = 0.5 if keras.backend.backend() == {names[-1]!r} else 1.0\n"
+        "    scale = layers.Rescaling(rate / 255, name='scale')\n"
+        "    return keras.Sequential([keras.Input(input_shape), scale, layers.Flatten(), layers.Dense(num_classes)])\n"
+    )
+    model = f"--model={tmp_path}/odd.py:build"
+    done = run("recipes/parity.py", flags[0], "--device_counts=1", "--max_steps=2", model, f"--workdir={tmp_path}")
+    assert done.returncode == (1 if len(names) > 1 else 0), done.stdout + done.stderr
+    assert len(names) == 1 or "the output of scale differs first" in done.stdout
+    assert_one_line_and_exit_code_2(run("recipes/parity.py", "--gpus=2"), "--gpus has no effect here")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float64"])
 def test_precision_and_event_files(backend, precision, tmp_path):
     done = train(
         f"--backend={backend}", "--gpus=2", "--device=cpu", "--model=convnet", "--optimizer=adam", "--epochs=1",
@@ -166,9 +190,10 @@ def test_custom_model_recipe(backend):
 @pytest.mark.parametrize("line", [line for line in BASH if line.startswith("python recipes/")])
 def test_commands_of_the_readme(line, idx_folder, tmp_path):
     words = shlex.split(line, comments=True)
-    backend = next((word.partition("=")[2] for word in words if word.startswith("--backend=")), None)
-    if backend and importlib.util.find_spec(backend) is None:
-        pytest.skip(f"{backend} is not installed")
+    for names in re.findall(r"--backends?=(\S+)", line):
+        for name in names.split(","):
+            if importlib.util.find_spec(name) is None:
+                pytest.skip(f"{name} is not installed")
     (tmp_path / "my_model.py").write_text(
         "import keras\n"
         "from keras import layers\n"
@@ -180,6 +205,8 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
         extra = ["--device=cpu", "--max_steps=2", f"--workdir={tmp_path}/run"]
         if "fashion" in line:
             extra.append(f"--data_dir={idx_folder}")
+    if words[1] == "recipes/parity.py":
+        extra = ["--max_steps=2", f"--workdir={tmp_path}/run"]
     words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]
     words = [word.replace("--flagfile=", f"--flagfile={ROOT}/") for word in words]
     done = run(*words, *extra, cwd=tmp_path)
@@ -188,10 +215,12 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_code_of_the_readme(number, tmp_path):
-    file = tmp_path / "readme.py"
+    file = tmp_path / "test_readme.py"
     file.write_text(PYTHON[number])
-    done = run(file, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    as_test = ("-m", "pytest", f"--parity-backends={BACKENDS[-1]}") if "def test_" in PYTHON[number] else ()
+    done = run(*as_test, file, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not as_test or "2 passed" in done.stdout
 
 
 def test_install_commands_of_the_readme():

@@ -115,6 +115,22 @@ def two_heads(runner):
     }
 
 
+def unused_weights(runner):
+    """An output without a loss: its weights have no gradient, and stay. Dropout, which nothing may advance twice."""
+    import keras
+
+    x = np.random.RandomState(6).randn(30, 5).astype("float32")
+    with runner.scope():
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dropout(0.3)(keras.layers.Dense(6, "tanh")(inputs))
+        outputs = {"learns": keras.layers.Dense(1, name="learns")(hidden), "idle": keras.layers.Dense(2)(hidden)}
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.05), loss={"learns": "mse", "idle": None})
+    losses = StepLosses()
+    runner.fit(model, x, {"learns": x[:, :1]}, batch_size=8, epochs=2, verbose=0, callbacks=[losses])
+    return {"losses": losses.values, "weights": [float(np.abs(weight).sum()) for weight in model.get_weights()]}
+
+
 def contrastive(runner):
     """A loss of the user's own that needs inputs, and every sample together with every other."""
     import keras
@@ -351,6 +367,7 @@ PARTS = {
     "lenet": lenet,
     "binary": binary,
     "two_heads": two_heads,
+    "unused_weights": unused_weights,
     "contrastive": contrastive,
     "batch_norm": batch_norm,
     "random_layers": random_layers,
