@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -116,17 +116,42 @@ def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
     start = time.perf_counter()
     # The process reads it when it imports the user's module, which may import Keras at its top.
     with _environment(KERAS_BACKEND=way.backend):
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            try:
-                result = pool.submit(_launch, job, way, detailed_step).result()
-            except RunError:
-                raise
-            except Exception as error:
-                cause = error.__cause__ or error
-                raise WorkerError(f"{way}: {type(error).__name__}: {error}\n{cause}".rstrip()) from error
+        result = _in_new_process(_launch, job, way, detailed_step)
     result.seconds = time.perf_counter() - start
     return result
+
+
+def _in_new_process(function: Callable[..., Any], job: Job, way: Way, *args: Any) -> Any:
+    """What the function returns or raises in a process that ends with this one, however that ends."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, function, job, way, *args))
+    try:
+        process.start()
+        sender.close()
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise WorkerError(f"{way}: its process ended with exit code {process.exitcode}") from None
+    finally:
+        if process.pid is not None:
+            process.terminate()
+            process.join()
+    if isinstance(result, RunError):
+        raise result
+    return result
+
+
+def _send_result(sender: Any, function: Callable[..., Any], job: Job, way: Way, *args: Any) -> None:
+    try:
+        result = function(job, way, *args)
+    except RunError as error:
+        result = error
+    except KeyboardInterrupt:  # which the parent gets, too
+        os._exit(130)
+    except Exception:
+        result = WorkerError(f"{way} failed\n{traceback.format_exc()}".rstrip())
+    sender.send(result)
 
 
 def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:
