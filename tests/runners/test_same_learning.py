@@ -76,6 +76,12 @@ def test_synchronized_batch_norm(pair):
     assert_same(expected, received, 2e-5)
 
 
+def test_batch_norm_of_many_numbers(learned):
+    """TensorFlow's own sums would be wrong by 3e-4."""
+    for backend in BACKENDS:
+        assert learned(backend, 1)["batch_norm"]["round_off"] < 1e-5
+
+
 @pytest.mark.parametrize("count", DEVICE_COUNTS)
 def test_replica_batch_norm_is_the_same_on_all_backends(learned, count):
     expected, *others = (learned(backend, count)["batch_norm"]["replica"] for backend in BACKENDS)
