@@ -224,25 +224,32 @@ def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> P
     return None
 
 
-def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) -> str:
-    """The layer, weight or part of a step where two trainings differ first; empty if they agree in this step.
+def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
+    """The layer, weight or part of a step where two trainings differ first.
 
     Args:
         step: the detailed step of both.
         expected: of the reference.
         received: of the other.
         tolerance: of outputs and gradients.
+
+    Returns:
+        It in words, empty if they agree in this step; and whether it is in the forward pass, where no ReLU near zero
+        makes a large difference of round-off.
     """
     largest = ("no layer", 0.0)
     for name, output in expected.outputs.items():
         apart = difference(output, received.outputs.get(name, np.empty(0)))
         if apart > tolerance.of_outputs(step):
             before = f"before it: at most {largest[1]:.1e}, in {largest[0]}" if largest[1] else "equal before it"
-            return f"the output of {name} differs first, by {apart:.1e} ({before})"
+            return f"the output of {name} differs first, by {apart:.1e} ({before})", True
         largest = max(largest, (name, apart), key=lambda pair: pair[1])
     agreed = f"the outputs of all layers agree (at most {largest[1]:.1e} apart)"
     if difference(expected.losses[step], received.losses[step]) > tolerance.after(step):
-        return f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas"
+        return (
+            f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas",
+            True,
+        )
     # A weight whose gradient is nothing but round-off, as that of a bias before a batch norm, says nothing.
     scale = max((np.abs(gradient).max() for gradient in expected.gradients.values() if gradient.size), default=1.0)
     allowed = tolerance.of_gradients(step)
@@ -252,9 +259,10 @@ def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) ->
         if apart == math.inf or (apart > allowed and np.abs(gradient - other).max() > 1e-3 * allowed * scale):
             return (
                 f"{agreed}, and the loss; backwards, the gradient of {name} differs first, by {apart:.1e}: how it is "
-                "computed, or reduced over the replicas"
+                "computed, or reduced over the replicas",
+                False,
             )
-    return ""
+    return "", False
 
 
 def _brief(value: np.ndarray) -> str:

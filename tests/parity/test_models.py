@@ -22,7 +22,7 @@ OTHERS = {
 
 
 def compare(build_model, data, **choices):
-    comparison = parity.compare(build_model, data, **choices)
+    comparison = parity.compare(build_model, data, report=lambda outcome: print(outcome, flush=True), **choices)
     print(comparison.table(), flush=True)
     return comparison
 
