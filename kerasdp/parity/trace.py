@@ -130,11 +130,12 @@ def _in_new_process(function: Callable[..., Any], job: Job, way: Way, *args: Any
         process.start()
         sender.close()
         result = receiver.recv()
+        process.join(timeout=30)  # its own way out
     except EOFError:
         process.join()
         raise WorkerError(f"{way}: its process ended with exit code {process.exitcode}") from None
     finally:
-        if process.pid is not None:
+        if process.pid is not None and process.is_alive():
             process.terminate()
             process.join()
     if isinstance(result, RunError):
