@@ -71,8 +71,6 @@ def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dic
     """
     if detail == Detail.NOTHING:
         return {}
-    # TensorFlow gives the gradient of an embedding as rows and their places; this makes it dense.
-    gradients = [None if gradient is None else ops.convert_to_tensor(gradient) for gradient in gradients]
     squares = [
         ops.sum(ops.square(ops.cast(gradient, keras.backend.result_type(gradient.dtype, "float32"))))
         for gradient in gradients

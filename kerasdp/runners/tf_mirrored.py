@@ -159,7 +159,9 @@ class Replicas:
             gradients = tape.gradient(scaled_loss, variables)
             if self.num_replicas > 1:
                 gradients = tf_reductions.mean(gradients)
-            seen = observed(detail, gradients, found)
+            # The gradient of an embedding is rows and their places, with places that occur twice; dense, they are summed.
+            dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+            seen = observed(detail, dense, found)
             model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
             return loss, self._metrics(model, batch, loss, num_rows), seen
 
