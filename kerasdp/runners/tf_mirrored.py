@@ -159,7 +159,7 @@ class Replicas:
             gradients = tape.gradient(scaled_loss, variables)
             if self.num_replicas > 1:
                 gradients = tf_reductions.mean(gradients)
-            # The gradient of an embedding is rows and their places, with places that occur twice; dense, they are summed.
+            # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
             dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
             seen = observed(detail, dense, found)
             model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
