@@ -42,6 +42,8 @@ def test_always_works(outcomes, case):
             "override compute_loss or compute_metrics instead, or train on one device",
         ),
         ("add_loss", ("torch", "tensorflow"), "layer penalty calls add_loss"),
+        ("own_batch_norm", ("torch", "tensorflow"), "layer norm is a Norm, a subclass of BatchNormalization"),
+        ("made_outside", ("jax", "tensorflow"), "made outside of runner.scope()"),
         ("batches", ("torch",), "expected arrays, a kerasdp.ArraySource"),
     ],
 )

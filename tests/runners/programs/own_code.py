@@ -14,7 +14,8 @@ X, Y = np.random.RandomState(0).randn(24, 4).astype("float32"), np.arange(24) % 
 
 
 def train(runner):
-    return {case.__name__: outcome(case, runner) for case in (own_train_step, add_loss, batches, recompiled, plain)}
+    cases = (own_train_step, add_loss, own_batch_norm, made_outside, batches, recompiled, plain)
+    return {case.__name__: outcome(case, runner) for case in cases}
 
 
 def outcome(case, runner):
@@ -63,6 +64,23 @@ def add_loss(runner):
             return x
 
     return fit(runner, compiled(runner, lambda: dense([Penalty(name="penalty")])), X, Y)
+
+
+def own_batch_norm(runner):
+    import keras
+
+    class Norm(keras.layers.BatchNormalization):
+        pass
+
+    return fit(runner, compiled(runner, lambda: dense([Norm(name="norm")])), X, Y)
+
+
+def made_outside(runner):
+    """Its seed would be on one device only, where every replica advances it."""
+    import keras
+
+    dropout = keras.layers.Dropout(0.5, seed=3)
+    return fit(runner, compiled(runner, lambda: dense([dropout])), X, Y)
 
 
 def batches(runner):
