@@ -16,7 +16,7 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, own_steps, placed
+from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed
 from kerasdp.runners.torch_elastic import start
 
 if TYPE_CHECKING:
@@ -211,7 +211,9 @@ class Replicas:
         from kerasdp.portability import WholeBatchPenalties
 
         inputs, targets, sample_weight, indices = batch
-        with keras.StatelessScope(), use(self.context(len(indices))):  # leaves no trace in any variable
+        values = [(variable, variable.value) for variable in all_variables(model)]
+        # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
+        with keras.StatelessScope(values), use(self.context(len(indices))):
             outputs, penalties = self._forward(model, model, WholeBatchPenalties(model), inputs, len(indices), True)
             data = (self._inputs_for(model, "compute_loss", inputs, len(indices)), targets, outputs, sample_weight)
             loss = sum(penalties, model._compute_loss(*data, training=True))

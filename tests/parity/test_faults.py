@@ -81,7 +81,7 @@ def spoil_the_kit():
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "torch":
         from kerasdp.runners import torch_ddp
 
-        torch_ddp.Replicas._parallel = lambda self, model: model
+        torch_ddp.Replicas._parallel = lambda self, model, batch: model
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
         from kerasdp.runners import tf_reductions
 
