@@ -78,7 +78,7 @@ def test_all_else_parts(changes, step, what, where):
 
 def test_where_it_parts():
     assert locate(0, made(), made(), SGD) == ("", False)
-    other = made(outputs={"inputs": made().outputs["inputs"], "dense": made().outputs["dense"] + 1e-3})
+    other = made(outputs={"inputs": made().outputs["inputs"], "dense": made().outputs["dense"] + 1e-2})
     words, is_forward = locate(0, made(), other, SGD)
     assert words.startswith("the output of dense differs first") and is_forward
     words, is_forward = locate(0, made(), made(losses=made().losses * 1.001), SGD)
