@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kerasdp.optimizers import make_optimizer
     from kerasdp.portability import portable
     from kerasdp.runner import Runner
+    from kerasdp.saved_model import export
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "ImageFolder": "kerasdp.data.sources",
     "Runner": "kerasdp.runner",
     "build_model": "kerasdp.models",
+    "export": "kerasdp.saved_model",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli",
     "main_comparison": "kerasdp.cli",
@@ -45,6 +47,7 @@ __all__ = [
     "Runner",
     "UserError",
     "build_model",
+    "export",
     "launch",
     "layers",
     "load_data",

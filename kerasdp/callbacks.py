@@ -1,7 +1,5 @@
 """The callbacks of every run: what people see, what is written down, and agreement between the processes."""
 
-import dataclasses
-import math
 import os
 import sys
 import time
@@ -10,175 +8,107 @@ from typing import Any
 import keras
 
 from kerasdp import report
-from kerasdp.errors import NonFiniteLossError, UserError
+from kerasdp.checkpoint import Checkpoint
+from kerasdp.checkpointer import Checkpointer
+from kerasdp.config import CHECKPOINTS
+from kerasdp.errors import UserError
+from kerasdp.recorder import Recorder
 
 # These write files: one process does it, or each would write over the others.
 WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 
 
-def run_callbacks(
-    runner: Any,
-    model: keras.Model,
-    feed: Any,
-    callbacks: list[keras.callbacks.Callback],
-    *,
-    batch_size: int,
-    epochs: int,
-    verbose: str | int,
-) -> list[keras.callbacks.Callback]:
+class RunCallbacks(keras.callbacks.CallbackList):
     """The callbacks of one `fit`: the user's, and the run's own around them.
 
-    Raises:
-        UserError: if one of the user's cannot work on several processes.
+    They do not hear of the batches that a run that was resumed within an epoch passes over.
+
+    Attributes:
+        recorder: of the run.
+        checkpointer: None if no checkpoints are kept.
     """
+
+    def __init__(
+        self,
+        runner: Any,
+        model: keras.Model,
+        feed: Any,
+        callbacks: list[keras.callbacks.Callback],
+        *,
+        folder: str | None,
+        identity: dict[str, Any],
+        resumed: Checkpoint | None,
+        batch_size: int,
+        epochs: int,
+        verbose: str | int,
+    ):
+        """`folder` is where the files go; the others are as in `fit`, `Recorder` and `Checkpointer`.
+
+        Raises:
+            UserError: if one of the user's cannot work on several processes.
+        """
+        callbacks = _checked(runner, callbacks)
+        each_step = bool(callbacks)  # of all ranks, though only one has those that write
+        if not runner.is_chief:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
+        if verbose == "auto":
+            verbose = runner.config.verbose
+        if verbose is None:
+            verbose = 1 if sys.stdout.isatty() else 2
+        self.recorder = recorder = Recorder(
+            runner, model, feed, folder=folder, resumed=resumed, batch_size=batch_size, epochs=epochs, verbose=verbose
+        )
+        stateful = [*callbacks, keras.callbacks.History()]
+        self.checkpointer = None
+        if folder is not None and runner.config.checkpoint_every != "never":
+            self.checkpointer = Checkpointer(
+                runner, recorder, stateful, identity=identity, folder=os.path.join(folder, CHECKPOINTS), resumed=resumed
+            )
+        several = runner.replicas.num_processes > 1
+        super().__init__(
+            [
+                recorder,
+                *stateful,
+                *([Agreement(runner.replicas, each_step=each_step)] if several else []),
+                *([Progress(recorder, epochs=epochs, bar=verbose == 1)] if runner.is_chief and verbose else []),
+                *([Beating(recorder, runner.heartbeat)] if runner.heartbeat else []),
+                *([self.checkpointer] if self.checkpointer else []),
+            ],
+            add_history=True,
+            model=model,
+            epochs=epochs,
+            steps=feed.num_batches,
+            verbose=0,
+        )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """For a batch that is trained on."""
+        if batch >= self.recorder.feed.num_passed_over:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """For a batch that was trained on."""
+        passed_over = self.recorder.feed.num_passed_over
+        if batch >= passed_over:
+            super().on_train_batch_end(batch, logs)
+        elif batch == passed_over - 1 and self.recorder.is_at_last_step:
+            self.model.stop_training = True
+
+    def close(self) -> None:
+        """Closes the files, also of a run that failed."""
+        self.recorder.close()
+        if self.checkpointer:
+            self.checkpointer.close()
+
+
+def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
+    callbacks = callbacks or []
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
     several = runner.replicas.num_processes > 1
     if several and any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         raise UserError("BackupAndRestore cannot restore several processes; use ModelCheckpoint, or one device")
-    each_step = bool(callbacks)  # of all ranks, though only one has those that write
-    if not runner.is_chief:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
-    if verbose == "auto":
-        verbose = runner.config.verbose
-    if verbose is None:
-        verbose = 1 if sys.stdout.isatty() else 2
-    recorder = Recorder(runner, model, feed, batch_size=batch_size, epochs=epochs, verbose=int(verbose))
-    own = [recorder]
-    if runner.is_chief and verbose:
-        own.append(Progress(recorder, epochs=epochs, bar=verbose == 1))
-    agreement = [Agreement(runner.replicas, each_step=each_step)] if several else []
-    return [own[0], *callbacks, *agreement, *own[1:]]
-
-
-class Recorder(keras.callbacks.Callback):
-    """Counts steps, measures time, stops at NaN and at `max_steps`, and writes the files of the run.
-
-    Losses stay on the device until a line is due: reading each at once would make the host wait in every step.
-    """
-
-    def __init__(self, runner: Any, model: keras.Model, feed: Any, *, batch_size: int, epochs: int, verbose: int):
-        super().__init__()
-        self.runner, self.feed, self.verbose = runner, feed, verbose
-        # What is used, also where the arguments of `fit` say otherwise than the flags.
-        config = dataclasses.replace(runner.config, batch_size=batch_size, epochs=epochs)
-        self.step = 0
-        self.epoch_images = 0
-        self.epoch_seconds: list[float] = []
-        self.epoch_rates: list[float] = []
-        self._waiting: list[tuple[int, Any]] = []
-        self._line = (0.0, 0)
-        self._clock: float | None = None
-        self.facts = report.Facts(
-            config=config,
-            devices=str(runner.devices),
-            device_kind=runner.devices.kind,
-            num_devices=runner.num_replicas,
-            num_processes=runner.replicas.num_processes,
-            model=model.name,
-            global_batch_size=batch_size,
-        )
-        self.files = None
-        if config.workdir is not None and runner.is_chief:
-            # A second `fit` of the same run leaves the first one's files alone.
-            runner.num_fits += 1
-            folder = config.workdir if runner.num_fits == 1 else os.path.join(config.workdir, f"fit-{runner.num_fits}")
-            self.files = report.RunFiles(folder, self.facts, tensorboard=config.tensorboard)
-        runner.on_step = self._on_step
-
-    def _on_step(self, loss: Any, num_rows: int) -> None:
-        self._waiting.append((self.step, loss))
-        self.epoch_images += num_rows
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Says what is about to run."""
-        if self.verbose and self.runner.is_chief:
-            rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-            print(report.start_line(self.facts, rate), flush=True)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Starts the clock."""
-        self.feed.current_epoch = self.epoch = epoch
-        self.epoch_images = 0
-        self._clock = time.perf_counter()
-        self._line = (self._clock, 0)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes a line every `log_every` steps."""
-        self.step += 1
-        config = self.runner.config
-        if self.step % config.log_every == 0:
-            loss = self._read_losses()
-            now = time.perf_counter()
-            seconds, images = now - self._line[0], self.epoch_images - self._line[1]
-            self._line = (now, self.epoch_images)
-            if self.files:
-                self.files.add_step(self.step, self.epoch, loss, self._learning_rate(), images / seconds)
-        if config.max_steps is not None and self.step >= config.max_steps:
-            self.model.stop_training = True
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """The training part of the epoch is over."""
-        self._stop_clock()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the epoch's row."""
-        self._stop_clock()
-        logs = report.plain(logs)
-        if self.files:
-            self.files.add_epoch(epoch, logs, self.epoch_seconds[-1], self.epoch_rates[-1])
-        self.last_logs = logs
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Writes the report and says how it went."""
-        runner = self.runner
-        runner.on_step = lambda loss, num_rows: None
-        if not runner.is_chief or not self.epoch_seconds:
-            return
-        result = report.result(
-            self.facts,
-            steps=self.step,
-            final=self.last_logs,
-            epoch_seconds=self.epoch_seconds,
-            epoch_rates=self.epoch_rates,
-            peak_memory_bytes=runner.replicas.peak_memory_bytes(),
-        )
-        if self.files:
-            self.files.add_result(result)
-        if self.verbose:
-            print(report.end_line(self.facts, result), flush=True)
-
-    def close(self) -> None:
-        """Closes the files, also of a run that failed."""
-        if self.files:
-            self.files.close()
-
-    def _stop_clock(self) -> None:
-        if self._clock is None:
-            return
-        self._read_losses()  # waits for the last step
-        seconds = time.perf_counter() - self._clock
-        self._clock = None
-        self.epoch_seconds.append(seconds)
-        self.epoch_rates.append(self.epoch_images / seconds)
-
-    def _read_losses(self) -> float:
-        """The loss of the last step; stops the run at the first one that is not a number."""
-        last = math.nan
-        waiting, self._waiting = self._waiting, []
-        for step, loss in waiting:
-            if loss is None:  # a train_step of the user's own that does not tell it
-                continue
-            last = float(loss)
-            if not math.isfinite(last):
-                raise NonFiniteLossError(
-                    f"the loss became {last} at step {step + 1} (epoch {self.epoch + 1}) with learning rate "
-                    f"{self._learning_rate():.3g}; try a lower --learning_rate"
-                )
-        return last
-
-    def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+    return callbacks
 
 
 class Agreement(keras.callbacks.Callback):
@@ -206,6 +136,35 @@ class Agreement(keras.callbacks.Callback):
             (agreed,) = self.replicas.agree([rate])
             if agreed != rate:
                 self.model.optimizer.learning_rate = agreed
+
+
+class Beating(keras.callbacks.Callback):
+    """Marks the steps of this rank for its supervisor; see `kerasdp.heartbeat`."""
+
+    def __init__(self, recorder: Recorder, heartbeat: Any):
+        super().__init__()
+        self.recorder, self.heartbeat, self.has_trained = recorder, heartbeat, False
+
+    def _beat(self, is_behind: bool) -> None:
+        if self.has_trained:  # the first step compiles for as long as it likes
+            self.heartbeat.beat(self.recorder.step - is_behind, is_behind)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """A step begins."""
+        self._beat(False)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """A step is behind."""
+        self.has_trained = True
+        self._beat(True)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """An evaluation moves."""
+        self._beat(True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Nothing more is to be expected."""
+        self.heartbeat.rest()
 
 
 class Progress(keras.callbacks.Callback):

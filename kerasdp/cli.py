@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from absl import flags
 from kerasdp import config as choices
 from kerasdp.backend import choose_backend
 from kerasdp.config import Config
-from kerasdp.errors import RunError, UserError
+from kerasdp.errors import PreemptedError, RunError, UserError
 from kerasdp.launch import launch
 
 FLAGS = flags.FlagValues()
@@ -72,6 +71,20 @@ def _define_flags() -> None:
         group, "verbose", number, None, "0: nothing, 1: progress bar, 2: a line an epoch. Default: a bar in a terminal."
     )
     _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
+    _define(
+        group, "export", text, None, "File for the finished model, a plain Keras one: NAME.keras or NAME.weights.h5."
+    )
+
+    group = "Checkpoints and faults"
+    _define(group, "checkpoint_every", text, _DEFAULTS.checkpoint_every, "epoch; 50: and every 50 steps; 10m: and "
+            "every 10 minutes; never.")  # fmt: skip
+    _define(group, "keep", number, _DEFAULTS.keep, "Newest checkpoints that stay; the best one stays besides.")
+    _define(group, "resume", switch, _DEFAULTS.resume, "Go on from the newest checkpoint in --workdir, on any backend "
+            "and number of devices; without one, start.")  # fmt: skip
+    _define(group, "max_restarts", number, _DEFAULTS.max_restarts, "Start again from the last checkpoint, so often, "
+            "when a worker dies or hangs.")  # fmt: skip
+    _define(group, "hang_timeout", real, None, "Seconds without a step after which the run is ended, or restarted. "
+            "Longer than the longest step, with the compilation of one. Default: none.")  # fmt: skip
 
     group = _COMPARISON
     _define(group, "backends", text, None, "Instead of --backend, comma-separated. Default: all that are installed.")
@@ -178,10 +191,11 @@ def main_comparison(compare: Callable[[Config, list[str] | None, list[int]], boo
 
 @contextlib.contextmanager
 def _ending_in_one_line() -> Iterator[None]:
-    # Schedulers and `kill` send SIGTERM: leave by the same way as Ctrl-C, so that no process stays behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
+    except PreemptedError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

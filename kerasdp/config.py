@@ -13,6 +13,7 @@ DEVICES = ("auto", "gpu", "cpu")
 BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
+CHECKPOINTS = "checkpoints"  # folder in the workdir
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
 
 
@@ -45,6 +46,13 @@ class Config:
         log_every: steps between two lines of steps.jsonl.
         verbose: 0 nothing, 1 progress bar, 2 a line an epoch; None: a bar in a terminal, else lines.
         tensorboard: write event files into the workdir.
+        checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
+            behind every 50 steps; `"10m"`, and every 10 minutes; `"never"`.
+        keep: how many of the newest checkpoints stay. The best one, by validation loss, stays besides.
+        resume: go on from the newest checkpoint in the workdir; without one, start.
+        max_restarts: how often a run is started again from its last checkpoint when a worker dies or hangs.
+        hang_timeout: seconds without a step after which a run is taken to hang, and ended. None: never.
+        export: file for the finished model, `.keras` or `.weights.h5`. None: none.
 
     Raises:
         UserError: if a value is out of its range.
@@ -70,6 +78,12 @@ class Config:
     log_every: int = 10
     verbose: int | None = None
     tensorboard: bool = False
+    checkpoint_every: str = "epoch"
+    keep: int = 3
+    resume: bool = False
+    max_restarts: int = 0
+    hang_timeout: float | None = None
+    export: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, (None, *BACKENDS))
@@ -84,6 +98,7 @@ class Config:
             ("max_steps", self.max_steps),
             ("lr_base_batch", self.lr_base_batch),
             ("log_every", self.log_every),
+            ("keep", self.keep),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value}")
@@ -91,8 +106,25 @@ class Config:
             raise UserError(f"--learning_rate: expected a number above 0. Received: {self.learning_rate}")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed: expected a whole number from 0 to 4294967295. Received: {self.seed}")
-        if self.tensorboard and self.workdir is None:
-            raise UserError("--tensorboard writes into the workdir, but none is set: add --workdir=FOLDER")
+        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise UserError(f"--max_restarts: expected a whole number of at least 0. Received: {self.max_restarts}")
+        if self.hang_timeout is not None and not self.hang_timeout > 0:
+            raise UserError(f"--hang_timeout: expected a number of seconds above 0. Received: {self.hang_timeout}")
+        if self.export is not None and not self.export.endswith((".keras", ".weights.h5")):
+            raise UserError(
+                f"--export: expected a file name that ends in .keras or .weights.h5. Received: {self.export!r}"
+            )
+        self.checkpoint_interval()
+        for flag, needs_workdir in (
+            ("tensorboard", self.tensorboard),
+            ("resume", self.resume),
+            ("max_restarts", self.max_restarts),
+        ):
+            if needs_workdir and self.workdir is None:
+                raise UserError(f"--{flag} needs the files of a run, but no folder is set: add --workdir=FOLDER")
+        if self.checkpoint_every == "never" and (self.resume or self.max_restarts):
+            flag = "resume" if self.resume else "max_restarts"
+            raise UserError(f"--{flag} goes on from a checkpoint, but --checkpoint_every=never keeps none")
         for flag in ("model", "dataset", "optimizer", "kernel_initializer"):
             if getattr(self, flag) is not None:
                 name, _ = spec.parse(getattr(self, flag), flag)
@@ -121,13 +153,30 @@ class Config:
         rate = default if self.learning_rate is None else self.learning_rate
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
 
+    def checkpoint_interval(self) -> tuple[int | None, float | None]:
+        """Steps, and seconds, after which a checkpoint is due; None where they do not count."""
+        text = self.checkpoint_every
+        if text in ("epoch", "never"):
+            return None, None
+        number = text.removesuffix("m")
+        if not number.isdecimal() or int(number) < 1:
+            raise UserError(
+                f"--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). Received: {text!r}"
+            )
+        return (None, 60.0 * int(number)) if text.endswith("m") else (int(number), None)
+
     def as_dict(self) -> dict[str, Any]:
         """The fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)
 
 
-def check_workdir(workdir: str) -> None:
-    """Makes the workdir, and raises `UserError` if nothing can be written there."""
+def check_workdir(workdir: str, resume: bool = False) -> None:
+    """Makes the workdir, and raises `UserError` if nothing can be written there, or if checkpoints would be lost."""
+    if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
+        raise UserError(
+            f"--workdir: {workdir!r} holds the checkpoints of an earlier run; go on with it (--resume), or choose "
+            "another folder"
+        )
     probe = os.path.join(workdir, ".writable")
     try:
         os.makedirs(workdir, exist_ok=True)
@@ -138,6 +187,13 @@ def check_workdir(workdir: str) -> None:
         raise UserError(
             f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder"
         ) from error
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:

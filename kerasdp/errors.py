@@ -21,6 +21,13 @@ class ReplicasDifferError(RunError):
     """The replicas of one model no longer hold the same weights."""
 
 
+class PreemptedError(RunError):
+    """A signal asked the run to end; it has saved a checkpoint, from which it can go on."""
+
+    # Grid Engine puts a job that ends so back into its queue; other schedulers can be told to.
+    exit_code = 99
+
+
 class WorkerError(RunError):
     """A worker process died or raised; the text holds that worker's own error."""
 
@@ -35,7 +42,7 @@ def from_name(name: str, message: str) -> RunError | None:
     Returns:
         The error, or None where no class of this module has that name.
     """
-    for kind in (UserError, NonFiniteLossError, ReplicasDifferError, RunError):
+    for kind in (UserError, NonFiniteLossError, ReplicasDifferError, PreemptedError, RunError):
         if name == kind.__name__:
             return kind(message)
     return None

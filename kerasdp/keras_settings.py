@@ -1,5 +1,8 @@
 """Keras' settings of a whole process: precision and seed."""
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 from keras.src.backend.common import dtypes
 from keras.src.utils import module_utils
@@ -16,16 +19,23 @@ def set_precision(precision: str) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """`keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
+    """`keras.utils.set_random_seed`."""
+    with without_tensorflow():
+        keras.utils.set_random_seed(seed)
 
-    Keras (3.15) does that to seed tf.data, which costs seconds, and can end the process: both torch and TensorFlow
-    bring LLVM.
+
+@contextlib.contextmanager
+def without_tensorflow() -> Iterator[None]:
+    """Keeps Keras from importing TensorFlow beside another backend.
+
+    Keras (3.15) does that where it is installed, to seed tf.data and to serialize anything. It costs seconds, and can
+    end the process: both torch and TensorFlow bring LLVM.
     """
     seen, module_utils.tensorflow._available = (
         module_utils.tensorflow._available,
         keras.backend.backend() == "tensorflow",
     )
     try:
-        keras.utils.set_random_seed(seed)
+        yield
     finally:
         module_utils.tensorflow._available = seen

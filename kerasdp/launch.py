@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp import backend, config
+from kerasdp import backend, config, preemption
 from kerasdp.backend import Devices
 from kerasdp.config import Config
+from kerasdp.heartbeat import Heartbeat
+from kerasdp.supervision import supervise
 
 RUNNERS = {
     "torch": "kerasdp.runners.torch_ddp",
@@ -22,9 +24,9 @@ RUNNERS = {
 def launch(train: Callable[..., Any], settings: Config | None = None, **changes: Any) -> Any:
     """Runs `train(runner)` on one or many devices.
 
-    With torch on several devices it runs in a process for each: then `train` must be a function of a module (not
-    a lambda or an inner function), the call must stand under `if __name__ == "__main__":`, and what `train` returns
-    must be picklable. Otherwise it runs in this process.
+    With torch on several devices it runs in a process for each, with `max_restarts` or `hang_timeout` in one of its
+    own: then `train` must be a function of a module (not a lambda or an inner function), the call must stand under
+    `if __name__ == "__main__":`, and what `train` returns must be picklable. Otherwise it runs in this process.
 
     Args:
         train: gets a `kerasdp.Runner`, after the backend is chosen; builds and fits a Keras model with it.
@@ -37,18 +39,27 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     Raises:
         UserError: if a choice cannot be had on this machine.
         RunError: if a worker failed; the text is that worker's own error.
+        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
     settings = dataclasses.replace(settings or Config(), **changes)
     name = backend.choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name)
     if settings.workdir is not None:
-        config.check_workdir(settings.workdir)
+        config.check_workdir(settings.workdir, settings.resume)
     backend.set_backend(name)
+    if settings.max_restarts or settings.hang_timeout:
+        return supervise(_start, settings, train)
+    return _start(settings, train)
+
+
+def _start(settings: Config, train: Callable[..., Any], folder: str | None = None) -> Any:
+    """Starts the workers; `folder` is where they leave their heartbeats."""
+    backend.set_backend(settings.backend)
     with _native_greetings_hidden():
-        runner_module = importlib.import_module(RUNNERS[name])
+        runner_module = importlib.import_module(RUNNERS[settings.backend])
         num_gpus = runner_module.count_gpus(settings)
     devices = backend.choose_devices(settings, num_gpus)
-    return runner_module.start(_work, devices, settings, train)
+    return runner_module.start(_work, devices, settings, train, folder)
 
 
 @contextlib.contextmanager
@@ -69,18 +80,17 @@ def _native_greetings_hidden() -> Iterator[None]:
         os.close(nothing)
 
 
-def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
+def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """What each worker does."""
-    backend.set_backend(settings.backend)
-    replicas = importlib.import_module(RUNNERS[settings.backend]).Replicas(devices)
-    # Only now may Keras be imported.
-    from kerasdp.runner import Runner
+    with preemption.noticed():
+        backend.set_backend(settings.backend)
+        replicas = importlib.import_module(RUNNERS[settings.backend]).Replicas(devices)
+        # Only now may Keras be imported.
+        from kerasdp.runner import Runner
 
-    return _without_model(train(Runner(settings, devices, replicas)), replicas.num_processes)
-
-
-def _without_model(result: Any, num_processes: int) -> Any:
-    """A Keras `History` holds its model, which cannot travel from a worker process."""
-    if num_processes > 1 and hasattr(result, "set_model"):
-        result.set_model(None)
+        heartbeat = Heartbeat(folder, replicas.rank) if folder is not None else None
+        result = train(Runner(settings, devices, replicas, heartbeat))
+    in_own_process = folder is not None or replicas.num_processes > 1
+    if in_own_process and hasattr(result, "set_model"):
+        result.set_model(None)  # a Keras `History` holds its model, which cannot travel from a worker process
     return result

@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import statistics
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from kerasdp.config import Config
 
@@ -60,6 +62,15 @@ def start_line(facts: Facts, learning_rate: float) -> str:
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
         f"learning rate {learning_rate:.6g} | {facts.config.precision}"
+    )
+
+
+def resume_line(step: int, epoch: int, saved_by: dict[str, Any]) -> str:
+    """One line on what a run goes on from; `epoch` counts from 0."""
+    plural = "" if saved_by["devices"] == 1 else "s"
+    return (
+        f"goes on behind step {step}, in epoch {epoch + 1}, from where {saved_by['backend']} on {saved_by['devices']} "
+        f"device{plural} came"
     )
 
 
@@ -121,18 +132,40 @@ def end_line(facts: Facts, result: dict[str, Any]) -> str:
 
 
 class RunFiles:
-    """The files that a run leaves in its workdir. Those of an earlier run there are replaced."""
+    """The files that a run leaves in its workdir. Those of an earlier run there are replaced.
 
-    def __init__(self, workdir: str, facts: Facts, *, tensorboard: bool = False):
+    A run goes on without them: that the disk is full must not cost what was learned.
+
+    Attributes:
+        history: the rows of history.csv.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        facts: Facts,
+        *,
+        tensorboard: bool = False,
+        last_step: int = 0,
+        history: list[dict[str, Any]] | None = None,
+    ):
+        """With `last_step` and `history` the files of a run go on behind that step."""
         self.workdir = workdir
-        self._history: list[dict[str, Any]] = []
+        self.history = list(history or [])
+        self._reported: set[str] = set()
+        self._steps: TextIO | None = None
         os.makedirs(workdir, exist_ok=True)
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(name))
         self._write_json("config.json", facts.config.as_dict() | {"versions": versions()})
-        self._steps = open(self._path("steps.jsonl"), "w", buffering=1)  # noqa: SIM115 (closed in `close`)
-        self._events = _event_writer(self._path("tensorboard")) if tensorboard else None
+        with self._tolerated("steps.jsonl"):
+            kept = _lines_until(last_step, self._path("steps.jsonl"))
+            self._steps = open(self._path("steps.jsonl"), "w", buffering=1)  # noqa: SIM115 (closed in `close`)
+            self._steps.writelines(kept)
+        self._events = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
+        if self.history:
+            self._write_history()
 
     def add_step(self, step: int, epoch: int, loss: float, learning_rate: float, images_per_second: float) -> None:
         """Writes a line of steps.jsonl; `step` and the epochs in the files count from 1, the argument from 0."""
@@ -143,25 +176,30 @@ class RunFiles:
             "learning_rate": learning_rate,
             "images_per_second": images_per_second,
         }
-        self._steps.write(json.dumps(line) + "\n")
+        if self._steps is not None:
+            with self._tolerated("steps.jsonl"):
+                self._steps.write(json.dumps(line) + "\n")
         if self._events:
             for name in ("loss", "learning_rate", "images_per_second"):
                 self._events.add_scalar(f"step/{name}", line[name], step)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
         """Writes a row of history.csv and draws curves.png anew."""
-        row = {"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second}
-        self._history.append(row)
-        # Anew each time: with validation_freq a column may first come in a later epoch.
-        names = list(dict.fromkeys(name for row in self._history for name in row))
-        with open(self._path("history.csv"), "w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(self._history)
-        draw_curves(self._history, self._path("curves.png"))
+        self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
+        self._write_history()
         if self._events:
             for name, value in logs.items():
                 self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
+
+    def _write_history(self) -> None:
+        # Anew each time: with validation_freq a column may first come in a later epoch.
+        names = list(dict.fromkeys(name for row in self.history for name in row))
+        with self._tolerated("history.csv"), open(self._path("history.csv"), "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(self.history)
+        with self._tolerated("curves.png"):
+            draw_curves(self.history, self._path("curves.png"))
 
     def add_result(self, result: dict[str, Any]) -> None:
         """Writes report.json."""
@@ -169,7 +207,9 @@ class RunFiles:
 
     def close(self) -> None:
         """Closes what is open."""
-        self._steps.close()
+        if self._steps is not None:
+            with self._tolerated("steps.jsonl"):
+                self._steps.close()
         if self._events:
             self._events.close()
 
@@ -177,15 +217,37 @@ class RunFiles:
         return os.path.join(self.workdir, name)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        with open(self._path(name), "w") as file:
+        with self._tolerated(name), open(self._path(name), "w") as file:
             json.dump(content, file, indent=2)
             file.write("\n")
 
+    @contextlib.contextmanager
+    def _tolerated(self, name: str) -> Iterator[None]:
+        """Says once that a file cannot be written, and lets the training go on."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._reported:
+                self._reported.add(name)
+                reason = error.strerror or error
+                print(f"warning: cannot write {self._path(name)} ({reason}); training goes on", file=sys.stderr)
 
-def _event_writer(folder: str) -> Any:
+
+def _lines_until(last_step: int, path: str) -> list[str]:
+    """The lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
+    kept = []
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line)
+    return kept
+
+
+def _event_writer(folder: str, last_step: int) -> Any:
     from tensorboardX import SummaryWriter  # writes event files without TensorFlow
 
-    return SummaryWriter(folder)
+    return SummaryWriter(folder, purge_step=last_step + 1 if last_step else None)
 
 
 def draw_curves(history: list[dict[str, Any]], path: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +11,15 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from kerasdp import initial_weights
+from kerasdp import initial_weights, preemption, training_state
 from kerasdp.backend import Devices
-from kerasdp.callbacks import run_callbacks
-from kerasdp.config import Config
+from kerasdp.callbacks import RunCallbacks
+from kerasdp.checkpointer import resume
+from kerasdp.config import CHECKPOINTS, Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.order import Order
 from kerasdp.data.sources import ArraySource, split_off
-from kerasdp.errors import ReplicasDifferError, UserError
+from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
 from kerasdp.keras_settings import set_precision, set_seed
 from kerasdp.observation import Observer
 from kerasdp.portability import batch_norms, foreign_batch_norms, portable
@@ -33,13 +35,16 @@ class Runner:
         devices: the devices of the run.
         replicas: the backend's part of the work (`kerasdp.runners`).
         observer: is told of each training step; set it before `fit`.
-        num_fits: calls of `fit` that write files.
+        heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.heartbeat`).
+        num_fits: calls of `fit`.
+        passed_over_logs: what Keras is told of batches that a resumed run passes over.
     """
 
-    def __init__(self, config: Config, devices: Devices, replicas: Any):
-        self.config, self.devices, self.replicas = config, devices, replicas
+    def __init__(self, config: Config, devices: Devices, replicas: Any, heartbeat: Any = None):
+        self.config, self.devices, self.replicas, self.heartbeat = config, devices, replicas, heartbeat
         self._places: Iterator[int] = itertools.count()
         self.on_step = lambda loss, num_rows: None
+        self.passed_over_logs: dict[str, Any] = {}
         self.observer: Observer | None = None
         self.num_fits = 0
         set_seed(config.seed)
@@ -110,7 +115,16 @@ class Runner:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True)
         self._prepare(model, reader)
+        self.num_fits += 1
+        folder = self.config.workdir
+        if folder is not None and self.num_fits > 1:  # it leaves the first one's files alone
+            folder = os.path.join(folder, f"fit-{self.num_fits}")
+        identity = training_state.identity(self.config, model, reader)
+        resumed = resume(self, model, identity, os.path.join(folder, CHECKPOINTS)) if self.config.resume else None
         feed = Feed(reader, self.replicas.place)
+        if resumed is not None:
+            initial_epoch = resumed.state["epoch"]
+            feed.go_on_at(initial_epoch, resumed.state["batch"])
         validation = None
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
@@ -118,15 +132,24 @@ class Runner:
             validation = self._adapter(
                 Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size
             )
-        recorder, *others = run_callbacks(
-            self, model, feed, callbacks or [], batch_size=batch_size, epochs=epochs, verbose=verbose
+        run_callbacks = RunCallbacks(
+            self,
+            model,
+            feed,
+            callbacks,
+            folder=folder,
+            identity=identity,
+            resumed=resumed,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
         )
-        with contextlib.closing(recorder), self._running(model, "train", "test"):
+        with self._training(run_callbacks), self._running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),
-                epochs=epochs,
+                epochs=initial_epoch if resumed is not None and resumed.state["stopped"] else epochs,
                 verbose=0,
-                callbacks=[recorder, *others],
+                callbacks=run_callbacks,
                 validation_data=validation,
                 shuffle=False,
                 initial_epoch=initial_epoch,
@@ -266,6 +289,24 @@ class Runner:
             )
 
     @contextlib.contextmanager
+    def _training(self, callbacks: RunCallbacks) -> Iterator[None]:
+        """Waits for signals if there is something to save, and closes the files of the run at its end."""
+        checkpointer = callbacks.checkpointer
+        with contextlib.closing(callbacks), preemption.awaited() if checkpointer else contextlib.nullcontext():
+            try:
+                yield
+            except NonFiniteLossError as error:
+                if checkpointer is None or not self.is_chief:
+                    raise
+                checkpointer.close()
+                kept = checkpointer.last_good
+                raise NonFiniteLossError(
+                    f"{error}; the last good checkpoint is {kept}"
+                    if kept
+                    else f"{error}; there is no good checkpoint yet"
+                ) from None
+
+    @contextlib.contextmanager
     def _running(self, model: keras.Model, *names: str) -> Iterator[None]:
         """Gives the model this run's step functions, and takes them back, so that it is a plain Keras model afterwards.
 
@@ -276,7 +317,10 @@ class Runner:
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             functions = self.replicas.step_functions(
-                model, lambda loss, num_rows: self.on_step(loss, num_rows), self.observer
+                model,
+                lambda loss, num_rows: self.on_step(loss, num_rows),
+                self.observer,
+                lambda: self.passed_over_logs,
             )
             known = made_for, functions
             object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes

@@ -3,6 +3,7 @@
     python recipes/train.py                                  # the first backend installed, all GPUs or the CPU
     python recipes/train.py --backend=jax --gpus=4           # four GPUs, or four virtual CPU devices
     python recipes/train.py --flagfile=flags/resnet18_fashion_2gpus.flags --backend=torch
+    python recipes/train.py --workdir=runs/mine --resume     # goes on where it was stopped, on any backend and devices
     python recipes/train.py --model=my_model.py:build --dataset=my_data.py:load
     python recipes/train.py --help
 
@@ -29,6 +30,8 @@ def train(runner: "kerasdp.Runner") -> None:
         )
     # Keras' own `fit`; batch_size is the global batch, whatever the number of devices.
     runner.fit(model, data.train, batch_size=config.batch_size, epochs=config.epochs, validation_data=data.test)
+    if config.export:
+        kerasdp.export(model, config.export)
 
 
 if __name__ == "__main__":

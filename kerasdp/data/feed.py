@@ -35,6 +35,13 @@ class Batch:
     indices: np.ndarray
 
 
+class _PassedOver:
+    """Stands for a batch that an earlier part of the run has trained on."""
+
+
+PASSED_OVER = _PassedOver()
+
+
 class SampleReader:
     """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`)."""
 
@@ -44,9 +51,9 @@ class SampleReader:
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
 
-    def epoch(self, epoch: int) -> Iterator[Callable[[], Batch]]:
-        """One function a batch, each of which reads that batch; they may run in any order, in threads."""
-        for indices in self.order.epoch(epoch):
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
+        """One function a batch, from batch `start` on, each of which reads that batch; in any order, in threads."""
+        for indices in self.order.epoch(epoch)[start:]:
             yield lambda indices=indices: self._read(indices)
 
     def first(self) -> Batch:
@@ -84,15 +91,16 @@ class BatchReader:
         self.batches, self.order_seed, self.num_replicas, self.part = batches, order_seed, num_replicas, part
         self.is_indexed = isinstance(batches, keras.utils.PyDataset)
         self.num_batches = steps or (batches.num_batches if self.is_indexed else _length(batches))
-        self._steps, self._stream = steps, None
+        self._steps, self._stream, self._num_streamed = steps, None, 0
 
-    def epoch(self, epoch: int) -> Iterator[Callable[[], Batch]]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
         """One function a batch, as in `SampleReader`."""
         first = 0
-        for data in self._epoch_batches(epoch):
+        for number, data in enumerate(self._epoch_batches(epoch)):
             batch = self._cut(data, first)
             first += len(batch.indices)
-            yield lambda batch=batch: batch
+            if number >= start:
+                yield lambda batch=batch: batch
         if self.is_indexed:
             self.batches.on_epoch_end()
 
@@ -112,7 +120,13 @@ class BatchReader:
             return
         if not self.is_indexed:
             self._stream = iter(self.batches) if self._stream is None else self._stream
-            yield from itertools.islice(self._stream, self._steps)
+            # Epochs that came before this one, of a run that was resumed, are read and dropped.
+            ahead = epoch * self._steps - self._num_streamed
+            collections.deque(itertools.islice(self._stream, max(ahead, 0)), maxlen=0)
+            self._num_streamed = max(self._num_streamed, epoch * self._steps)
+            for data in itertools.islice(self._stream, self._steps):
+                self._num_streamed += 1
+                yield data
             return
         order = Order(
             num_samples=self.batches.num_batches,
@@ -147,12 +161,25 @@ class Feed:
         self.num_batches = reader.num_batches
         # Set before each epoch. Keras makes iterators earlier than it uses them, so it is read at the first `next`.
         self.current_epoch = 0
+        self._start = (0, 0)
+
+    def go_on_at(self, epoch: int, batch: int) -> None:
+        """Passes over the first batches of an epoch, which are already trained on."""
+        self._start = (epoch, batch)
+
+    @property
+    def num_passed_over(self) -> int:
+        """Batches of the current epoch that are passed over."""
+        epoch, batch = self._start
+        return batch if self.current_epoch == epoch else 0
 
     def __iter__(self) -> Iterator[Any]:
+        # Keras counts the batches of an epoch from 0, and so do its callbacks.
+        yield from itertools.repeat(PASSED_OVER, self.num_passed_over)
         with ThreadPoolExecutor(self.reader.num_threads) as pool:
             ahead = collections.deque()
             try:
-                for read in self.reader.epoch(self.current_epoch):
+                for read in self.reader.epoch(self.current_epoch, self.num_passed_over):
                     ahead.append(pool.submit(lambda read=read: self.place(read())))
                     if len(ahead) > 2 * self.reader.num_threads:
                         yield ahead.popleft().result()

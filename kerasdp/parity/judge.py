@@ -236,8 +236,8 @@ def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) ->
         tolerance: of outputs and gradients.
 
     Returns:
-        It in words, empty if they agree in this step; and whether it is in the forward pass, where no ReLU near zero
-        makes a large difference of round-off.
+        It in words, empty if they agree in this step; and whether it is in the forward pass and too large for the
+        round-off of any model: a fault for certain.
     """
     largest = ("no layer", 0.0)
     for name, output in expected.outputs.items():
@@ -248,10 +248,11 @@ def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) ->
             return f"the output of {name} differs first, by {apart:.1e} ({before})", is_large
         largest = max(largest, (name, apart), key=lambda pair: pair[1])
     agreed = f"the outputs of all layers agree (at most {largest[1]:.1e} apart)"
-    if difference(expected.losses[step], received.losses[step]) > tolerance.after(step):
+    apart = difference(expected.losses[step], received.losses[step])
+    if apart > tolerance.after(step):
         return (
             f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas",
-            True,
+            apart > _BEYOND_ROUND_OFF * tolerance.after(step),
         )
     # A weight whose gradient is nothing but round-off, as that of a bias before a batch norm, says nothing.
     scale = max((np.abs(gradient).max() for gradient in expected.gradients.values() if gradient.size), default=1.0)

@@ -3,19 +3,18 @@
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
 import os
 import pickle
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError, UserError, WorkerError
+from kerasdp.errors import UserError
 from kerasdp.launch import launch
+from kerasdp.processes import call_in_new_process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,43 +115,9 @@ def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
     start = time.perf_counter()
     # The process reads it when it imports the user's module, which may import Keras at its top.
     with _environment(KERAS_BACKEND=way.backend):
-        result = _in_new_process(_launch, job, way, detailed_step)
+        result = call_in_new_process(_launch, job, way, detailed_step, name=f"{way}:")
     result.seconds = time.perf_counter() - start
     return result
-
-
-def _in_new_process(function: Callable[..., Any], job: Job, way: Way, *args: Any) -> Any:
-    """What the function returns or raises in a process that ends with this one, however that ends."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, job, way, *args))
-    try:
-        process.start()
-        sender.close()
-        result = receiver.recv()
-        process.join(timeout=30)  # its own way out
-    except EOFError:
-        process.join()
-        raise WorkerError(f"{way}: its process ended with exit code {process.exitcode}") from None
-    finally:
-        if process.pid is not None and process.is_alive():
-            process.terminate()
-            process.join()
-    if isinstance(result, RunError):
-        raise result
-    return result
-
-
-def _send_result(sender: Any, function: Callable[..., Any], job: Job, way: Way, *args: Any) -> None:
-    try:
-        result = function(job, way, *args)
-    except RunError as error:
-        result = error
-    except KeyboardInterrupt:  # which the parent gets, too
-        os._exit(130)
-    except Exception:
-        result = WorkerError(f"{way} failed\n{traceback.format_exc()}".rstrip())
-    sender.send(result)
 
 
 def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
+from kerasdp.data.feed import PASSED_OVER
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, placed
@@ -110,7 +111,11 @@ class Replicas:
             keras.distribution.set_distribution(distribution)
 
     def step_functions(
-        self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
+        self,
+        model: Any,
+        on_step: Callable[[Any, int], None],
+        observer: "Observer | None",
+        passed_over_logs: Callable[[], dict[str, Any]],
     ) -> StepFunctions:
         """Jitted train, test and predict functions for Keras' `fit`.
 
@@ -163,7 +168,10 @@ class Replicas:
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            data = placed(next(iterator))
+            batch = next(iterator)
+            if batch is PASSED_OVER:
+                return passed_over_logs(), state
+            data = placed(batch)
             detail = Detail.NOTHING if observer is None else observer.detail
             (loss, logs, seen), state = jitted_train_step[detail](state, data)
             if observer is not None:
@@ -194,6 +202,10 @@ class Replicas:
     def agree(self, values: list[float]) -> list[float]:
         """There is one process, so its values are everybody's."""
         return values
+
+    def any_lately(self, flag: bool) -> bool:
+        """There is one process, so its flag is everybody's."""
+        return flag
 
     def any(self, flag: bool) -> bool:
         """There is one process, so its flag is everybody's."""

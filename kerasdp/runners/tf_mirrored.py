@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
+from kerasdp.data.feed import PASSED_OVER
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
@@ -129,7 +130,11 @@ class Replicas:
         )
 
     def step_functions(
-        self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
+        self,
+        model: Any,
+        on_step: Callable[[Any, int], None],
+        observer: "Observer | None",
+        passed_over_logs: Callable[[], dict[str, Any]],
     ) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
         from kerasdp.observation import Detail, forward_pass, observed
@@ -185,7 +190,10 @@ class Replicas:
         }
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            data = placed(next(iterator))
+            batch = next(iterator)
+            if batch is PASSED_OVER:
+                return passed_over_logs()
+            data = placed(batch)
             detail = Detail.NOTHING if observer is None else observer.detail
             loss, logs, seen = run_train_step[detail](*data)
             indices = self.strategy.experimental_local_results(data[-1])[0]
@@ -281,6 +289,10 @@ class Replicas:
     def agree(self, values: list[float]) -> list[float]:
         """There is one process, so its values are everybody's."""
         return values
+
+    def any_lately(self, flag: bool) -> bool:
+        """There is one process, so its flag is everybody's."""
+        return flag
 
     def any(self, flag: bool) -> bool:
         """There is one process, so its flag is everybody's."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from kerasdp import replica_context
 from kerasdp.backend import Devices
 from kerasdp.config import Config
+from kerasdp.data.feed import PASSED_OVER
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed
@@ -47,6 +48,7 @@ class Replicas:
         self.num_replicas = self.num_processes = devices.count
         self.rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
         self.is_gpu = devices.kind == "gpu"
+        self._control = self._asked = self._asking = None
         self.device = torch.device("cuda", self.rank) if self.is_gpu else torch.device("cpu")
         # Keras asks this once, at import.
         os.environ["KERAS_TORCH_DEVICE"] = "cuda" if self.is_gpu else "cpu"
@@ -115,7 +117,11 @@ class Replicas:
         yield
 
     def step_functions(
-        self, model: Any, on_step: Callable[[Any, int], None], observer: "Observer | None"
+        self,
+        model: Any,
+        on_step: Callable[[Any, int], None],
+        observer: "Observer | None",
+        passed_over_logs: Callable[[], dict[str, Any]],
     ) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all replicas.
 
@@ -124,6 +130,7 @@ class Replicas:
             on_step: called after each training step with the loss of its global batch, a scalar tensor, and the
                 number of its rows.
             observer: is told more of each step, if there is one.
+            passed_over_logs: gives the logs of a batch that is `PASSED_OVER`.
         """
         from kerasdp.observation import Detail, forward_pass, observed, watched_layers
         from kerasdp.portability import WholeBatchPenalties
@@ -134,6 +141,8 @@ class Replicas:
 
         def train_function(data: Any) -> dict[str, Any]:
             nonlocal parallel
+            if data[0] is PASSED_OVER:
+                return passed_over_logs()
             inputs, targets, sample_weight, indices = placed(data[0])
             if "train_step" in own:
                 logs = model.train_step((inputs, targets, sample_weight))
@@ -285,6 +294,20 @@ class Replicas:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.broadcast(tensor, 0)
         return tensor.tolist()
+
+    def any_lately(self, flag: bool) -> bool:
+        """Whether the flag was set on any rank in the call before this one: nobody has to wait for the answer."""
+        if self.num_replicas == 1:
+            return flag
+        if self._control is None:
+            # Among the hosts, so that no GPU has to be waited for either.
+            self._control = dist.new_group(backend="gloo")
+        asked, self._asked = self._asked, torch.tensor(float(flag))
+        work, self._asking = self._asking, dist.all_reduce(self._asked, dist.ReduceOp.MAX, self._control, async_op=True)
+        if work is None:
+            return False
+        work.wait()
+        return bool(asked.item())
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from kerasdp import errors
+from kerasdp import errors, preemption
 from kerasdp.backend import Devices
 
 
@@ -47,14 +48,21 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",  # a free port
             local_addr="127.0.0.1",
-            max_restarts=0,
+            max_restarts=0,  # `kerasdp.supervision` does that, for all backends alike
+            # When one has died, the others get a signal, which they may take for the scheduler's, and finish a step.
+            shutdown_timeout=5,
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
             monitor_interval=0.1,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
+            with preemption.passed_on(multiprocessing.active_children):
+                return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
         except ChildFailedError as error:
+            number = preemption.noted()
+            if number is not None and error.get_first_failure()[1].exitcode in (-number, 128 + number):
+                raise SystemExit(128 + number) from None
             raise _first_error(folder, error) from None
         except SignalException as error:  # the agent has ended the workers
             if error.sigval == signal.SIGINT:

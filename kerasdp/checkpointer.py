@@ -1,0 +1,160 @@
+"""Keeps the checkpoints of one `fit`, and goes on from one."""
+
+import os
+import sys
+import time
+from typing import Any
+
+import keras
+
+from kerasdp import checkpoint as files
+from kerasdp import preemption, report, training_state
+from kerasdp.checkpoint import Checkpoint
+from kerasdp.errors import PreemptedError
+
+
+def warn(text: str) -> None:
+    """A line that people must see, whatever --verbose says."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def resume(runner: Any, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
+    """Brings a model and its optimizer to where the newest checkpoint of a folder is; None if there is none.
+
+    All ranks take the one that rank 0 finds to be sound.
+
+    Raises:
+        UserError: if it is the checkpoint of another run, or none of several can be used.
+    """
+    found = files.load_newest(folder, warn) if runner.is_chief else None
+    (step,) = runner.replicas.agree([-1.0 if found is None else found[1].state["step"]])
+    if step < 0:
+        return None
+    path, saved = found or (files.path_of(folder, int(step)), files.load(files.path_of(folder, int(step))))
+    if runner.is_chief:  # which alone holds the first row of a batch
+        training_state.check_identity(saved.state["identity"], identity)
+        files.set_aside(folder, path)
+    training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale"))
+    return saved
+
+
+class Checkpointer(keras.callbacks.Callback):
+    """Writes checkpoints when they are due, and when a signal asks the run to end. The last of a run's callbacks.
+
+    Each rank has one, but only rank 0 writes: the state is the same on all.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        recorder: Any,
+        stateful: list[keras.callbacks.Callback],
+        *,
+        identity: dict[str, Any],
+        folder: str,
+        resumed: Checkpoint | None,
+    ):
+        """`stateful` are the callbacks whose state is saved."""
+        super().__init__()
+        self.runner, self.recorder, self.stateful, self.identity = runner, recorder, stateful, identity
+        self.every_steps, self.every_seconds = runner.config.checkpoint_interval()
+        self.best = resumed.state["best"] if resumed else None
+        self._resumed = resumed
+        self._begin = [training_state.plain_attributes(callback) for callback in stateful]
+        self._last_time = time.monotonic()
+        self._last_step = -1
+        self._is_cut = False
+        self.writer = files.Writer(folder, runner.config.keep, warn) if runner.is_chief else None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Gives the callbacks their state, which they have just set anew themselves."""
+        for known, callback in zip(self._begin, self.stateful):
+            after = training_state.plain_attributes(callback)
+            for name in [name for name in known if after.get(name) != known[name]]:
+                del known[name]
+        if self._resumed:
+            training_state.restore_callbacks(self.stateful, self._resumed.state["callbacks"], self._resumed.arrays)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Gives the metrics the values of the epoch's first part, which Keras has just set back."""
+        self._is_cut = False
+        if self._resumed and self._resumed.state["batch"]:
+            training_state.restore(self.model, self._resumed.arrays, ("metrics",))
+            # All that Keras asks of the batches that are passed over; those of a whole epoch need nothing more.
+            self.runner.passed_over_logs = self.model.get_metrics_result()
+        self._resumed = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes one if it is due; ends the run if a signal has come."""
+        recorder, step = self.recorder, self.recorder.step
+        num_batches = recorder.feed.num_batches
+        self._is_cut = self._model.stop_training and batch + 1 != num_batches
+        place = (recorder.epoch, batch + 1)
+        if self.runner.replicas.any_lately(preemption.noted() is not None):
+            self._end(place)
+        if self._is_cut:
+            self._save(*place, wait=True)
+        elif (self.every_steps and step % self.every_steps == 0) or (
+            self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds
+        ):
+            self._save(*place)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes one, unless the epoch was cut short: then that of its last step counts."""
+        if not self._is_cut:
+            logs = report.plain(logs)
+            score = logs.get("val_loss", logs.get("loss"))
+            is_best = isinstance(score, float) and (self.best is None or score < self.best)
+            self.best = score if is_best else self.best
+            self._save(epoch + 1, 0, is_best=is_best, wait=True)
+        if self.runner.replicas.any(preemption.noted() is not None):
+            self._end(None)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self.writer:
+            self.writer.close()
+
+    @property
+    def last_good(self) -> str | None:
+        """The newest checkpoint that was written, on rank 0."""
+        return self.writer and self.writer.last_good
+
+    def _save(self, epoch: int, batch: int, *, is_best: bool = False, wait: bool = False) -> None:
+        """`epoch` and `batch` are where the run goes on. If one is still being written, it waits or does nothing."""
+        if self.writer is None or (self.writer.is_busy and not wait):
+            return
+        if self.recorder.step == self._last_step and not is_best and batch:
+            return
+        self.recorder.read_losses()  # raises if one is not a number
+        model = self.model  # with jax, Keras here brings back the values from the running step
+        arrays = training_state.gather(model)
+        config = self.runner.config
+        state = {
+            "step": self.recorder.step,
+            "epoch": epoch,
+            "batch": batch,
+            "stopped": model.stop_training and not batch,
+            "best": self.best,
+            "identity": self.identity,
+            "recorder": self.recorder.state(),
+            "callbacks": training_state.callback_states(self.stateful, self._begin, arrays),
+            "saved_by": {"backend": config.backend, "devices": self.runner.num_replicas, "precision": config.precision},
+            "config": config.as_dict(),
+            "versions": report.versions(),
+        }
+        self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
+        self._last_time, self._last_step = time.monotonic(), self.recorder.step
+
+    def _end(self, place: tuple[int, int] | None) -> None:
+        if place is not None:
+            self._save(*place, wait=True)
+        if self.writer:
+            self.writer.wait()
+        self.runner.replicas.agree([0.0])  # a rank that leaves before rank 0 has written would end that, too
+        signal = preemption.noted()
+        name = "a signal to another process" if signal is None else signal.name
+        saved = self.last_good or f"a file in {os.path.join(self.runner.config.workdir, 'checkpoints')}"
+        raise PreemptedError(
+            f"stopped by {name} after step {self.recorder.step}, saved in {saved}; go on with --resume"
+        )

@@ -1,0 +1,101 @@
+"""Signals that ask a run to end.
+
+Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away. While checkpoints are being kept, the
+first one is noted, and the run ends behind its step, with a checkpoint; a second one ends it at once. Without
+checkpoints the first one does.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_noted: list[int] = []
+_is_awaited = False
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Around what a worker does: notes the signals. In another thread than the main one it can do nothing."""
+    _noted.clear()
+    handlers = dict.fromkeys(_SIGNALS, _note)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handlers[signal.SIGINT] = _interrupt
+    with _handlers(handlers):
+        yield
+
+
+@contextlib.contextmanager
+def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
+    """Around waiting for worker processes (which have a `pid`): gives the signals to them, and waits on."""
+    _noted.clear()
+
+    def pass_on(number: int, _: Any) -> None:
+        _noted.append(number)
+        for process in processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    with _handlers(dict.fromkeys(_SIGNALS, pass_on)):
+        yield
+
+
+@contextlib.contextmanager
+def awaited() -> Iterator[None]:
+    """Around a `fit` with checkpoints, which asks `noted` behind each step."""
+    global _is_awaited
+    _is_awaited = True
+    try:
+        yield
+    finally:
+        _is_awaited = False
+
+
+def noted() -> signal.Signals | None:
+    """The signal that came, if one did."""
+    return signal.Signals(_noted[0]) if _noted else None
+
+
+def leave_if_asked() -> None:
+    """Ends the run if a signal should have done so already.
+
+    An exception that a signal raises while a framework's native code runs a Python callback (jax 0.10.2 does, at each
+    garbage collection) is printed, and lost.
+    """
+    if _noted and (not _is_awaited or signal.SIGINT in _noted):
+        _raise(_noted[-1])
+
+
+def _note(number: int, _: Any) -> None:
+    _noted.append(number)
+    if len(_noted) > 1 and _is_awaited:
+        os._exit(128 + number)
+    if not _is_awaited:
+        _raise(number)
+
+
+def _interrupt(number: int, _: Any) -> None:
+    _noted.append(number)
+    _raise(number)
+
+
+def _raise(number: int) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _handlers(handlers: dict[int, Callable[[int, Any], None]]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,183 @@
+"""Counts and measures a run, and writes down what it did."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import keras
+
+from kerasdp import preemption, report
+from kerasdp.errors import NonFiniteLossError
+
+
+class Recorder(keras.callbacks.Callback):
+    """Counts steps, measures time, stops at NaN and at `max_steps`, and writes the files of the run.
+
+    Losses stay on the device until a line is due: reading each at once would make the host wait in every step.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        model: keras.Model,
+        feed: Any,
+        *,
+        folder: str | None,
+        resumed: Any,
+        batch_size: int,
+        epochs: int,
+        verbose: int,
+    ):
+        """`folder` is where the files go, `resumed` the checkpoint from which the run goes on, or None for either."""
+        super().__init__()
+        self.runner, self.feed, self.verbose = runner, feed, verbose
+        # What is used, also where the arguments of `fit` say otherwise than the flags.
+        config = dataclasses.replace(runner.config, batch_size=batch_size, epochs=epochs)
+        self._kept = resumed.state["recorder"] if resumed else None
+        self.step = resumed.state["step"] if resumed else 0
+        self.epoch_images = 0
+        self.epoch_seconds: list[float] = self._kept["epoch_seconds"] if resumed else []
+        self.epoch_rates: list[float] = self._kept["epoch_rates"] if resumed else []
+        self.last_logs = self._kept["last_logs"] if resumed else {}
+        self._waiting: list[tuple[int, Any]] = []
+        self._line = (0.0, 0)
+        self._clock: float | None = None
+        self.facts = report.Facts(
+            config=config,
+            devices=str(runner.devices),
+            device_kind=runner.devices.kind,
+            num_devices=runner.num_replicas,
+            num_processes=runner.replicas.num_processes,
+            model=model.name,
+            global_batch_size=batch_size,
+        )
+        self.files = None
+        if folder is not None and runner.is_chief:
+            self.files = report.RunFiles(
+                folder,
+                self.facts,
+                tensorboard=config.tensorboard,
+                last_step=self.step,
+                history=self._kept["history"] if resumed else [],
+            )
+        self._resumed = resumed
+        runner.on_step = self._on_step
+
+    @property
+    def is_at_last_step(self) -> bool:
+        """Whether `max_steps` are done."""
+        last = self.runner.config.max_steps
+        return last is not None and self.step >= last
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: enough for the files of the run to go on without a gap."""
+        return {
+            "epoch_seconds": self.epoch_seconds,
+            "epoch_rates": self.epoch_rates,
+            "last_logs": self.last_logs,
+            "history": self.files.history if self.files else [],
+            # Of the epoch that is running.
+            "images": 0 if self._clock is None else self.epoch_images,
+            "seconds": 0.0 if self._clock is None else time.perf_counter() - self._clock,
+        }
+
+    def _on_step(self, loss: Any, num_rows: int) -> None:
+        self._waiting.append((self.step, loss))
+        self.epoch_images += num_rows
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Says what is about to run."""
+        if self.verbose and self.runner.is_chief:
+            rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+            print(report.start_line(self.facts, rate), flush=True)
+            if self._resumed:
+                saved = self._resumed.state
+                print(report.resume_line(saved["step"], saved["epoch"], saved["saved_by"]), flush=True)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Starts the clock."""
+        self.feed.current_epoch = self.epoch = epoch
+        kept, self._kept = self._kept or {"images": 0, "seconds": 0.0}, None
+        self.epoch_images = kept["images"]
+        now = time.perf_counter()
+        self._clock = now - kept["seconds"]
+        self._line = (now, self.epoch_images)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes a line every `log_every` steps."""
+        preemption.leave_if_asked()
+        self.step += 1
+        config = self.runner.config
+        if self.step % config.log_every == 0:
+            loss = self.read_losses()
+            now = time.perf_counter()
+            seconds, images = now - self._line[0], self.epoch_images - self._line[1]
+            self._line = (now, self.epoch_images)
+            if self.files:
+                self.files.add_step(self.step, self.epoch, loss, self._learning_rate(), images / seconds)
+        if self.is_at_last_step:
+            self.model.stop_training = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """The training part of the epoch is over."""
+        self._stop_clock()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes the epoch's row."""
+        self._stop_clock()
+        logs = report.plain(logs)
+        if self.files:
+            self.files.add_epoch(epoch, logs, self.epoch_seconds[-1], self.epoch_rates[-1])
+        self.last_logs = logs
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes the report and says how it went."""
+        runner = self.runner
+        runner.on_step = lambda loss, num_rows: None
+        if not runner.is_chief or not self.epoch_seconds:
+            return
+        result = report.result(
+            self.facts,
+            steps=self.step,
+            final=self.last_logs,
+            epoch_seconds=self.epoch_seconds,
+            epoch_rates=self.epoch_rates,
+            peak_memory_bytes=runner.replicas.peak_memory_bytes(),
+        )
+        if self.files:
+            self.files.add_result(result)
+        if self.verbose:
+            print(report.end_line(self.facts, result), flush=True)
+
+    def close(self) -> None:
+        """Closes the files, also of a run that failed."""
+        if self.files:
+            self.files.close()
+
+    def _stop_clock(self) -> None:
+        if self._clock is None:
+            return
+        self.read_losses()  # waits for the last step
+        seconds = time.perf_counter() - self._clock
+        self._clock = None
+        self.epoch_seconds.append(seconds)
+        self.epoch_rates.append(self.epoch_images / seconds)
+
+    def read_losses(self) -> float:
+        """The loss of the last step; stops the run at the first one that is not a number."""
+        last = math.nan
+        waiting, self._waiting = self._waiting, []
+        for step, loss in waiting:
+            if loss is None:  # a train_step of the user's own that does not tell it
+                continue
+            last = float(loss)
+            if not math.isfinite(last):
+                raise NonFiniteLossError(
+                    f"the loss became {last} at step {step + 1} (epoch {self.epoch + 1}) with learning rate "
+                    f"{self._learning_rate():.3g}; try a lower --learning_rate"
+                )
+        return last
+
+    def _learning_rate(self) -> float:
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
