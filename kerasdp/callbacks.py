@@ -7,9 +7,8 @@ from typing import Any
 
 import keras
 
-from kerasdp import report
-from kerasdp.checkpoint import Checkpoint
-from kerasdp.checkpointer import Checkpointer
+from kerasdp import report, training_state
+from kerasdp.checkpointer import Checkpointer, resume
 from kerasdp.config import CHECKPOINTS
 from kerasdp.errors import UserError
 from kerasdp.recorder import Recorder
@@ -26,6 +25,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
     Attributes:
         recorder: of the run.
         checkpointer: None if no checkpoints are kept.
+        resumed: the checkpoint from which the run goes on, or None.
     """
 
     def __init__(
@@ -35,17 +35,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
         feed: Any,
         callbacks: list[keras.callbacks.Callback],
         *,
-        folder: str | None,
-        identity: dict[str, Any],
-        resumed: Checkpoint | None,
         batch_size: int,
         epochs: int,
         verbose: str | int,
     ):
-        """`folder` is where the files go; the others are as in `fit`, `Recorder` and `Checkpointer`.
+        """Makes them, and brings model and feed to the newest checkpoint with `config.resume`. Arguments as in `fit`.
 
         Raises:
-            UserError: if one of the user's cannot work on several processes.
+            UserError: if one of the user's cannot work on several processes, or the run cannot be resumed.
         """
         callbacks = _checked(runner, callbacks)
         each_step = bool(callbacks)  # of all ranks, though only one has those that write
@@ -55,15 +52,21 @@ class RunCallbacks(keras.callbacks.CallbackList):
             verbose = runner.config.verbose
         if verbose is None:
             verbose = 1 if sys.stdout.isatty() else 2
+        folder = runner.next_folder()
+        checkpoints = None
+        if folder is not None and runner.config.checkpoint_every != "never":
+            checkpoints = os.path.join(folder, CHECKPOINTS)
+        identity = training_state.identity(runner.config, model, feed.reader) if checkpoints else {}
+        self.resumed = resumed = resume(runner, model, identity, checkpoints) if runner.config.resume else None
+        if resumed is not None:
+            feed.go_on_at(resumed.state["epoch"], resumed.state["batch"])
         self.recorder = recorder = Recorder(
             runner, model, feed, folder=folder, resumed=resumed, batch_size=batch_size, epochs=epochs, verbose=verbose
         )
         stateful = [*callbacks, keras.callbacks.History()]
-        self.checkpointer = None
-        if folder is not None and runner.config.checkpoint_every != "never":
-            self.checkpointer = Checkpointer(
-                runner, recorder, stateful, identity=identity, folder=os.path.join(folder, CHECKPOINTS), resumed=resumed
-            )
+        self.checkpointer = checkpoints and Checkpointer(
+            runner, recorder, stateful, identity=identity, folder=checkpoints, resumed=resumed
+        )
         several = runner.replicas.num_processes > 1
         super().__init__(
             [
@@ -80,6 +83,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
             steps=feed.num_batches,
             verbose=0,
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run that was resumed had come to its end: a callback stopped it, or `max_steps` were done."""
+        if self.resumed is None or self.resumed.state["batch"]:
+            return False
+        return self.resumed.state["stopped"] or self.recorder.is_at_last_step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """For a batch that is trained on."""

@@ -192,7 +192,8 @@ def set_aside(folder: str, used: str) -> None:
 
 
 def _is_sound(name: str, array: np.ndarray) -> bool:
-    return not name.startswith("model/") or array.dtype.kind != "f" or bool(np.isfinite(array).all())
+    of_training = name.startswith(("model/", "optimizer/"))
+    return not of_training or array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:

@@ -1,6 +1,5 @@
 """Keeps the checkpoints of one `fit`, and goes on from one."""
 
-import os
 import sys
 import time
 from typing import Any
@@ -58,6 +57,7 @@ class Checkpointer(keras.callbacks.Callback):
         super().__init__()
         self.runner, self.recorder, self.stateful, self.identity = runner, recorder, stateful, identity
         self.every_steps, self.every_seconds = runner.config.checkpoint_interval()
+        self.folder = folder
         self.best = resumed.state["best"] if resumed else None
         self._resumed = resumed
         self._begin = [training_state.plain_attributes(callback) for callback in stateful]
@@ -81,7 +81,7 @@ class Checkpointer(keras.callbacks.Callback):
         if self._resumed and self._resumed.state["batch"]:
             training_state.restore(self.model, self._resumed.arrays, ("metrics",))
             # All that Keras asks of the batches that are passed over; those of a whole epoch need nothing more.
-            self.runner.passed_over_logs = self.model.get_metrics_result()
+            self.runner.hooks.passed_over_logs = self.model.get_metrics_result()
         self._resumed = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -134,7 +134,7 @@ class Checkpointer(keras.callbacks.Callback):
             "step": self.recorder.step,
             "epoch": epoch,
             "batch": batch,
-            "stopped": model.stop_training and not batch,
+            "stopped": model.stop_training and not batch and not self.recorder.is_at_last_step,
             "best": self.best,
             "identity": self.identity,
             "recorder": self.recorder.state(),
@@ -151,10 +151,10 @@ class Checkpointer(keras.callbacks.Callback):
             self._save(*place, wait=True)
         if self.writer:
             self.writer.wait()
-        self.runner.replicas.agree([0.0])  # a rank that leaves before rank 0 has written would end that, too
+        path = files.path_of(self.folder, self.recorder.step)
+        # Not before rank 0 has written: a rank that leaves ends the others.
+        (is_saved,) = self.runner.replicas.agree([float(self.last_good == path)])
         signal = preemption.noted()
         name = "a signal to another process" if signal is None else signal.name
-        saved = self.last_good or f"a file in {os.path.join(self.runner.config.workdir, 'checkpoints')}"
-        raise PreemptedError(
-            f"stopped by {name} after step {self.recorder.step}, saved in {saved}; go on with --resume"
-        )
+        saved = f"saved in {path}" if is_saved else "which could not be saved"
+        raise PreemptedError(f"stopped by {name} behind step {self.recorder.step}, {saved}; go on with --resume")

@@ -62,7 +62,7 @@ class Recorder(keras.callbacks.Callback):
                 history=self._kept["history"] if resumed else [],
             )
         self._resumed = resumed
-        runner.on_step = self._on_step
+        runner.hooks.on_step = self._on_step
 
     @property
     def is_at_last_step(self) -> bool:
@@ -134,7 +134,7 @@ class Recorder(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the report and says how it went."""
         runner = self.runner
-        runner.on_step = lambda loss, num_rows: None
+        runner.hooks.on_step = lambda loss, num_rows: None
         if not runner.is_chief or not self.epoch_seconds:
             return
         result = report.result(

@@ -11,18 +11,17 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from kerasdp import initial_weights, preemption, training_state
+from kerasdp import initial_weights, preemption
 from kerasdp.backend import Devices
 from kerasdp.callbacks import RunCallbacks
-from kerasdp.checkpointer import resume
-from kerasdp.config import CHECKPOINTS, Config
+from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.order import Order
 from kerasdp.data.sources import ArraySource, split_off
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
 from kerasdp.keras_settings import set_precision, set_seed
-from kerasdp.observation import Observer
 from kerasdp.portability import batch_norms, foreign_batch_norms, portable
+from kerasdp.runners import Hooks
 
 
 class Runner:
@@ -34,18 +33,15 @@ class Runner:
         config: the choices of the run.
         devices: the devices of the run.
         replicas: the backend's part of the work (`kerasdp.runners`).
-        observer: is told of each training step; set it before `fit`.
+        hooks: who is told of each training step.
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.heartbeat`).
         num_fits: calls of `fit`.
-        passed_over_logs: what Keras is told of batches that a resumed run passes over.
     """
 
     def __init__(self, config: Config, devices: Devices, replicas: Any, heartbeat: Any = None):
         self.config, self.devices, self.replicas, self.heartbeat = config, devices, replicas, heartbeat
         self._places: Iterator[int] = itertools.count()
-        self.on_step = lambda loss, num_rows: None
-        self.passed_over_logs: dict[str, Any] = {}
-        self.observer: Observer | None = None
+        self.hooks = Hooks()
         self.num_fits = 0
         set_seed(config.seed)
         set_precision(config.precision)
@@ -115,48 +111,37 @@ class Runner:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True)
         self._prepare(model, reader)
-        self.num_fits += 1
-        folder = self.config.workdir
-        if folder is not None and self.num_fits > 1:  # it leaves the first one's files alone
-            folder = os.path.join(folder, f"fit-{self.num_fits}")
-        identity = training_state.identity(self.config, model, reader)
-        resumed = resume(self, model, identity, os.path.join(folder, CHECKPOINTS)) if self.config.resume else None
         feed = Feed(reader, self.replicas.place)
-        if resumed is not None:
-            initial_epoch = resumed.state["epoch"]
-            feed.go_on_at(initial_epoch, resumed.state["batch"])
-        validation = None
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = self._adapter(
-                Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place), size
-            )
+            validation = Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place)
+            validation_data = self._adapter(validation, size)
         run_callbacks = RunCallbacks(
-            self,
-            model,
-            feed,
-            callbacks,
-            folder=folder,
-            identity=identity,
-            resumed=resumed,
-            batch_size=batch_size,
-            epochs=epochs,
-            verbose=verbose,
+            self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
         )
+        if run_callbacks.resumed is not None:
+            initial_epoch = run_callbacks.resumed.state["epoch"]
+            epochs = initial_epoch if run_callbacks.is_over else epochs
         with self._training(run_callbacks), self._running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),
-                epochs=initial_epoch if resumed is not None and resumed.state["stopped"] else epochs,
+                epochs=epochs,
                 verbose=0,
                 callbacks=run_callbacks,
-                validation_data=validation,
+                validation_data=validation_data,
                 shuffle=False,
                 initial_epoch=initial_epoch,
                 validation_freq=validation_freq,
             )
         self.check_replicas(model)
         return history
+
+    def next_folder(self) -> str | None:
+        """Where a `fit` puts its files: a second one leaves the first one's alone."""
+        self.num_fits += 1
+        folder = self.config.workdir
+        return folder if folder is None or self.num_fits == 1 else os.path.join(folder, f"fit-{self.num_fits}")
 
     def evaluate(
         self,
@@ -313,16 +298,10 @@ class Runner:
         `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, self.observer)
+        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
-            functions = self.replicas.step_functions(
-                model,
-                lambda loss, num_rows: self.on_step(loss, num_rows),
-                self.observer,
-                lambda: self.passed_over_logs,
-            )
-            known = made_for, functions
+            known = made_for, self.replicas.step_functions(model, self.hooks)
             object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:

@@ -49,10 +49,15 @@ def _watch(work: Callable[..., Any], settings: Config, train: Callable[..., Any]
             if hanging is None:
                 continue
             found.append(hanging[0])
-            for worker in (*hanging[1], process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
+            kill(hanging[1])
+            if not is_over.wait(10):  # with torch it has workers of its own, and ends in order when they are gone
+                kill([process.pid])
             return
+
+    def kill(processes: list[int]) -> None:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
 

@@ -37,16 +37,16 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
     Args:
         model: built and, for the groups other than `"model"`, compiled.
         arrays: as `gather` gave them.
-        groups: of `"model"`, `"optimizer"`, `"loss_scale"` (kept as it is where none was saved), `"metrics"`.
+        groups: of `"model"`, `"optimizer"`, `"loss_scale"` (passed over where there is none), `"metrics"`.
 
     Raises:
         UserError: if the model or the optimizer has other variables than were saved.
     """
     for group in groups:
         known = {key: array for key, array in arrays.items() if key.startswith(f"{group}/")}
-        if group == "loss_scale" and not known:
-            continue
         keyed = _keyed(group, _groups(model)[group])
+        if group == "loss_scale" and not (known and keyed):
+            continue
         own = {key: tuple(variable.shape) for key, variable in keyed}
         odd = next((key for key in (*own, *known) if key not in known or own.get(key) != known[key].shape), None)
         if odd is not None:
@@ -129,7 +129,7 @@ def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raises `UserError` if two identities differ, with the first difference."""
-    for name in saved.keys() | own.keys():
+    for name in dict.fromkeys((*saved, *own)):
         if saved.get(name) != own.get(name):
             raise UserError(
                 f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)}. "

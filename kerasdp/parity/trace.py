@@ -148,7 +148,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
         raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
     initial: dict[str, np.ndarray] = {}
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(_values(model.variables)))
-    runner.observer = observer = Observer(detailed_step)
+    runner.hooks.observer = observer = Observer(detailed_step)
     history = runner.fit(
         model,
         x,

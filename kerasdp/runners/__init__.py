@@ -22,6 +22,34 @@ class StepFunctions:
     predict: Callable[..., Any]
 
 
+@dataclasses.dataclass(kw_only=True)
+class Hooks:
+    """What the step functions tell of training steps, and to whom. Asked anew in each step.
+
+    Args:
+        on_step: called behind each step with the loss of its global batch, a scalar tensor, and the number of its rows.
+        observer: is told more of each step, if there is one.
+        passed_over_logs: what Keras is told of a batch that a resumed run passes over (`kerasdp.data.feed`).
+    """
+
+    on_step: Callable[[Any, int], None] = lambda loss, num_rows: None
+    observer: Any = None
+    passed_over_logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def detail(self) -> Any:
+        """How much the observer wants to see of the next step."""
+        from kerasdp.observation import Detail
+
+        return Detail.NOTHING if self.observer is None else self.observer.detail
+
+    def after_step(self, loss: Any, indices: Any, seen: dict[str, Any]) -> None:
+        """Tells of a step: its loss, the places of its rows in the data set, and what `observed` gave."""
+        if self.observer is not None:
+            self.observer.on_step(loss, indices, seen)
+        self.on_step(loss, indices.shape[0])
+
+
 class PlacedBatch(NamedTuple):
     """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get."""
 

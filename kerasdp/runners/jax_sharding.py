@@ -16,10 +16,10 @@ from kerasdp.config import Config
 from kerasdp.data.feed import PASSED_OVER
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, placed
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, placed
 
 if TYPE_CHECKING:
-    from kerasdp.observation import Detail, Observer
+    from kerasdp.observation import Detail
 
 
 def count_gpus(config: Config) -> int:
@@ -110,13 +110,7 @@ class Replicas:
         finally:
             keras.distribution.set_distribution(distribution)
 
-    def step_functions(
-        self,
-        model: Any,
-        on_step: Callable[[Any, int], None],
-        observer: "Observer | None",
-        passed_over_logs: Callable[[], dict[str, Any]],
-    ) -> StepFunctions:
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Jitted train, test and predict functions for Keras' `fit`.
 
         Each is one program for the whole global batch, which XLA splits over the devices. The padding that makes
@@ -168,15 +162,11 @@ class Replicas:
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            batch = next(iterator)
-            if batch is PASSED_OVER:
-                return passed_over_logs(), state
+            if (batch := next(iterator)) is PASSED_OVER:
+                return hooks.passed_over_logs, state
             data = placed(batch)
-            detail = Detail.NOTHING if observer is None else observer.detail
-            (loss, logs, seen), state = jitted_train_step[detail](state, data)
-            if observer is not None:
-                observer.on_step(loss, data[-1], seen)
-            on_step(loss, len(data[-1]))
+            (loss, logs, seen), state = jitted_train_step[hooks.detail](state, data)
+            hooks.after_step(loss, data[-1], seen)
             return logs, state
 
         return StepFunctions(

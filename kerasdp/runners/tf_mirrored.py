@@ -14,10 +14,10 @@ from kerasdp.config import Config
 from kerasdp.data.feed import PASSED_OVER
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
 
 if TYPE_CHECKING:
-    from kerasdp.observation import Observer
+    pass
 
 
 def count_gpus(config: Config) -> int:
@@ -129,13 +129,7 @@ class Replicas:
             gather_rows=lambda rows: self.gather(rows, num_rows),
         )
 
-    def step_functions(
-        self,
-        model: Any,
-        on_step: Callable[[Any, int], None],
-        observer: "Observer | None",
-        passed_over_logs: Callable[[], dict[str, Any]],
-    ) -> StepFunctions:
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
         from kerasdp.observation import Detail, forward_pass, observed
         from kerasdp.portability import WholeBatchPenalties
@@ -190,16 +184,11 @@ class Replicas:
         }
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            batch = next(iterator)
-            if batch is PASSED_OVER:
-                return passed_over_logs()
+            if (batch := next(iterator)) is PASSED_OVER:
+                return hooks.passed_over_logs
             data = placed(batch)
-            detail = Detail.NOTHING if observer is None else observer.detail
-            loss, logs, seen = run_train_step[detail](*data)
-            indices = self.strategy.experimental_local_results(data[-1])[0]
-            if observer is not None:
-                observer.on_step(loss, indices, seen)
-            on_step(loss, indices.shape[0])
+            loss, logs, seen = run_train_step[hooks.detail](*data)
+            hooks.after_step(loss, self.strategy.experimental_local_results(data[-1])[0], seen)
             return logs
 
         return StepFunctions(

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from kerasdp.config import Config
 from kerasdp.data.feed import PASSED_OVER
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import PlacedBatch, StepFunctions, all_variables, own_steps, placed
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed
 from kerasdp.runners.torch_elastic import start
 
 if TYPE_CHECKING:
-    from kerasdp.observation import Observer
+    pass
 
 __all__ = ["Replicas", "count_gpus", "start"]
 
@@ -116,23 +116,14 @@ class Replicas:
         """Around Keras' `fit`, `evaluate` and `predict`."""
         yield
 
-    def step_functions(
-        self,
-        model: Any,
-        on_step: Callable[[Any, int], None],
-        observer: "Observer | None",
-        passed_over_logs: Callable[[], dict[str, Any]],
-    ) -> StepFunctions:
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all replicas.
 
         Args:
             model: a built Keras model.
-            on_step: called after each training step with the loss of its global batch, a scalar tensor, and the
-                number of its rows.
-            observer: is told more of each step, if there is one.
-            passed_over_logs: gives the logs of a batch that is `PASSED_OVER`.
+            hooks: who is told of each training step.
         """
-        from kerasdp.observation import Detail, forward_pass, observed, watched_layers
+        from kerasdp.observation import forward_pass, observed, watched_layers
         from kerasdp.portability import WholeBatchPenalties
 
         own = own_steps(model, self.num_replicas)
@@ -142,17 +133,15 @@ class Replicas:
         def train_function(data: Any) -> dict[str, Any]:
             nonlocal parallel
             if data[0] is PASSED_OVER:
-                return passed_over_logs()
+                return hooks.passed_over_logs
             inputs, targets, sample_weight, indices = placed(data[0])
             if "train_step" in own:
                 logs = model.train_step((inputs, targets, sample_weight))
-                if observer is not None:
-                    observer.on_step(logs.get("loss"), indices, {})
-                on_step(logs.get("loss"), len(indices))
+                hooks.after_step(logs.get("loss"), indices, {})
                 return logs
             # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
             parallel = parallel or self._parallel(model, data[0])
-            detail = Detail.NOTHING if observer is None else observer.detail
+            detail = hooks.detail
             context = self.context(len(indices))
             with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
                 outputs, penalties = self._forward(model, parallel, whole_batch, inputs, len(indices), training=True)
@@ -164,11 +153,10 @@ class Replicas:
             variables = model.trainable_weights[:]
             gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
-                if observer is not None:  # before the optimizer, which may clip them in place
-                    observer.on_step(loss.detach(), indices, observed(detail, gradients, found))
+                seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
                 model.optimizer.apply(gradients, variables)
                 logs = self._metrics(model, batch, len(indices))
-            on_step(loss.detach(), len(indices))
+            hooks.after_step(loss.detach(), indices, seen)
             return logs
 
         @torch.no_grad()

@@ -346,13 +346,13 @@ def make_classes():
 
         def on_train_begin(self, logs=None):
             runner = CURRENT["runner"]
-            record = runner.on_step
+            record = runner.hooks.on_step
 
             def both(loss, num_rows):
                 self.values.append(float(loss))
                 record(loss, num_rows)
 
-            runner.on_step = both
+            runner.hooks.on_step = both
 
     class OddRank(keras.callbacks.Callback):
         """Decides differently on each rank, as one that looks at the clock may."""

@@ -1,0 +1,109 @@
+"""Trains a small model with dropout, batch norm and callbacks that hold state; prints what came out.
+
+python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
+    trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "kill", "hang", "nan",
+        "remove" (the workdir)
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import time
+
+import numpy as np
+
+import kerasdp
+
+SETTINGS = json.loads(os.environ["KERASDP_TEST_SETTINGS"]) if "KERASDP_TEST_SETTINGS" in os.environ else {}
+
+
+def train(runner):
+    import keras
+    from keras import layers
+
+    x = np.random.RandomState(0).randn(150, 6).astype("float32")
+    y = (x[:, 0] + x[:, 1] ** 2 > 1).astype("int32") + (x[:, 2] > 0)
+    with runner.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(24), layers.BatchNormalization(), layers.Activation("gelu"),
+             layers.Dropout(0.3), layers.Dense(SETTINGS.get("units", 16), "gelu"), layers.Dense(3)]
+        )  # fmt: skip
+        model.compile(
+            kerasdp.make_optimizer(runner.config),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
+        keras.callbacks.EarlyStopping("val_loss", patience=50, restore_best_weights=True),
+        trouble(keras, runner),
+    ]
+    history = runner.fit(model, x, y, epochs=runner.config.epochs, validation_split=0.2, callbacks=callbacks)
+    if runner.config.export:
+        kerasdp.export(model, runner.config.export)
+    digest = hashlib.sha256()
+    for variable in model.variables:
+        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
+    return {
+        "weights": digest.hexdigest(),
+        "history": history.history,
+        "best": float(callbacks[1].best),
+        "waited": callbacks[1].wait,
+        "outputs": runner.predict(model, x[:5]).tolist(),
+    }
+
+
+def trouble(keras, runner):
+    class Trouble(keras.callbacks.Callback):
+        num_steps = 0
+
+        def on_train_begin(self, logs=None):
+            self.num_steps = 0  # as callbacks do; the checkpoint must win
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.num_steps += 1
+            is_last = runner.replicas.rank == runner.replicas.num_processes - 1
+            if not is_last or "trouble" not in SETTINGS or self.num_steps != SETTINGS["at_step"]:
+                return
+            mark = pathlib.Path(f"{runner.config.workdir}.trouble")
+            if mark.exists():
+                return
+            mark.touch()
+            make_trouble(self.model, runner.config.workdir)
+
+    return Trouble()
+
+
+def make_trouble(model, workdir):
+    kind = SETTINGS["trouble"]
+    if kind == "signal":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    elif kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "hang":
+        time.sleep(1000)  # HERE IT HANGS
+    elif kind == "nan":
+        model.optimizer.learning_rate = float("nan")
+    elif kind == "remove":
+        shutil.rmtree(workdir)
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    os.environ["KERASDP_TEST_SETTINGS"] = sys.argv[1]
+    globals()["SETTINGS"] = settings
+    fields = {name: value for name, value in settings.items() if name not in ("trouble", "at_step", "units")}
+    try:
+        result = kerasdp.launch(train, kerasdp.Config(device="cpu", verbose=0, log_every=1, batch_size=13, **fields))
+    except kerasdp.RunError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The promise: stopped anywhere, resumed anywhere, the same curve."""
+
+import csv
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kerasdp import checkpoint
+from tests.conftest import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
+
+DEVICES = {"torch": 2, "jax": 4, "tensorflow": 2}
+# 120 samples in batches of 13: 10 steps an epoch, the last with 3 samples.
+NUM_STEPS, STOP = 40, 17
+
+
+def train(workdir, backend, count=None, **settings):
+    settings = {"epochs": 4, "optimizer": "adam", "learning_rate": 0.01} | settings
+    count = DEVICES[backend] if count is None else count
+    fields = settings | {"backend": backend, "num_devices": count, "workdir": str(workdir)}
+    return run(PROGRAMS / "resume.py", json.dumps(fields))
+
+
+def files(workdir):
+    """Losses of the steps, and the rows of history.csv."""
+    lines = [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    with open(workdir / "history.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
+    return [line["loss"] for line in lines], [
+        {name: float(value) for name, value in row.items() if name not in ("seconds", "images_per_second")}
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What each backend gives if nothing happens."""
+    kept = {}
+
+    def get(backend):
+        if backend not in kept:
+            folder = tmp_path_factory.mktemp(backend) / "run"
+            export = str(folder.parent / "model.keras")
+            result = result_of(train(folder, backend, checkpoint_every="never", export=export))
+            kept[backend] = (result, *files(folder), export)
+        return kept[backend]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The workdir of a run that got SIGUSR1 in its second epoch."""
+    kept = {}
+
+    def get(backend):
+        if backend not in kept:
+            folder = tmp_path_factory.mktemp(f"{backend}-stopped") / "run"
+            done = train(folder, backend, trouble="signal", at_step=STOP)
+            assert done.returncode == 99, done.stderr
+            # The ranks agree on the step one step later.
+            assert re.search(rf"stopped by .* behind step {STOP}|{STOP + 1}, saved in", done.stderr)
+            kept[backend] = folder
+        return kept[backend]
+
+    return get
+
+
+def copy_of(folder, tmp_path):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", folder, copy], check=True)
+    (tmp_path / "run.trouble").touch()
+    return copy
+
+
+def test_the_same_backend_goes_on_bit_for_bit(backend, undisturbed, stopped, tmp_path):
+    workdir = copy_of(stopped(backend), tmp_path)
+    result = result_of(train(workdir, backend, resume=True))
+    expected, losses, rows, _ = undisturbed(backend)
+    assert files(workdir) == (losses, rows)
+    assert result == expected
+
+
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="there is one backend")
+@pytest.mark.parametrize(("old", "new"), [(old, BACKENDS[place - 1]) for place, old in enumerate(BACKENDS)])
+def test_another_backend_goes_on(old, new, undisturbed, stopped, tmp_path):
+    workdir = copy_of(stopped(old), tmp_path)
+    result = result_of(train(workdir, new, 1 if old == "torch" else None, resume=True))
+    expected, losses, rows, _ = undisturbed(old)
+    received, received_rows = files(workdir)
+    assert received[:STOP] == losses[:STOP]
+    np.testing.assert_allclose(received[: STOP + 10], losses[: STOP + 10], rtol=1e-5)
+    np.testing.assert_allclose(received, losses, rtol=1e-3)
+    for row, other in zip(rows, received_rows):
+        assert row == pytest.approx(other, rel=1e-3)
+    assert len(result["history"]["loss"]) == 4
+    assert result["waited"] == expected["waited"]
+
+
+def test_a_run_that_is_killed_starts_again(backend, undisturbed, tmp_path):
+    done = train(tmp_path / "run", backend, trouble="kill", at_step=STOP, max_restarts=1, checkpoint_every="5")
+    expected, losses, rows, _ = undisturbed(backend)
+    assert "was ended by SIGKILL\nrestart 1 of 1, from the last checkpoint" in done.stderr
+    result = result_of(done)
+    assert result["weights"] == expected["weights"]
+    assert files(tmp_path / "run") == (losses, rows)
+
+
+@pytest.mark.parametrize("name", [name for name in ("torch", "jax") if name in BACKENDS])
+def test_a_rank_that_hangs_is_named(name, tmp_path):
+    done = train(tmp_path / "run", name, 2, trouble="hang", at_step=STOP, hang_timeout=4)
+    rank = 1 if name == "torch" else 0
+    line = 1 + (PROGRAMS / "resume.py").read_text().splitlines().index("        time.sleep(1000)  # HERE IT HANGS")
+    place = rf"\(at .*resume.py:{line}, in make_trouble\)"
+    assert done.returncode == 1
+    assert re.search(f"WorkerError: rank {rank} hangs in step {STOP} {place}: nothing moved for 4 s", done.stderr)
+
+
+def test_not_a_number_names_the_last_good_checkpoint(tmp_path):
+    done = train(tmp_path / "run", BACKENDS[-1], 1, trouble="nan", at_step=STOP, checkpoint_every="1")
+    assert done.returncode == 1
+    path = re.search(r"the last good checkpoint is (\S+)", done.stderr)[1]
+    assert checkpoint.load(path).state["step"] < STOP
+    assert checkpoint.paths_in(tmp_path / "run" / "checkpoints")[0] == path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "in --seed: expected 0. Received: 1"),
+        ({"learning_rate": 0.02}, "in --learning_rate: expected 0.01. Received: 0.02"),
+        ({"units": 17}, "in model: expected"),
+    ],
+)
+def test_another_run_is_refused(change, words, stopped, tmp_path):
+    done = train(copy_of(stopped(BACKENDS[-1]), tmp_path), BACKENDS[-1], 1, resume=True, **change)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
+    """Where a file may not be larger than a few kilobytes, which a checkpoint is."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+
+    fields = {"backend": BACKENDS[-1], "num_devices": 1, "workdir": str(tmp_path / "run"), "epochs": 2}
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "resume.py", json.dumps(fields)],
+        cwd=ROOT, env=environment(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, timeout=280,
+        preexec_fn=limit,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(result_of(done)["history"]["loss"]) == 2
+    assert done.stderr.count("cannot write checkpoints into") == 1
+    assert os.listdir(tmp_path / "run" / "checkpoints") == []
+
+
+def test_a_workdir_that_vanishes(tmp_path):
+    done = train(tmp_path / "run", BACKENDS[-1], 1, trouble="remove", at_step=STOP)
+    assert len(result_of(done)["history"]["loss"]) == 4
+
+
+LOAD = """
+import sys, json, numpy as np, keras
+assert "kerasdp" not in sys.modules
+found = {}
+for path in sys.argv[1:]:
+    model = keras.saving.load_model(path)
+    assert not any(type(layer).__module__.startswith("kerasdp") for layer in model.layers)
+    x = np.random.RandomState(0).randn(150, 6).astype("float32")
+    outputs = model.predict(x[:5], verbose=0).tolist()
+    loss = model.fit(x, np.zeros(150, "int32"), epochs=1, verbose=0).history["loss"]
+    found[path] = [outputs, int(model.optimizer.iterations)]
+print("RESULT", json.dumps(found))
+"""
+
+
+def test_an_exported_model_loads_everywhere(backend, undisturbed, tmp_path):
+    paths = [undisturbed(name)[3] for name in BACKENDS]
+    program = tmp_path / "load.py"
+    program.write_text(LOAD)
+    found = result_of(run(program, *paths, cwd=tmp_path, KERAS_BACKEND=backend))
+    for name, path in zip(BACKENDS, paths):
+        outputs, iterations = found[path]
+        np.testing.assert_allclose(outputs, undisturbed(name)[0]["outputs"], atol=1e-6)
+        assert iterations == NUM_STEPS + 5  # 150 samples in batches of 32

@@ -1,0 +1,168 @@
+"""The proof of resuming, at full size: `python -m pytest -m proof -s tests/runners/test_resume_proof.py`.
+
+It prints the tables that stand in the README. About 40 minutes on two cores.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from kerasdp import checkpoint
+from tests.conftest import BACKENDS, ROOT, environment, run
+from tests.runners.test_failures import session_members
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(7200)]
+
+WAYS = [(backend, count) for backend, many in (("torch", 2), ("jax", 4), ("tensorflow", 2)) for count in (1, many)]
+WAYS = [(backend, count) for backend, count in WAYS if backend in BACKENDS]
+OPTIMIZERS = {"sgd": "sgd(learning_rate=0.003,momentum=0.9)", "adam": "adam(learning_rate=0.001)"}
+# 1,437 digits in batches of 61: 24 steps an epoch, the last with 34 samples. Step 29 is within the second epoch.
+STOP, LAST = 29, 70
+
+
+def command(way, workdir, optimizer, *flags):
+    return [
+        "recipes/train.py", f"--backend={way[0]}", f"--gpus={way[1]}", "--device=cpu", f"--workdir={workdir}",
+        "--model=convnet", "--batch_size=61", "--epochs=9", f"--max_steps={LAST}", "--log_every=1", "--verbose=2",
+        f"--optimizer={OPTIMIZERS[optimizer]}", *flags,
+    ]  # fmt: skip
+
+
+def losses(workdir):
+    lines = [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, LAST + 1))
+    return np.array([line["loss"] for line in lines])
+
+
+def final_arrays(workdir):
+    return checkpoint.load(checkpoint.path_of(str(workdir / "checkpoints"), LAST)).arrays
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The workdir of an uninterrupted run, with a checkpoint of step 29."""
+    kept = {}
+
+    def get(way, optimizer):
+        if (way, optimizer) not in kept:
+            workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+            done = run(*command(way, workdir, optimizer, f"--checkpoint_every={STOP}", "--keep=99"))
+            assert done.returncode == 0, done.stderr
+            kept[way, optimizer] = workdir
+        return kept[way, optimizer]
+
+    return get
+
+
+def resumed(old, way, optimizer, folder):
+    """The losses of a run that goes on behind step 29 of another, as if that had been killed later in its epoch."""
+    workdir = folder / "run"
+    shutil.copytree(old, workdir)
+    for path in checkpoint.paths_in(str(workdir / "checkpoints")):
+        if path != checkpoint.path_of(str(workdir / "checkpoints"), STOP):
+            os.remove(path)
+    done = run(*command(way, workdir, optimizer, "--resume"))
+    assert done.returncode == 0, done.stderr
+    assert f"goes on behind step {STOP}, in epoch 2" in done.stdout
+    found = losses(workdir), final_arrays(workdir)
+    shutil.rmtree(workdir)
+    return found
+
+
+def apart(expected, received, steps):
+    pair = expected[STOP : STOP + steps], received[STOP : STOP + steps]
+    return float((np.abs(pair[0] - pair[1]) / np.abs(pair[0])).max())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_pair(optimizer, undisturbed, tmp_path_factory):
+    """Each ordered pair of backends and device counts, stopped within an epoch."""
+    rows = {}
+    for old in WAYS:
+        expected, arrays = losses(undisturbed(old, optimizer)), final_arrays(undisturbed(old, optimizer))
+        for new in WAYS:
+            received, new_arrays = resumed(undisturbed(old, optimizer), new, optimizer, tmp_path_factory.mktemp("pair"))
+            assert (received[:STOP] == expected[:STOP]).all()
+            ten, forty = apart(expected, received, 10), apart(expected, received, 40)
+            alone = apart(expected, losses(undisturbed(new, optimizer)), 40)
+            rows[old, new] = ten, forty
+            print(f"{optimizer}: {old} -> {new}: {ten:.1e} in 10 steps, {forty:.1e} in 40; "
+                  f"two uninterrupted runs: {alone:.1e}", flush=True)  # fmt: skip
+            if old == new:
+                assert (received == expected).all()
+                assert all((new_arrays[name] == array).all() for name, array in arrays.items())
+            elif optimizer == "sgd":
+                assert forty < 1e-4
+            else:
+                assert ten < 1e-4
+                # A few round-offs are always allowed.
+                assert forty <= max(2 * alone, 1e-5)
+    names = [f"{backend} x {count}" for backend, count in WAYS]
+    print(f"\n| {optimizer}: saved by, resumed by | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
+    for old, name in zip(WAYS, names):
+        print(f"| {name} | " + " | ".join("{:.0e}, {:.0e}".format(*rows[old, new]) for new in WAYS) + " |")
+
+
+def workers(session):
+    """The processes of a session that train: those that were spawned, and spawned none themselves."""
+    found = {}
+    for process in session_members(session):
+        try:
+            with open(f"/proc/{process}/cmdline") as file, open(f"/proc/{process}/stat") as other:
+                parent = int(other.read().rpartition(")")[2].split()[1])
+                found[process] = ("spawn_main" in file.read(), parent)
+        except OSError:
+            continue
+    parents = {parent for is_spawned, parent in found.values() if is_spawned}
+    return [process for process, (is_spawned, _) in found.items() if is_spawned and process not in parents]
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_kill_9_at_random_moments(backend, attempt, undisturbed, tmp_path):
+    """Four runs with five kills each, of any rank, while a checkpoint is written every other step."""
+    chosen = random.Random(f"{backend} {attempt}")
+    way, workdir = (backend, 2), tmp_path / "run"
+    flags = ["--max_restarts=9", "--checkpoint_every=2", "--keep=2"]
+    process = subprocess.Popen(
+        [sys.executable, *command(way, workdir, "sgd", *flags)],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    killed = []
+    for step in sorted(chosen.sample(range(1, LAST - 3), 5)):
+        while process.poll() is None and number_of_lines(workdir / "steps.jsonl") < step:
+            time.sleep(0.01)
+        time.sleep(chosen.random() * 0.1)
+        found = sorted(workers(process.pid))
+        if found:
+            victim = chosen.choice(found)
+            os.kill(victim, signal.SIGKILL)
+            killed.append(step)
+            # Only a run that has started again can be killed again.
+            while process.poll() is None and victim in session_members(process.pid):
+                time.sleep(0.01)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    assert session_members(process.pid) == []
+    print(f"{backend}, killed behind steps {killed}: {output.count('restart ')} restarts", flush=True)
+    assert output.count("restart ") == len(killed) == 5
+    expected = undisturbed(way, "sgd")
+    assert (losses(workdir) == losses(expected)).all()
+    received = final_arrays(workdir)
+    for name, array in final_arrays(expected).items():
+        assert (received[name] == array).all(), name
+
+
+def number_of_lines(path):
+    try:
+        return path.read_text().count("\n")
+    except OSError:
+        return 0

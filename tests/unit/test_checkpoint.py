@@ -1,0 +1,149 @@
+"""Checkpoint files: whole, or not there."""
+
+import json
+import os
+import random
+import struct
+
+import numpy as np
+import pytest
+
+from kerasdp import checkpoint
+from kerasdp.checkpoint import Checkpoint, CheckpointError
+from kerasdp.errors import UserError
+
+
+def some(step=7):
+    random = np.random.RandomState(step)
+    arrays = {
+        "model/0000 dense/kernel": random.randn(7, 5).astype("float32"),
+        "model/0001 seed": np.array([3, 2**32 - 1], "uint32"),
+        "optimizer/0000 iterations": np.array(step, "int64"),
+        "callbacks/EarlyStopping/0/best_weights/0": random.randn(3),
+        "metrics/0000 empty": np.zeros((0, 2), "float32"),
+    }
+    return Checkpoint(arrays=arrays, state={"step": step, "epoch": 1, "best": float("inf"), "names": ["a", "ü"]})
+
+
+def assert_equal(expected, received):
+    assert received.state == expected.state
+    assert received.arrays.keys() == expected.arrays.keys()
+    for name, array in expected.arrays.items():
+        assert received.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(received.arrays[name], array)
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = checkpoint.path_of(str(tmp_path / "new"), 7)
+    checkpoint.save(path, some())
+    assert_equal(some(), checkpoint.load(path))
+    assert os.listdir(tmp_path / "new") == ["step-00000007.safetensors"]
+
+
+@pytest.fixture
+def content(tmp_path):
+    path = tmp_path / "whole.safetensors"
+    checkpoint.save(str(path), some())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut off", "bit"])
+def test_damage_at_every_place_is_seen(damage, content, tmp_path):
+    """At 50 random places, and at each of the first bytes, which say how long the header is."""
+    path = tmp_path / "damaged.safetensors"
+    chosen = random.Random(0)
+    places = {*range(16), *(chosen.randrange(len(content)) for _ in range(50)), len(content) - 1}
+    for place in places:
+        if damage == "cut off":
+            path.write_bytes(content[:place])
+        else:
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << chosen.randrange(8)
+            path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="corrupt"):
+            checkpoint.load(str(path))
+
+
+def test_values_that_were_exchanged_are_seen(tmp_path):
+    """What a checksum of the numbers alone would let pass: the same bytes under two other names."""
+    saved = some()
+    path = str(tmp_path / "a.safetensors")
+    checkpoint.save(path, saved)
+    text = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(text.replace(b"dense/kernel", b"dense/kernal"))
+    with pytest.raises(CheckpointError, match="checksum"):
+        checkpoint.load(path)
+
+
+def test_a_newer_format_is_reported(content, tmp_path):
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"]["format"] = str(checkpoint.FORMAT + 1)
+    text = json.dumps(header).encode()
+    (tmp_path / "new.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    with pytest.raises(CheckpointError, match="newer kerasdp"):
+        checkpoint.load(str(tmp_path / "new.safetensors"))
+
+
+def test_the_one_before_is_used(tmp_path):
+    folder = str(tmp_path)
+    for step in (5, 10, 123456789):
+        checkpoint.save(checkpoint.path_of(folder, step), some(step))
+    newest = checkpoint.path_of(folder, 123456789)
+    os.truncate(newest, 100)
+    (tmp_path / "step-00000200.safetensors.12.tmp").write_bytes(b"half")
+    told = []
+    path, found = checkpoint.load_newest(folder, told.append)
+    assert (path, found.state["step"]) == (checkpoint.path_of(folder, 10), 10)
+    assert len(told) == 1 and told[0].startswith(newest)
+    checkpoint.set_aside(folder, path)
+    assert sorted(os.listdir(folder)) == [
+        "step-00000005.safetensors",
+        "step-00000010.safetensors",
+        "step-123456789.safetensors.unusable",
+    ]
+
+
+def test_none_or_none_that_is_sound(tmp_path):
+    assert checkpoint.load_newest(str(tmp_path / "nowhere"), print) is None
+    (tmp_path / "step-00000001.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="none of the 1 checkpoints"):
+        checkpoint.load_newest(str(tmp_path), lambda text: None)
+
+
+def test_the_writer_keeps_the_newest_and_the_best(tmp_path):
+    told = []
+    writer = checkpoint.Writer(str(tmp_path), 2, told.append)
+    for step in range(1, 5):
+        writer.write(some(step), is_best=step == 2)
+    writer.close()
+    assert sorted(os.listdir(tmp_path)) == [
+        "best.safetensors",
+        "step-00000003.safetensors",
+        "step-00000004.safetensors",
+    ]
+    assert checkpoint.load(str(tmp_path / "best.safetensors")).state["step"] == 2
+    assert writer.last_good == checkpoint.path_of(str(tmp_path), 4)
+    assert not told
+
+
+def test_what_is_not_finite_is_not_written(tmp_path):
+    told = []
+    writer = checkpoint.Writer(str(tmp_path), 2, told.append)
+    writer.write(some(1))
+    spoilt = some(2)
+    spoilt.arrays["model/0000 dense/kernel"][0, 0] = np.nan
+    writer.write(spoilt)
+    writer.close()
+    assert told == ["no checkpoint at step 2: model/0000 dense/kernel is not finite"]
+    assert os.listdir(tmp_path) == ["step-00000001.safetensors"]
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    told = []
+    (tmp_path / "file").write_text("")
+    writer = checkpoint.Writer(str(tmp_path / "file"), 2, told.append)
+    writer.write(some(1))
+    writer.write(some(2))
+    writer.close()
+    assert len(told) == 1 and "training goes on, there is no earlier one" in told[0]
