@@ -77,6 +77,16 @@ def resumed(old, way, optimizer, folder):
     return found
 
 
+def backends_apart(old, new, optimizer, undisturbed):
+    """The most that two uninterrupted runs of two backends are apart, on any number of devices.
+
+    Not of just one pair: whether an activation near zero parts two runs, or no pair of runs, is luck. With Adam torch and
+    tensorflow on one device may stay within 4e-7, and torch on one and two devices be 4e-3 apart.
+    """
+    runs = [[losses(undisturbed(way, optimizer)) for way in WAYS if way[0] == pair[0]] for pair in (old, new)]
+    return max(apart(expected, received, 40) for expected in runs[0] for received in runs[1])
+
+
 def apart(expected, received, steps):
     pair = expected[STOP : STOP + steps], received[STOP : STOP + steps]
     return float((np.abs(pair[0] - pair[1]) / np.abs(pair[0])).max())
@@ -92,10 +102,10 @@ def test_every_pair(optimizer, undisturbed, tmp_path_factory):
             received, new_arrays = resumed(undisturbed(old, optimizer), new, optimizer, tmp_path_factory.mktemp("pair"))
             assert (received[:STOP] == expected[:STOP]).all()
             ten, forty = apart(expected, received, 10), apart(expected, received, 40)
-            alone = apart(expected, losses(undisturbed(new, optimizer)), 40)
+            alone = backends_apart(old, new, optimizer, undisturbed)
             rows[old, new] = ten, forty
             print(f"{optimizer}: {old} -> {new}: {ten:.1e} in 10 steps, {forty:.1e} in 40; "
-                  f"two uninterrupted runs: {alone:.1e}", flush=True)  # fmt: skip
+                  f"uninterrupted runs of the two backends: {alone:.1e}", flush=True)  # fmt: skip
             if old == new:
                 assert (received == expected).all()
                 assert all((new_arrays[name] == array).all() for name, array in arrays.items())
@@ -103,8 +113,7 @@ def test_every_pair(optimizer, undisturbed, tmp_path_factory):
                 assert forty < 1e-4
             else:
                 assert ten < 1e-4
-                # A few round-offs are always allowed.
-                assert forty <= max(2 * alone, 1e-5)
+                assert forty <= 2 * alone
     names = [f"{backend} x {count}" for backend, count in WAYS]
     print(f"\n| {optimizer}: saved by, resumed by | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
     for old, name in zip(WAYS, names):
@@ -131,11 +140,12 @@ def test_kill_9_at_random_moments(backend, attempt, undisturbed, tmp_path):
     chosen = random.Random(f"{backend} {attempt}")
     way, workdir = (backend, 2), tmp_path / "run"
     flags = ["--max_restarts=9", "--checkpoint_every=2", "--keep=2"]
-    process = subprocess.Popen(
-        [sys.executable, *command(way, workdir, "sgd", *flags)],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    output = tmp_path / "output"
+    with open(output, "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command(way, workdir, "sgd", *flags)],
+            cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
     killed = []
     for step in sorted(chosen.sample(range(1, LAST - 3), 5)):
         while process.poll() is None and number_of_lines(workdir / "steps.jsonl") < step:
@@ -146,14 +156,14 @@ def test_kill_9_at_random_moments(backend, attempt, undisturbed, tmp_path):
             victim = chosen.choice(found)
             os.kill(victim, signal.SIGKILL)
             killed.append(step)
-            # Only a run that has started again can be killed again.
-            while process.poll() is None and victim in session_members(process.pid):
+            # Two kills at once would be one.
+            while process.poll() is None and output.read_text().count("restart ") < len(killed):
                 time.sleep(0.01)
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, output
+    process.wait(timeout=280)
+    assert process.returncode == 0, output.read_text()
     assert session_members(process.pid) == []
-    print(f"{backend}, killed behind steps {killed}: {output.count('restart ')} restarts", flush=True)
-    assert output.count("restart ") == len(killed) == 5
+    print(f"{backend}, killed behind steps {killed}: {output.read_text().count('restart ')} restarts", flush=True)
+    assert output.read_text().count("restart ") == len(killed) == 5
     expected = undisturbed(way, "sgd")
     assert (losses(workdir) == losses(expected)).all()
     received = final_arrays(workdir)

@@ -1,0 +1,73 @@
+"""What the calls of a model's layers cost."""
+
+import statistics
+import time
+from typing import Any
+
+import keras
+import numpy as np
+
+COSTS = ("time", "flops", "parameters")
+
+
+def costs_of(nodes: list[Any], inputs: list[Any], kind: str, batch_size: int) -> list[float]:
+    """The cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
+
+    Args:
+        nodes: of a functional model, in an order in which they can be called.
+        inputs: its symbolic inputs.
+        kind: of `COSTS`.
+        batch_size: samples with which time is measured.
+    """
+    if kind == "time":
+        return _seconds(nodes, inputs, batch_size)
+    counted: set[int] = set()
+    costs = []
+    for node in nodes:
+        operation = node.operation
+        if kind == "flops":
+            costs.append(float(_flops(node)))
+        else:  # weights of a layer that is called twice are there once
+            costs.append(0.0 if id(operation) in counted else float(_num_parameters(operation)))
+            counted.add(id(operation))
+    return costs
+
+
+def _num_parameters(operation: Any) -> int:
+    return sum(int(np.prod(weight.shape)) for weight in getattr(operation, "weights", []))
+
+
+def _flops(node: Any) -> int:
+    """Two for each weight and position of the output that it is used at; one for each number of an output without."""
+    kernels = [weight for weight in getattr(node.operation, "weights", []) if len(weight.shape) > 1]
+    shape = [size or 1 for size in node.outputs[0].shape[1:]]
+    if not kernels:
+        return int(np.prod(shape))
+    # Channels come last, or, where the layer says so, first.
+    first = getattr(node.operation, "data_format", None) == "channels_first"
+    positions = int(np.prod(shape[1:] if first else shape[:-1]))
+    return 2 * positions * sum(int(np.prod(kernel.shape)) for kernel in kernels)
+
+
+def _seconds(nodes: list[Any], inputs: list[Any], batch_size: int) -> list[float]:
+    """Medians of three passes, behind one that compiles."""
+    values = {id(tensor): _some(tensor, batch_size) for tensor in inputs}
+    seconds: list[list[float]] = [[] for _ in nodes]
+    for repetition in range(4):
+        known = dict(values)
+        for node, measured in zip(nodes, seconds):
+            args, kwargs = node.arguments.fill_in(known)
+            start = time.perf_counter()
+            outputs = keras.tree.flatten(node.operation(*args, **kwargs))
+            for output in outputs:
+                keras.ops.convert_to_numpy(output)  # waits for it
+            if repetition:
+                measured.append(time.perf_counter() - start)
+            known |= {id(tensor): value for tensor, value in zip(node.outputs, outputs)}
+    return [statistics.median(measured) for measured in seconds]
+
+
+def _some(tensor: Any, batch_size: int) -> Any:
+    """A batch of small numbers, which are sound as anything: pixels, tokens, measurements."""
+    shape = (batch_size, *(size or 1 for size in tensor.shape[1:]))
+    return keras.ops.convert_to_tensor(np.random.RandomState(0).randint(0, 2, shape).astype(tensor.dtype))

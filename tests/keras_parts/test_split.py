@@ -1,0 +1,140 @@
+"""Models cut into stages compute what the whole computes."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from kerasdp import pipeline
+from kerasdp.errors import UserError
+from kerasdp.pipeline.split import _Graph
+
+
+def residual(x, filters, number):
+    y = layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"conv{number}")(x)
+    y = layers.BatchNormalization(name=f"bn{number}")(y)
+    if x.shape[-1] != filters:
+        x = layers.Conv2D(filters, 1, name=f"short{number}")(x)
+    return layers.ReLU(name=f"relu{number}")(layers.Add(name=f"add{number}")([x, y]))
+
+
+def small():
+    """With skip connections, and the input once more at the end."""
+    inputs = keras.Input((8, 8, 3))
+    x = residual(residual(residual(inputs, 3, 1), 5, 2), 5, 3)
+    x = layers.Concatenate(name="join")([layers.GlobalAveragePooling2D()(x), layers.GlobalMaxPooling2D()(inputs)])
+    return keras.Model(inputs, {"kind": layers.Dense(4, name="kind")(x), "size": layers.Dense(1, name="size")(x)})
+
+
+def run(stages, inputs):
+    values = inputs
+    for stage in stages:
+        values = stage(values)
+    return [np.array(keras.ops.convert_to_numpy(value)) for value in values]
+
+
+def assert_cut_is_right(model, stages, inputs):
+    expected = keras.tree.flatten(model(inputs[0] if len(inputs) == 1 else inputs, training=False))
+    for value, other in zip(expected, run(stages, inputs), strict=True):
+        np.testing.assert_array_equal(other, keras.ops.convert_to_numpy(value))
+    own = {id(variable) for variable in model.variables}
+    held = [{id(variable) for variable in stage.model.variables} for stage in stages]
+    assert set.union(*held) == own and sum(map(len, held)) == len(own)
+    assert sum(stage.share for stage in stages) == pytest.approx(1)
+
+
+def test_every_cut_in_two_and_many_in_four():
+    model = small()
+    x = keras.ops.convert_to_tensor(np.random.RandomState(0).rand(2, 8, 8, 3).astype("float32"))
+    graph = _Graph(model)
+    places = graph.places()
+    assert places == list(range(1, len(graph.nodes)))
+    chosen = np.random.RandomState(0)
+    cuts = [[place] for place in places] + [sorted(chosen.choice(places, 3, replace=False)) for _ in range(20)]
+    for cut in cuts:
+        bounds = [0, *cut, len(graph.nodes)]
+        stages = [
+            pipeline.Stage(model=graph.stage(*pair, "part"), layers=[], share=1 / (len(bounds) - 1), num_bytes=0)
+            for pair in zip(bounds, bounds[1:])
+        ]
+        assert_cut_is_right(model, stages, [x])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "num_stages"),
+    [("ResNet50", 32, 3), ("MobileNetV2", 32, 2), ("DenseNet121", 32, 2), ("InceptionV3", 75, 2),
+     ("EfficientNetB0", 32, 4)],
+)  # fmt: skip
+def test_models_that_people_use(name, size, num_stages):
+    model = getattr(keras.applications, name)(weights=None, input_shape=(size, size, 3), classes=7)
+    stages = pipeline.split(model, num_stages, balance="flops")
+    x = keras.ops.convert_to_tensor(np.random.RandomState(0).rand(2, size, size, 3).astype("float32") * 255)
+    assert_cut_is_right(model, stages, [x])
+    assert max(stage.share for stage in stages) < 1.6 / num_stages
+
+
+def test_cuts_by_name_and_what_they_say():
+    stages = pipeline.split(small(), cut_at=["relu1", "add2"])
+    assert [stage.layers[-1] for stage in stages[:2]] == ["relu1", "add2"]
+    # relu1 and the input cross the first cut: 8x8x3 floats each.
+    assert stages[0].num_bytes == 2 * 8 * 8 * 3 * 4
+    text = pipeline.table(stages)
+    assert len(text.splitlines()) == 4 and "conv1 ... relu1" in text
+
+
+def test_balance_by_measured_time():
+    """The cost of waiting is in neither weights nor operations."""
+
+    class Slow(layers.Layer):
+        def call(self, x):
+            import time
+
+            if not isinstance(x, keras.KerasTensor):
+                time.sleep(0.02)
+            return x
+
+    inputs = keras.Input((4,))
+    x = layers.Dense(4, name="first")(inputs)
+    for number in range(3):
+        x = Slow(name=f"slow{number}")(x)
+    model = keras.Model(inputs, layers.Dense(200, name="last")(layers.Dense(200)(x)))
+    stages = pipeline.split(model, 3, balance="time")
+    assert [sum(name.startswith("slow") for name in stage.layers) for stage in stages] == [1, 1, 1]
+    assert [stage.share for stage in stages] == pytest.approx([1 / 3] * 3, abs=0.1)
+    by_weights = pipeline.split(model, 2, balance="parameters")
+    assert by_weights[1].layers == ["last"]
+
+
+def shared():
+    inputs = keras.Input((4,))
+    layer = layers.Dense(4, name="twice")
+    return keras.Model(inputs, layers.Dense(1, name="end")(layer(layers.ReLU(name="between")(layer(inputs)))))
+
+
+def masked():
+    inputs = keras.Input((4,), dtype="int32")
+    x = layers.LSTM(3, name="lstm")(layers.Embedding(5, 3, mask_zero=True, name="words")(inputs))
+    return keras.Model(inputs, layers.Dense(1, name="end")(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "choices", "words"),
+    [
+        (shared, {"cut_at": ["between"]}, "cannot be cut behind between: layer twice has weights and is used on both"),
+        (shared, {"num_stages": 3}, "--stages: expected from 1 to 2, the parts of this model. Received: 3"),
+        (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross it"),
+        (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their work"),
+        (small, {"cut_at": ["relu9"]}, "expected names of layers. Received: 'relu9'"),
+        (small, {"balance": "beauty"}, "balance: expected one of time, flops, parameters"),
+        (lambda: keras.Sequential([layers.Dense(1)]), {}, "a pipeline needs a model whose layers are known"),
+    ],
+)
+def test_what_cannot_be_cut(make, choices, words):
+    with pytest.raises(UserError, match=words):
+        pipeline.split(make(), **choices)
+
+
+def test_a_sequential_model():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dropout(0.5), layers.Dense(2)])
+    x = keras.ops.convert_to_tensor(np.ones((2, 3), "float32"))
+    assert_cut_is_right(model, pipeline.split(model), [x])
