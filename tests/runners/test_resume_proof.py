@@ -80,8 +80,8 @@ def resumed(old, way, optimizer, folder):
 def backends_apart(old, new, optimizer, undisturbed):
     """The most that two uninterrupted runs of two backends are apart, on any number of devices.
 
-    Not of just one pair: whether an activation near zero parts two runs, or no pair of runs, is luck. With Adam torch and
-    tensorflow on one device may stay within 4e-7, and torch on one and two devices be 4e-3 apart.
+    Not of just one pair: whether an activation near zero parts two runs is luck. With Adam torch and
+    tensorflow on one device may stay within 4e-7, and torch on one and on two devices be 4e-3 apart.
     """
     runs = [[losses(undisturbed(way, optimizer)) for way in WAYS if way[0] == pair[0]] for pair in (old, new)]
     return max(apart(expected, received, 40) for expected in runs[0] for received in runs[1])
