@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kerasdp import report, training_state
-from kerasdp.checkpointer import Checkpointer, resume
+from kerasdp.checkpointer import Checkpointer, resume, warn
 from kerasdp.config import CHECKPOINTS
 from kerasdp.errors import UserError
 from kerasdp.recorder import Recorder
@@ -53,9 +53,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         if verbose is None:
             verbose = 1 if sys.stdout.isatty() else 2
         folder = runner.next_folder()
-        checkpoints = None
-        if folder is not None and runner.config.checkpoint_every != "never":
-            checkpoints = os.path.join(folder, CHECKPOINTS)
+        checkpoints = os.path.join(folder, CHECKPOINTS) if runner.config.keeps_checkpoints else None
         identity = training_state.identity(runner.config, model, feed.reader) if checkpoints else {}
         self.resumed = resumed = resume(runner, model, identity, checkpoints) if runner.config.resume else None
         if resumed is not None:
@@ -67,6 +65,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.checkpointer = checkpoints and Checkpointer(
             runner, recorder, stateful, identity=identity, folder=checkpoints, resumed=resumed
         )
+        if resumed is not None and feed.reader.has_own_order and runner.is_chief:
+            warn("the batches come from an object that keeps their order to itself: it must give the same ones again")
         several = runner.replicas.num_processes > 1
         super().__init__(
             [
@@ -103,21 +103,28 @@ class RunCallbacks(keras.callbacks.CallbackList):
             super().on_train_batch_end(batch, logs)
         elif batch == passed_over - 1 and self.recorder.is_at_last_step:
             self.model.stop_training = True
+            if self.checkpointer:
+                self.checkpointer.is_cut = passed_over != self.recorder.feed.num_batches
 
     def close(self) -> None:
         """Closes the files, also of a run that failed."""
         self.recorder.close()
         if self.checkpointer:
             self.checkpointer.close()
+        if self.recorder.runner.heartbeat:
+            self.recorder.runner.heartbeat.rest()
 
 
 def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
     callbacks = callbacks or []
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
-    several = runner.replicas.num_processes > 1
-    if several and any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
-        raise UserError("BackupAndRestore cannot restore several processes; use ModelCheckpoint, or one device")
+    own_way = runner.replicas.num_processes > 1 or runner.config.keeps_checkpoints
+    if own_way and any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
+        raise UserError(
+            "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir and "
+            "--resume"
+        )
     return callbacks
 
 
@@ -171,10 +178,6 @@ class Beating(keras.callbacks.Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """An evaluation moves."""
         self._beat(True)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Nothing more is to be expected."""
-        self.heartbeat.rest()
 
 
 class Progress(keras.callbacks.Callback):

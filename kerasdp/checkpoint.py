@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -96,6 +97,8 @@ def load(path: str) -> Checkpoint:
         if metadata["sha256"] != _checksum(metadata["state"], arrays):
             raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
         return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]))
+    except PermissionError as error:
+        raise UserError(f"--resume: cannot read {path} ({error.strerror})") from error
     except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is corrupt or cut off ({reason})") from error
@@ -144,6 +147,8 @@ class Writer:
     def write(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
         """Starts to write; waits for the one before it. `is_best` writes `best.safetensors`, too."""
         self.wait()
+        # The training goes on, and changes what the state is made of.
+        checkpoint = dataclasses.replace(checkpoint, state=json.loads(json.dumps(checkpoint.state)))
         self._running = self._pool.submit(self._write, checkpoint, is_best)
 
     def wait(self) -> None:
@@ -164,11 +169,11 @@ class Writer:
             return
         try:
             save(path, checkpoint)
+            self.last_good = path
             if is_best:
                 _replace_by_link(path, os.path.join(self.folder, "best.safetensors"))
             for old in paths_in(self.folder)[self.keep :]:
                 os.remove(old)
-            self.last_good = path
         except OSError as error:
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
             reason = error.strerror or str(error)
@@ -218,5 +223,8 @@ def _replace_by_link(path: str, link: str) -> None:
     temporary = f"{link}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.remove(temporary)
-    os.link(path, temporary)
+    try:
+        os.link(path, temporary)
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, temporary)
     os.replace(temporary, link)

@@ -1,5 +1,6 @@
 """Keeps the checkpoints of one `fit`, and goes on from one."""
 
+import math
 import sys
 import time
 from typing import Any
@@ -60,11 +61,15 @@ class Checkpointer(keras.callbacks.Callback):
         self.folder = folder
         self.best = resumed.state["best"] if resumed else None
         self._resumed = resumed
+        self._batches_done = resumed.state["batch"] if resumed else 0
         self._begin = [training_state.plain_attributes(callback) for callback in stateful]
         self._last_time = time.monotonic()
         self._last_step = -1
-        self._is_cut = False
+        self._train_metrics: dict[str, Any] = {}
+        self.is_cut = False
         self.writer = files.Writer(folder, runner.config.keep, warn) if runner.is_chief else None
+        if self.writer and resumed:
+            self.writer.last_good = files.path_of(folder, resumed.state["step"])
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Gives the callbacks their state, which they have just set anew themselves."""
@@ -77,7 +82,8 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Gives the metrics the values of the epoch's first part, which Keras has just set back."""
-        self._is_cut = False
+        self._train_metrics = {}
+        self.is_cut = False
         if self._resumed and self._resumed.state["batch"]:
             training_state.restore(self.model, self._resumed.arrays, ("metrics",))
             # All that Keras asks of the batches that are passed over; those of a whole epoch need nothing more.
@@ -87,12 +93,13 @@ class Checkpointer(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes one if it is due; ends the run if a signal has come."""
         recorder, step = self.recorder, self.recorder.step
+        self._batches_done = batch + 1
         num_batches = recorder.feed.num_batches
-        self._is_cut = self._model.stop_training and batch + 1 != num_batches
+        self.is_cut = self._model.stop_training and batch + 1 != num_batches
         place = (recorder.epoch, batch + 1)
         if self.runner.replicas.any_lately(preemption.noted() is not None):
             self._end(place)
-        if self._is_cut:
+        if self.is_cut:
             self._save(*place, wait=True)
         elif (self.every_steps and step % self.every_steps == 0) or (
             self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds
@@ -101,14 +108,30 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes one, unless the epoch was cut short: then that of its last step counts."""
-        if not self._is_cut:
-            logs = report.plain(logs)
-            score = logs.get("val_loss", logs.get("loss"))
-            is_best = isinstance(score, float) and (self.best is None or score < self.best)
-            self.best = score if is_best else self.best
-            self._save(epoch + 1, 0, is_best=is_best, wait=True)
+        if not self.is_cut:
+            self._save(epoch + 1, 0, is_best=self._is_best(report.plain(logs)), wait=True)
         if self.runner.replicas.any(preemption.noted() is not None):
             self._end(None)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keeps the training metrics, which Keras is about to set back."""
+        self._train_metrics = training_state.gather(self.model, ("metrics",))
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Ends the run if a signal has come; it will go on with the validation."""
+        if self.runner.replicas.any_lately(preemption.noted() is not None):
+            self._end((self.recorder.epoch, self._batches_done))
+
+    def _is_best(self, logs: dict[str, Any]) -> bool:
+        """By validation loss; by training loss as long as there is none."""
+        name = "val_loss" if "val_loss" in logs else "loss"
+        score, known = logs.get(name), self.best or {"name": "loss", "score": math.inf}
+        if not isinstance(score, float) or not math.isfinite(score):
+            return False
+        if name == known["name"] and score >= known["score"] or name == "loss" and known["name"] == "val_loss":
+            return False
+        self.best = {"name": name, "score": score}
+        return True
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -128,7 +151,7 @@ class Checkpointer(keras.callbacks.Callback):
             return
         self.recorder.read_losses()  # raises if one is not a number
         model = self.model  # with jax, Keras here brings back the values from the running step
-        arrays = training_state.gather(model)
+        arrays = training_state.gather(model) | self._train_metrics
         config = self.runner.config
         state = {
             "step": self.recorder.step,

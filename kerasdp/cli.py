@@ -164,7 +164,7 @@ def _read(arguments: list[str], without: list[str], instead: str) -> None:
 def _config() -> Config:
     values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group != _COMPARISON}
     values["num_devices"] = values.pop("gpus")
-    if values["workdir"] is None:
+    if values["workdir"] is None and not values["resume"]:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
     return Config(**values)

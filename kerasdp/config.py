@@ -165,6 +165,11 @@ class Config:
             )
         return (None, 60.0 * int(number)) if text.endswith("m") else (int(number), None)
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.workdir is not None and self.checkpoint_every != "never"
+
     def as_dict(self) -> dict[str, Any]:
         """The fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)

@@ -22,7 +22,7 @@ class Heartbeat:
     def __init__(self, folder: str, rank: int):
         self._path = os.path.join(folder, f"rank-{rank}")
         with open(self._path, "wb") as file:
-            file.write(bytes(_RECORD.size))
+            file.write(_RECORD.pack(os.getpid(), -1, time.monotonic(), time.monotonic()))
         with open(self._path, "r+b") as file:
             self._record = mmap.mmap(file.fileno(), _RECORD.size)
         self._place, self._since, self._main_thread = -1, time.monotonic(), threading.main_thread().ident
@@ -30,7 +30,8 @@ class Heartbeat:
 
     def beat(self, step: int, is_behind: bool) -> None:
         """Marks that a step begins, or that it is behind."""
-        self._place, self._since = 2 * step + is_behind, time.monotonic()
+        self._since = time.monotonic()
+        self._place = 2 * step + is_behind
         self._write()
 
     def rest(self) -> None:
@@ -80,7 +81,7 @@ def find_hanging(folder: str, timeout: float) -> tuple[str, list[int]] | None:
             "its process is stopped" if rank in silent else f"at {wheres[rank]}" if wheres[rank] else "unknown where"
         )
         words.append(f"rank {rank} hangs in step {(ranks[rank][1] + 1) // 2 + 1} ({where})")
-    return f"{' and '.join(words)}: nothing moved for {timeout:g} s", [record[0] for record in ranks.values()]
+    return f"{' and '.join(words)}: nothing moved for {timeout:g} s", sorted(record[0] for record in ranks.values())
 
 
 def _where(folder: str, rank: int) -> str:

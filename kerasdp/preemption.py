@@ -9,11 +9,15 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on.
+_SECONDS_OF_ONE = 2.0
 _noted: list[int] = []
+_last = 0.0
 _is_awaited = False
 
 
@@ -35,9 +39,12 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
 
     def pass_on(number: int, _: Any) -> None:
         _noted.append(number)
-        for process in processes():
+        workers = list(processes())
+        if not workers:  # not yet
+            raise SystemExit(128 + number)
+        for worker in workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                os.kill(worker.pid, number)
 
     with _handlers(dict.fromkeys(_SIGNALS, pass_on)):
         yield
@@ -59,6 +66,11 @@ def noted() -> signal.Signals | None:
     return signal.Signals(_noted[0]) if _noted else None
 
 
+def explains(exit_code: int) -> bool:
+    """Whether a process that ended so did it because of a signal that was passed on to it."""
+    return any(exit_code in (-number, 128 + number) for number in _noted)
+
+
 def leave_if_asked() -> None:
     """Ends the run if a signal should have done so already.
 
@@ -70,6 +82,11 @@ def leave_if_asked() -> None:
 
 
 def _note(number: int, _: Any) -> None:
+    global _last
+    is_the_same = number in _noted and time.monotonic() - _last < _SECONDS_OF_ONE
+    _last = time.monotonic()
+    if is_the_same:
+        return
     _noted.append(number)
     if len(_noted) > 1 and _is_awaited:
         os._exit(128 + number)

@@ -42,9 +42,8 @@ def call_in_new_process(
             process.join(timeout=30)  # its own way out
     except EOFError:
         process.join()
-        number = preemption.noted()
-        if number is not None and process.exitcode in (-number, 128 + number):
-            raise SystemExit(128 + number) from None
+        if preemption.explains(process.exitcode):
+            raise SystemExit(128 + abs(process.exitcode) % 128) from None
         raise WorkerError(f"{name} {how_it_ended(process.exitcode)}") from None
     finally:
         if process.pid is not None and process.is_alive():

@@ -42,7 +42,9 @@ class Recorder(keras.callbacks.Callback):
         self.last_logs = self._kept["last_logs"] if resumed else {}
         self._waiting: list[tuple[int, Any]] = []
         self._line = (0.0, 0)
+        # When the epoch began, and how long its training part took; None outside of an epoch, and until it is over.
         self._clock: float | None = None
+        self._seconds: float | None = None
         self.facts = report.Facts(
             config=config,
             devices=str(runner.devices),
@@ -79,7 +81,7 @@ class Recorder(keras.callbacks.Callback):
             "history": self.files.history if self.files else [],
             # Of the epoch that is running.
             "images": 0 if self._clock is None else self.epoch_images,
-            "seconds": 0.0 if self._clock is None else time.perf_counter() - self._clock,
+            "seconds": 0.0 if self._clock is None else self._seconds or time.perf_counter() - self._clock,
         }
 
     def _on_step(self, loss: Any, num_rows: int) -> None:
@@ -101,7 +103,7 @@ class Recorder(keras.callbacks.Callback):
         kept, self._kept = self._kept or {"images": 0, "seconds": 0.0}, None
         self.epoch_images = kept["images"]
         now = time.perf_counter()
-        self._clock = now - kept["seconds"]
+        self._clock, self._seconds = now - kept["seconds"], None
         self._line = (now, self.epoch_images)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -126,6 +128,9 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the epoch's row."""
         self._stop_clock()
+        self.epoch_seconds.append(self._seconds)
+        self.epoch_rates.append(self.epoch_images / self._seconds)
+        self._clock = None
         logs = report.plain(logs)
         if self.files:
             self.files.add_epoch(epoch, logs, self.epoch_seconds[-1], self.epoch_rates[-1])
@@ -156,13 +161,9 @@ class Recorder(keras.callbacks.Callback):
             self.files.close()
 
     def _stop_clock(self) -> None:
-        if self._clock is None:
-            return
-        self.read_losses()  # waits for the last step
-        seconds = time.perf_counter() - self._clock
-        self._clock = None
-        self.epoch_seconds.append(seconds)
-        self.epoch_rates.append(self.epoch_images / seconds)
+        if self._seconds is None:
+            self.read_losses()  # waits for the last step
+            self._seconds = time.perf_counter() - self._clock
 
     def read_losses(self) -> float:
         """The loss of the last step; stops the run at the first one that is not a number."""

@@ -160,9 +160,11 @@ class RunFiles:
                 os.remove(self._path(name))
         self._write_json("config.json", facts.config.as_dict() | {"versions": versions()})
         with self._tolerated("steps.jsonl"):
-            kept = _lines_until(last_step, self._path("steps.jsonl"))
-            self._steps = open(self._path("steps.jsonl"), "w", buffering=1)  # noqa: SIM115 (closed in `close`)
-            self._steps.writelines(kept)
+            path = self._path("steps.jsonl")
+            with open(f"{path}.tmp", "w") as file:
+                file.writelines(_lines_until(last_step, path))
+            os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
+            self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
         self._events = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
         if self.history:
             self._write_history()
@@ -179,7 +181,7 @@ class RunFiles:
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.write(json.dumps(line) + "\n")
-        if self._events:
+        if self._can_write_events():
             for name in ("loss", "learning_rate", "images_per_second"):
                 self._events.add_scalar(f"step/{name}", line[name], step)
 
@@ -187,7 +189,7 @@ class RunFiles:
         """Writes a row of history.csv and draws curves.png anew."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
-        if self._events:
+        if self._can_write_events():
             for name, value in logs.items():
                 self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
 
@@ -210,8 +212,15 @@ class RunFiles:
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.close()
-        if self._events:
+        if self._can_write_events():
             self._events.close()
+
+    def _can_write_events(self) -> bool:
+        # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
+        if self._events and not self._events.file_writer.event_writer._worker.is_alive():
+            print(f"warning: cannot write into {self._path('tensorboard')}; training goes on", file=sys.stderr)
+            self._events = None
+        return self._events is not None
 
     def _path(self, name: str) -> str:
         return os.path.join(self.workdir, name)
@@ -240,7 +249,7 @@ def _lines_until(last_step: int, path: str) -> list[str]:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= last_step:
-                    kept.append(line)
+                    kept.append(line.rstrip("\n") + "\n")
     return kept
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from kerasdp import preemption
 from kerasdp.config import Config
 from kerasdp.errors import WorkerError
 from kerasdp.heartbeat import find_hanging
@@ -31,7 +32,7 @@ def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., A
         try:
             return _watch(work, settings, train)
         except WorkerError as error:
-            if restart > settings.max_restarts:
+            if restart > settings.max_restarts or preemption.noted() is not None:
                 raise
             print(f"{error}\nrestart {restart} of {settings.max_restarts}, from the last checkpoint", file=sys.stderr)
             sys.stderr.flush()

@@ -19,16 +19,15 @@ _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_bas
 _NOT_STATE = ("_model", "params", "validation_data")
 
 
-def gather(model: keras.Model) -> dict[str, np.ndarray]:
+GROUPS = ("model", "optimizer", "loss_scale", "metrics")
+
+
+def gather(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
     """Copies of all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
 
     The names are `group/place path`, the path without the numbers by which Keras tells instances apart.
     """
-    return {
-        key: _to_numpy(variable)
-        for group, variables in _groups(model).items()
-        for key, variable in _keyed(group, variables)
-    }
+    return {key: _to_numpy(variable) for group in groups for key, variable in _keyed(group, _groups(model)[group])}
 
 
 def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str]) -> None:
@@ -37,7 +36,7 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
     Args:
         model: built and, for the groups other than `"model"`, compiled.
         arrays: as `gather` gave them.
-        groups: of `"model"`, `"optimizer"`, `"loss_scale"` (passed over where there is none), `"metrics"`.
+        groups: of `GROUPS`; `"loss_scale"` is passed over where there is none.
 
     Raises:
         UserError: if the model or the optimizer has other variables than were saved.
@@ -105,26 +104,31 @@ def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     rate = optimizer._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    arguments = {
-        name: value
-        for name, value in optimizer.get_config().items()
-        if name not in ("name", "learning_rate", "loss_scale_factor")
-    }
     # Of rank 0, which holds the first row whatever the number of processes.
-    first_row = [leaf[:1] for leaf in keras.tree.flatten(batch.inputs) if leaf is not None]
+    first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
+    data = keras.tree.flatten((batch.indices, first_row, batch.targets, batch.sample_weight))
     return {
         **{f"--{name}": getattr(config, name) for name in _FLAGS},
         "global batch": len(batch.indices),
         "batches an epoch": reader.num_batches,
-        "first batch of the data": _digest([batch.indices, *first_row, *keras.tree.flatten(batch.targets)]),
+        "first batch of the data": _digest(leaf for leaf in data if leaf is not None),
         "model": _architecture(model),
-        "optimizer": f"{type(optimizer).__name__} {json.dumps(arguments, default=str, sort_keys=True)}",
-        "learning rate": (
-            json.dumps(keras.optimizers.schedules.serialize(rate), default=str, sort_keys=True)
-            if is_schedule
-            else float(np.float32(keras.ops.convert_to_numpy(rate)))
-        ),
+        "loss": _in_words(model.loss),
+        "optimizer": _in_words(optimizer, without=("learning_rate", "loss_scale_factor")),
+        "learning rate": _in_words(rate) if is_schedule else float(np.float32(keras.ops.convert_to_numpy(rate))),
     }
+
+
+def _in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
+    """Kind and arguments of a Keras object; the kind alone where it does not tell its arguments."""
+    if isinstance(thing, (dict, list, tuple)):
+        return json.dumps(keras.tree.flatten(keras.tree.map_structure(_in_words, thing)))
+    try:
+        arguments = {name: value for name, value in thing.get_config().items() if name not in without}
+    except (AttributeError, NotImplementedError):
+        arguments = {}
+    name = thing if isinstance(thing, str) else getattr(thing, "__name__", type(thing).__name__)
+    return f"{name} {json.dumps(_comparable(arguments), sort_keys=True)}"
 
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
@@ -161,7 +165,9 @@ def _comparable(value: Any) -> Any:
 def _digest(arrays: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for array in arrays:
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array)
+        # Data may come in the precision of the run.
+        array = np.ascontiguousarray(array.astype("float32") if array.dtype.kind == "f" else array)
         digest.update(f"{array.shape}".encode())
         digest.update(array.reshape(-1).view("uint8"))
     return digest.hexdigest()[:16]
@@ -233,7 +239,7 @@ def _encode(value: Any, key: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {name: _encode(part, f"{key}/{name}", arrays) for name, part in value.items()}
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        arrays[key] = value
+        arrays[key] = value.copy()
         return {"array": key}
     raise TypeError
 

@@ -56,6 +56,12 @@ class SampleReader:
         for indices in self.order.epoch(epoch)[start:]:
             yield lambda indices=indices: self._read(indices)
 
+    # The order is that of `Order`, which depends on seed and epoch alone.
+    has_own_order = False
+
+    def go_on_at(self, epoch: int) -> None:
+        """Each epoch's order is known by itself."""
+
     def first(self) -> Batch:
         """The first batch of the order, for its shapes."""
         return next(self.epoch(0))()
@@ -103,6 +109,17 @@ class BatchReader:
                 yield lambda batch=batch: batch
         if self.is_indexed:
             self.batches.on_epoch_end()
+
+    @property
+    def has_own_order(self) -> bool:
+        """Whether only the object that gives the batches knows their order, as with tf.data and a DataLoader."""
+        return not self.is_indexed
+
+    def go_on_at(self, epoch: int) -> None:
+        """Lets a PyDataset prepare for an epoch as if those before it had been trained on."""
+        if self.is_indexed:
+            for _ in range(epoch):
+                self.batches.on_epoch_end()
 
     def first(self) -> Batch:
         """The first batch, for its shapes; it will come again."""
@@ -166,6 +183,7 @@ class Feed:
     def go_on_at(self, epoch: int, batch: int) -> None:
         """Passes over the first batches of an epoch, which are already trained on."""
         self._start = (epoch, batch)
+        self.reader.go_on_at(epoch)
 
     @property
     def num_passed_over(self) -> int:

@@ -60,9 +60,9 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
             with preemption.passed_on(multiprocessing.active_children):
                 return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
         except ChildFailedError as error:
-            number = preemption.noted()
-            if number is not None and error.get_first_failure()[1].exitcode in (-number, 128 + number):
-                raise SystemExit(128 + number) from None
+            code = error.get_first_failure()[1].exitcode
+            if preemption.explains(code):
+                raise SystemExit(128 + abs(code) % 128) from None
             raise _first_error(folder, error) from None
         except SignalException as error:  # the agent has ended the workers
             if error.sigval == signal.SIGINT:
@@ -99,8 +99,12 @@ def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
     if not written:
         rank, failure = error.get_first_failure()
         return errors.WorkerError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}")
-    with open(os.path.join(folder, written[0])) as file:
-        record = json.load(file)
-    rank = written[0].removesuffix(".error").partition("-")[2]
+    records = {}
+    for name in written:
+        with open(os.path.join(folder, name)) as file:
+            records[name.removesuffix(".error").partition("-")[2]] = json.load(file)
+    rank, record = next(iter(records.items()))
     known = errors.from_name(record["name"], record["message"])
+    if known and "0" in records:  # of what all ranks raise, rank 0 may know more: which checkpoint is left, say
+        known = errors.from_name(records["0"]["name"], records["0"]["message"]) or known
     return known or errors.WorkerError(f"rank {rank} failed\n{record['frames']}".rstrip())

@@ -14,12 +14,12 @@ from kerasdp.data.sources import ArraySource
 from kerasdp.errors import UserError
 
 
-def build(units=4, optimizer=None, activation="relu"):
+def build(units=4, optimizer=None, activation="relu", loss="mse"):
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(units, activation), keras.layers.BatchNormalization(),
          keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     )  # fmt: skip
-    model.compile(optimizer or "adam", "mse", metrics=["mae"])
+    model.compile(optimizer or "adam", loss, metrics=["mae"])
     return model
 
 
@@ -112,6 +112,7 @@ def test_the_same_run_is_the_same():
         (lambda: identity(batch_size=9), "global batch"),
         (lambda: identity(shift=1.0), "first batch of the data"),
         (lambda: identity(build(activation="gelu")), "model"),
+        (lambda: identity(build(loss="mae")), "loss"),
         (lambda: identity(build(optimizer=keras.optimizers.Adam(beta_1=0.8))), "optimizer"),
         (lambda: identity(build(optimizer=keras.optimizers.Adam(0.1))), "learning rate"),
     ],

@@ -51,10 +51,10 @@ def test_replicas_that_drift_apart_are_an_error(backend, tmp_path):
     assert "hold different values in 1 variables, first in" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 99)], ids=["ctrl-c", "term"])
-def test_a_signal_ends_everything(backend, number, code, tmp_path):
+def start(backend, mode, folder):
+    """Starts a run, and waits until it trains."""
     process = subprocess.Popen(
-        [sys.executable, PROGRAMS / "fail.py", backend, "2", "wait", tmp_path],
+        [sys.executable, PROGRAMS / "fail.py", backend, "2", mode, folder],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -64,22 +64,59 @@ def test_a_signal_ends_everything(backend, number, code, tmp_path):
         # A shell starts its background jobs with Ctrl-C switched off, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+    for line in process.stdout:
+        if re.match(r"READY \d+", line):
+            break
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 99)], ids=["ctrl-c", "term"])
+def test_a_signal_ends_everything(backend, number, code, tmp_path):
+    process = start(backend, "wait", tmp_path)
     try:
-        for line in process.stdout:
-            if re.match(r"READY \d+", line):
-                break
         # A terminal sends Ctrl-C to every process of the group, `kill` to one.
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        start = time.monotonic()
+        begin = time.monotonic()
         assert process.wait(timeout=20) == code
-        while session_members(process.pid) and time.monotonic() - start < 20:
+        while session_members(process.pid) and time.monotonic() - begin < 20:
             time.sleep(0.1)
         assert session_members(process.pid) == []
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - begin < 10
         assert "Traceback" not in process.stderr.read()
+    finally:
+        for left in session_members(process.pid):
+            os.kill(left, signal.SIGKILL)
+
+
+def test_a_signal_to_all_processes_is_one_signal(tmp_path):
+    """Schedulers send it to all processes of a job; the first of them passes it on, too."""
+    process = start(BACKENDS[0], "wait", tmp_path)
+    try:
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert process.wait(timeout=20) == 99
+        assert re.search(r"stopped by .* behind step \d+, saved in", process.stderr.read())
+    finally:
+        for left in session_members(process.pid):
+            os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", dict.fromkeys((BACKENDS[0], BACKENDS[-1])))
+def test_a_second_signal_ends_a_long_step(name, tmp_path):
+    """The first one waits for the step, which here takes longer than anyone will wait."""
+    process = start(name, "slow", tmp_path)
+    try:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(2.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+        begin = time.monotonic()
+        while session_members(process.pid) and time.monotonic() - begin < 10:
+            time.sleep(0.1)
+        assert session_members(process.pid) == []
     finally:
         for left in session_members(process.pid):
             os.kill(left, signal.SIGKILL)

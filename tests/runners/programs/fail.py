@@ -6,6 +6,7 @@ python fail.py BACKEND NUM_DEVICES MODE WORKDIR
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -22,6 +23,8 @@ def train(runner):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 2:
                 print(f"READY {os.getpid()}", flush=True)
+                if mode == "slow":
+                    time.sleep(100)
             if batch != 3 or not last:
                 return
             if mode == "raise":

@@ -1,8 +1,8 @@
 """Trains a small model with dropout, batch norm and callbacks that hold state; prints what came out.
 
 python resume.py SETTINGS: fields of kerasdp.Config as JSON, and
-    trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "kill", "hang", "nan",
-        "remove" (the workdir)
+    trouble, at_step: what happens on the last rank behind a step, once in a workdir: "signal", "signal in validation",
+        "kill", "hang", "nan", "remove" (the workdir)
 """
 
 import hashlib
@@ -66,6 +66,14 @@ def trouble(keras, runner):
 
         def on_train_batch_end(self, batch, logs=None):
             self.num_steps += 1
+            if SETTINGS.get("trouble") != "signal in validation":
+                self.trouble()
+
+        def on_test_batch_end(self, batch, logs=None):
+            if SETTINGS.get("trouble") == "signal in validation" and batch == 1:
+                self.trouble()
+
+        def trouble(self):
             is_last = runner.replicas.rank == runner.replicas.num_processes - 1
             if not is_last or "trouble" not in SETTINGS or self.num_steps != SETTINGS["at_step"]:
                 return
@@ -80,7 +88,7 @@ def trouble(keras, runner):
 
 def make_trouble(model, workdir):
     kind = SETTINGS["trouble"]
-    if kind == "signal":
+    if kind.startswith("signal"):
         os.kill(os.getpid(), signal.SIGUSR1)
     elif kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
