@@ -1,5 +1,6 @@
 """Starts a process a device through torch's own elastic launcher, and finds the error that ended a run."""
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -101,9 +102,9 @@ def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
         return errors.WorkerError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}")
     records = {}
     for name in written:
-        with open(os.path.join(folder, name)) as file:
+        with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote
             records[name.removesuffix(".error").partition("-")[2]] = json.load(file)
-    rank, record = next(iter(records.items()))
+    rank, record = next(iter(records.items()), ("", {"name": "", "message": "", "frames": "for an unknown reason"}))
     known = errors.from_name(record["name"], record["message"])
     if known and "0" in records:  # of what all ranks raise, rank 0 may know more: which checkpoint is left, say
         known = errors.from_name(records["0"]["name"], records["0"]["message"]) or known
