@@ -1,5 +1,6 @@
 """Batches as each process sees them."""
 
+import itertools
 import threading
 import time
 
@@ -7,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.data.feed import BatchReader, Feed, SampleReader
+from kerasdp.data.feed import PASSED_OVER, BatchReader, Feed, SampleReader
 from kerasdp.data.order import Order
 from kerasdp.data.sources import ArraySource
 
@@ -96,3 +97,73 @@ def test_an_error_in_a_reading_thread_reaches_the_training():
     feed = Feed(SampleReader(Broken(), Order(num_samples=40, batch_size=2), 1, (0, 1)), lambda batch: batch)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(feed))
+
+
+def test_a_feed_goes_on_within_an_epoch():
+    """The batches that are behind keep their places, and are not read."""
+    source = SlowSource()
+    order = Order(num_samples=40, batch_size=8, seed=3)
+    whole = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist())
+    whole.current_epoch = 2
+    expected = list(whole)
+    source.read = []
+    source.inputs = lambda indices: source.read.append(indices.tolist()) or indices
+    rest = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist())
+    rest.go_on_at(2, 3)
+    rest.current_epoch = 2
+    assert rest.num_passed_over == 3
+    assert list(rest) == [PASSED_OVER] * 3 + expected[3:]
+    assert sorted(source.read) == sorted(expected[3:])
+    rest.current_epoch = 3
+    assert rest.num_passed_over == 0 and len(list(rest)) == 5 and PASSED_OVER not in list(rest)
+
+
+@pytest.mark.parametrize("stop", [(0, 1), (1, 0), (1, 1), (2, 1)])
+def test_batches_of_a_stream_go_on(stop):
+    """Two steps an epoch, of four in the stream."""
+
+    def feed():
+        batches = [(X[i : i + 3], Y[i : i + 3]) for i in range(0, 11, 3)]
+        stream = itertools.cycle(batches)
+        return Feed(BatchReader(stream, None, 1, (0, 1), steps=2), lambda batch: batch.targets.tolist())
+
+    def epochs(of, first):
+        found = []
+        for epoch in range(first, 3):
+            of.current_epoch = epoch
+            found += [batch for batch in of if batch is not PASSED_OVER]
+        return found
+
+    rest = feed()
+    rest.reader.first()
+    rest.go_on_at(*stop)
+    assert epochs(rest, stop[0]) == epochs(feed(), 0)[2 * stop[0] + stop[1] :]
+
+
+def test_a_dataset_that_shuffles_itself_goes_on():
+    class Shuffling(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.random, self.rows = np.random.RandomState(0), np.arange(11)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            rows = self.rows[3 * index : 3 * index + 3]
+            return X[rows], Y[rows]
+
+        def on_epoch_end(self):
+            self.random.shuffle(self.rows)
+
+    def feed():
+        return Feed(BatchReader(Shuffling(), None, 1, (0, 1)), lambda batch: batch.targets.tolist())
+
+    whole, rest = feed(), feed()
+    for epoch in range(3):
+        whole.current_epoch = epoch
+        expected = list(whole)
+    rest.go_on_at(2, 1)
+    rest.current_epoch = 2
+    assert list(rest)[1:] == expected[1:]
+    assert sorted(sum(expected, [])) == Y.tolist()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 from kerasdp import report
 from kerasdp.config import Config
@@ -73,3 +74,35 @@ def test_files(tmp_path):
     }  # fmt: skip
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_files_go_on(tmp_path):
+    """Behind step 20, although the run that was killed had come to step 30, and to half of its next line."""
+    of = facts(tmp_path)
+    files = report.RunFiles(str(tmp_path), of)
+    for step in (10, 20, 30):
+        files.add_step(step, 0, 1 / step, 0.03, 1000.0)
+    files.add_epoch(0, {"loss": 0.7}, 2.0, 500.0)
+    history = list(files.history)
+    files.add_epoch(1, {"loss": 0.6}, 2.0, 500.0)
+    files.close()
+    with open(tmp_path / "steps.jsonl", "a") as file:
+        file.write('{"step": 40, "ep')
+    files = report.RunFiles(str(tmp_path), of, last_step=20, history=history)
+    files.add_step(30, 1, 0.25, 0.03, 1000.0)
+    files.add_epoch(1, {"loss": 0.5}, 2.0, 500.0)
+    files.close()
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(10, 0.1), (20, 0.05), (30, 0.25)]
+    with open(tmp_path / "history.csv", newline="") as file:
+        assert [(row["epoch"], row["loss"]) for row in csv.DictReader(file)] == [("1", "0.7"), ("2", "0.5")]
+
+
+def test_a_folder_that_is_gone_is_reported_once(tmp_path, capsys):
+    files = report.RunFiles(str(tmp_path / "run"), facts(tmp_path))
+    shutil.rmtree(tmp_path / "run")
+    for epoch in range(2):
+        files.add_step(10, epoch, 0.5, 0.03, 1000.0)
+        files.add_epoch(epoch, {"loss": 0.7}, 2.0, 500.0)
+    files.close()
+    assert capsys.readouterr().err.count("history.csv (No such file or directory); training goes on") == 1
