@@ -67,8 +67,11 @@ def test_the_default_command_learns(backend_and_count, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(10, 470, 10))
     assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png",
+        "config.json", "steps.jsonl", "history.csv", "report.json", "curves.png", "checkpoints",
     }  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[1:] == [
+        f"step-{step:08d}.safetensors" for step in (414, 437, 460)
+    ]
 
 
 @pytest.mark.parametrize("number", range(len(FLAGFILES)), ids=[file.stem for file in FLAGFILES])
