@@ -1,6 +1,7 @@
 """Models of many kinds train alike on every backend and device count.
 
-The first tests are short. The others are the proof: `python -m pytest -m proof -s`, about an hour on two cores.
+The first tests are short. The others are the proof: `python -m pytest -m proof -s tests/parity`, about two hours on two
+cores.
 """
 
 import functools
