@@ -29,7 +29,7 @@ def export(model: keras.Model, path: str) -> None:
     temporary = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
         os.makedirs(folder, exist_ok=True)
-        with without_tensorflow(), _public_optimizers(model):
+        with without_tensorflow(), _public_optimizers(model), _compiler_left_open(model):
             (model.save if path.endswith(".keras") else model.save_weights)(temporary)
         os.replace(temporary, path)
     except OSError as error:
@@ -58,3 +58,20 @@ def _public_optimizers(model: keras.Model) -> Iterator[None]:
     finally:
         for kind in added:
             del names[kind]
+
+
+@contextlib.contextmanager
+def _compiler_left_open(model: keras.Model) -> Iterator[None]:
+    """Saves `jit_compile="auto"`: Keras (3.15) saves what that means on the backend that saves. So a file from jax has
+    the next backend compile, which takes torch half a minute, and one from torch keeps jax from it.
+    """
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    kept = config.get("jit_compile")
+    if kept is None:
+        yield
+        return
+    config["jit_compile"] = "auto"
+    try:
+        yield
+    finally:
+        config["jit_compile"] = kept

@@ -83,9 +83,11 @@ def test_the_default_command_learns(backend, count, tmp_path):
 def test_flagfiles_run(number, idx_folder, tmp_path):
     """Each named run, shortened, on small files; the backends take turns."""
     file = FLAGFILES[number]
-    # The deep one where nothing is compiled.
-    name = BACKENDS[0 if "resnet" in file.stem else number % len(BACKENDS)]
+    # The deep one where nothing is compiled, with few samples.
+    is_deep = "resnet" in file.stem
+    name = BACKENDS[0 if is_deep else number % len(BACKENDS)]
     flags = [f"--backend={name}", "--device=cpu", "--max_steps=2", f"--workdir={tmp_path}"]
+    flags += ["--batch_size=8"] if is_deep else []
     if "mnist" in cli.parse(["", f"--flagfile={file}"]).dataset:
         flags.append(f"--data_dir={idx_folder}")
     done = train(f"--flagfile={file.relative_to(ROOT)}", *flags)

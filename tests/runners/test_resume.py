@@ -194,6 +194,7 @@ for path in sys.argv[1:]:
     x = np.random.RandomState(0).randn(150, 6).astype("float32")
     outputs = model.predict(x[:5], verbose=0).tolist()
     loss = model.fit(x, np.zeros(150, "int32"), epochs=1, verbose=0).history["loss"]
+    assert model.jit_compile == (keras.backend.backend() == "jax")  # as each decides by itself, on the CPU
     found[path] = [outputs, int(model.optimizer.iterations)]
 print("RESULT", json.dumps(found))
 """
