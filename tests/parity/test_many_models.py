@@ -46,9 +46,8 @@ def test_convnet_in_short():
     assert largest_difference(comparison, 25) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["two inputs, two outputs", "transformer"])
-def test_other_models_in_short(name):
-    build_model, data, choices = OTHERS[name]
+def test_another_model_in_short():
+    build_model, data, choices = OTHERS["two inputs, two outputs"]
     comparison = compare(build_model, data, backends=BACKENDS[-2:], device_counts=(2,), steps=6, **choices)
     assert comparison.passed, comparison.table()
     assert largest_difference(comparison, 6) < 1e-5

@@ -48,7 +48,7 @@ def some_of(cases, chosen):
 NINE = [(name, count) for name in BACKENDS for count in (1, 2, 4)]
 
 
-@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(name, 4) for name in BACKENDS] + [("jax", 1)]))
+@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [("torch", 2), ("jax", 4), ("tensorflow", 4)]))
 def test_the_default_command_learns(backend, count, tmp_path):
     """The nine runs: accuracy on held-out digits, the lines that people see, the files that a run leaves."""
     done = train(f"--backend={backend}", f"--gpus={count}", "--device=cpu", f"--workdir={tmp_path}")
