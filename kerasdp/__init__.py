@@ -11,7 +11,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 
 if TYPE_CHECKING:
-    from kerasdp import layers, parity
+    from kerasdp import layers, parity, pipeline
     from kerasdp.cli import main, main_comparison
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
@@ -55,12 +55,13 @@ __all__ = [
     "main_comparison",
     "make_optimizer",
     "parity",
+    "pipeline",
     "portable",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("layers", "parity"):
+    if name in ("layers", "parity", "pipeline"):
         return importlib.import_module(f"kerasdp.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

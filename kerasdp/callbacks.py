@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kerasdp import report, training_state
-from kerasdp.checkpointer import Checkpointer, resume, warn
+from kerasdp.checkpointer import Checkpointer, resume
 from kerasdp.config import CHECKPOINTS
 from kerasdp.errors import UserError
 from kerasdp.recorder import Recorder
@@ -66,7 +66,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
             runner, recorder, stateful, identity=identity, folder=checkpoints, resumed=resumed
         )
         if resumed is not None and feed.reader.has_own_order and runner.is_chief:
-            warn("the batches come from an object that keeps their order to itself: it must give the same ones again")
+            report.warn(
+                "the batches come from an object that keeps their order to itself: it must give the same ones again"
+            )
         several = runner.replicas.num_processes > 1
         super().__init__(
             [
@@ -83,13 +85,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
             steps=feed.num_batches,
             verbose=0,
         )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run that was resumed had come to its end: a callback stopped it, or `max_steps` were done."""
-        if self.resumed is None or self.resumed.state["batch"]:
-            return False
-        return self.resumed.state["stopped"] or self.recorder.is_at_last_step
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """For a batch that is trained on."""

@@ -20,15 +20,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from kerasdp.errors import RunError, UserError
+from kerasdp.errors import CheckpointError, UserError
 
 # Raised when a reader of today would misread what is written.
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
-
-
-class CheckpointError(RunError):
-    """A checkpoint that cannot be used: corrupt, cut off, or of a newer format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

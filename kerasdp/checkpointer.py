@@ -1,7 +1,6 @@
 """Keeps the checkpoints of one `fit`, and goes on from one."""
 
 import math
-import sys
 import time
 from typing import Any
 
@@ -13,11 +12,6 @@ from kerasdp.checkpoint import Checkpoint
 from kerasdp.errors import PreemptedError
 
 
-def warn(text: str) -> None:
-    """A line that people must see, whatever --verbose says."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def resume(runner: Any, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
     """Brings a model and its optimizer to where the newest checkpoint of a folder is; None if there is none.
 
@@ -26,7 +20,7 @@ def resume(runner: Any, model: keras.Model, identity: dict[str, Any], folder: st
     Raises:
         UserError: if it is the checkpoint of another run, or none of several can be used.
     """
-    found = files.load_newest(folder, warn) if runner.is_chief else None
+    found = files.load_newest(folder, report.warn) if runner.is_chief else None
     (step,) = runner.replicas.agree([-1.0 if found is None else found[1].state["step"]])
     if step < 0:
         return None
@@ -67,7 +61,7 @@ class Checkpointer(keras.callbacks.Callback):
         self._last_step = -1
         self._train_metrics: dict[str, Any] = {}
         self.is_cut = False
-        self.writer = files.Writer(folder, runner.config.keep, warn) if runner.is_chief else None
+        self.writer = files.Writer(folder, runner.config.keep, report.warn) if runner.is_chief else None
         if self.writer and resumed:
             self.writer.last_good = files.path_of(folder, resumed.state["step"])
 

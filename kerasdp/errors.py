@@ -28,6 +28,10 @@ class PreemptedError(RunError):
     exit_code = 99
 
 
+class CheckpointError(RunError):
+    """A checkpoint that cannot be used: corrupt, cut off, or of a newer format."""
+
+
 class WorkerError(RunError):
     """A worker process died or raised; the text holds that worker's own error."""
 
@@ -42,7 +46,9 @@ def from_name(name: str, message: str) -> RunError | None:
     Returns:
         The error, or None where no class of this module has that name.
     """
-    for kind in (UserError, NonFiniteLossError, ReplicasDifferError, PreemptedError, RunError):
+    for kind in (
+        UserError, NonFiniteLossError, ReplicasDifferError, PreemptedError, CheckpointError, WorkerError, RunError
+    ):  # fmt: skip
         if name == kind.__name__:
             return kind(message)
     return None

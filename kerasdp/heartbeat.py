@@ -10,9 +10,8 @@ import threading
 import time
 import traceback
 
-_RECORD = struct.Struct(
-    "qqdd"
-)  # process, place (twice the step, plus 1 behind it), when it came there, last sign of life
+# Process; place (twice the step, plus 1 behind it); when it came there; last sign of life.
+_RECORD = struct.Struct("qqdd")
 _SECONDS_BETWEEN_SIGNS = 0.5
 
 

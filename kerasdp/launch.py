@@ -88,7 +88,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         # Only now may Keras be imported.
         from kerasdp.runner import Runner
 
-        heartbeat = Heartbeat(folder, replicas.rank) if folder is not None else None
+        heartbeat = Heartbeat(folder, replicas.rank) if settings.hang_timeout else None
         result = train(Runner(settings, devices, replicas, heartbeat))
     in_own_process = folder is not None or replicas.num_processes > 1
     if in_own_process and hasattr(result, "set_model"):

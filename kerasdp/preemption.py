@@ -66,9 +66,11 @@ def noted() -> signal.Signals | None:
     return signal.Signals(_noted[0]) if _noted else None
 
 
-def explains(exit_code: int) -> bool:
-    """Whether a process that ended so did it because of a signal that was passed on to it."""
-    return any(exit_code in (-number, 128 + number) for number in _noted)
+def leave_as(exit_code: int) -> None:
+    """Ends this process, too, if another ended with this code because of a signal that was passed on to it."""
+    for number in _noted:
+        if exit_code in (-number, 128 + number):
+            raise SystemExit(128 + number) from None
 
 
 def leave_if_asked() -> None:

@@ -42,8 +42,7 @@ def call_in_new_process(
             process.join(timeout=30)  # its own way out
     except EOFError:
         process.join()
-        if preemption.explains(process.exitcode):
-            raise SystemExit(128 + abs(process.exitcode) % 128) from None
+        preemption.leave_as(process.exitcode)
         raise WorkerError(f"{name} {how_it_ended(process.exitcode)}") from None
     finally:
         if process.pid is not None and process.is_alive():

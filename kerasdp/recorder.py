@@ -64,6 +64,9 @@ class Recorder(keras.callbacks.Callback):
                 history=self._kept["history"] if resumed else [],
             )
         self._resumed = resumed
+        state = resumed.state if resumed else {"stopped": False, "epoch": 0, "batch": 0}
+        # Whether the run that was resumed had come to its end, of itself or because a callback stopped it.
+        self.was_over = not state["batch"] and (state["stopped"] or state["epoch"] >= epochs or self.is_at_last_step)
         runner.hooks.on_step = self._on_step
 
     @property
@@ -95,7 +98,9 @@ class Recorder(keras.callbacks.Callback):
             print(report.start_line(self.facts, rate), flush=True)
             if self._resumed:
                 saved = self._resumed.state
-                print(report.resume_line(saved["step"], saved["epoch"], saved["saved_by"]), flush=True)
+                is_over = self.was_over or self.is_at_last_step
+                line = report.resume_line(saved["step"], saved["epoch"], saved["saved_by"], is_over=is_over)
+                print(line, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the clock."""

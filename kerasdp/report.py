@@ -46,6 +46,11 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
     return {name: value if isinstance(value, list) else float(value) for name, value in values.items()}
 
 
+def warn(text: str) -> None:
+    """A line that people must see, whatever --verbose says."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def versions() -> dict[str, str]:
     """Python's version, and that of every package that plays a part and is installed."""
     found = {"python": platform.python_version()}
@@ -65,13 +70,13 @@ def start_line(facts: Facts, learning_rate: float) -> str:
     )
 
 
-def resume_line(step: int, epoch: int, saved_by: dict[str, Any]) -> str:
+def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: bool) -> str:
     """One line on what a run goes on from; `epoch` counts from 0."""
     plural = "" if saved_by["devices"] == 1 else "s"
-    return (
-        f"goes on behind step {step}, in epoch {epoch + 1}, from where {saved_by['backend']} on {saved_by['devices']} "
-        f"device{plural} came"
-    )
+    came = f"from where {saved_by['backend']} on {saved_by['devices']} device{plural} came"
+    if is_over:
+        return f"had ended behind step {step}, {came}: nothing is left to train"
+    return f"goes on behind step {step}, in epoch {epoch + 1}, {came}"
 
 
 def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:
@@ -218,7 +223,7 @@ class RunFiles:
     def _can_write_events(self) -> bool:
         # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
         if self._events and not self._events.file_writer.event_writer._worker.is_alive():
-            print(f"warning: cannot write into {self._path('tensorboard')}; training goes on", file=sys.stderr)
+            warn(f"cannot write into {self._path('tensorboard')}; training goes on")
             self._events = None
         return self._events is not None
 
@@ -239,7 +244,7 @@ class RunFiles:
             if name not in self._reported:
                 self._reported.add(name)
                 reason = error.strerror or error
-                print(f"warning: cannot write {self._path(name)} ({reason}); training goes on", file=sys.stderr)
+                warn(f"cannot write {self._path(name)} ({reason}); training goes on")
 
 
 def _lines_until(last_step: int, path: str) -> list[str]:

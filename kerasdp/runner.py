@@ -122,7 +122,7 @@ class Runner:
         )
         if run_callbacks.resumed is not None:
             initial_epoch = run_callbacks.resumed.state["epoch"]
-            epochs = initial_epoch if run_callbacks.is_over else epochs
+            epochs = initial_epoch if run_callbacks.recorder.was_over else epochs
         with self._training(run_callbacks), self._running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),

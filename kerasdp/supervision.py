@@ -34,8 +34,8 @@ def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., A
         except WorkerError as error:
             if restart > settings.max_restarts or preemption.noted() is not None:
                 raise
-            print(f"{error}\nrestart {restart} of {settings.max_restarts}, from the last checkpoint", file=sys.stderr)
-            sys.stderr.flush()
+            line = f"restart {restart} of {settings.max_restarts}, from the last checkpoint"
+            print(f"{error}\n{line}", file=sys.stderr, flush=True)
         settings = dataclasses.replace(settings, resume=True)
     raise AssertionError("not reached")
 

@@ -27,7 +27,8 @@ def gather(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, np.n
 
     The names are `group/place path`, the path without the numbers by which Keras tells instances apart.
     """
-    return {key: _to_numpy(variable) for group in groups for key, variable in _keyed(group, _groups(model)[group])}
+    variables = _groups(model)
+    return {key: _to_numpy(variable) for group in groups for key, variable in _keyed(group, variables[group])}
 
 
 def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str]) -> None:
@@ -41,9 +42,10 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
     Raises:
         UserError: if the model or the optimizer has other variables than were saved.
     """
+    variables = _groups(model)
     for group in groups:
         known = {key: array for key, array in arrays.items() if key.startswith(f"{group}/")}
-        keyed = _keyed(group, _groups(model)[group])
+        keyed = _keyed(group, variables[group])
         if group == "loss_scale" and not (known and keyed):
             continue
         own = {key: tuple(variable.shape) for key, variable in keyed}
@@ -123,10 +125,7 @@ def _in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
     """Kind and arguments of a Keras object; the kind alone where it does not tell its arguments."""
     if isinstance(thing, (dict, list, tuple)):
         return json.dumps(keras.tree.flatten(keras.tree.map_structure(_in_words, thing)))
-    try:
-        arguments = {name: value for name, value in thing.get_config().items() if name not in without}
-    except (AttributeError, NotImplementedError):
-        arguments = {}
+    arguments = {name: value for name, value in _arguments(thing).items() if name not in without}
     name = thing if isinstance(thing, str) else getattr(thing, "__name__", type(thing).__name__)
     return f"{name} {json.dumps(_comparable(arguments), sort_keys=True)}"
 
@@ -145,12 +144,17 @@ def _architecture(model: keras.Model) -> str:
     """Digest of kinds of layers and their arguments, without what depends on names, precision and process."""
     parts = []
     for layer in model._flatten_layers(include_self=False):
-        try:
-            arguments = {} if isinstance(layer, keras.Model) else layer.get_config()
-        except Exception:  # a layer of the user's that cannot be saved; its variables are still compared
-            arguments = {}
+        arguments = {} if isinstance(layer, keras.Model) else _arguments(layer)
         parts.append([type(layer).__name__, _comparable(arguments)])
     return _digest([np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")])
+
+
+def _arguments(thing: Any) -> dict[str, Any]:
+    """Of a Keras object; none where it does not tell them, as a layer of the user's that cannot be saved."""
+    try:
+        return thing.get_config()
+    except (AttributeError, NotImplementedError):  # it is no Keras object, or one without a `get_config` of its own
+        return {}
 
 
 def _comparable(value: Any) -> Any:

@@ -26,8 +26,8 @@ class Outcome:
         losses: of each step.
         differences: of the losses from the reference's, relative, of each step.
         parting: where it parts from the reference; None if nowhere.
-        round_off: the largest difference in float64, if it parts in float32, but neither there nor in the first
-            forward pass: then round-off has grown, and nothing is wrong.
+        round_off: the largest difference in float64, if it parts in float32 but not there: then round-off has grown,
+            and nothing is wrong. None also where a difference in float32 is too large for that from the start.
         error: why it could not be trained; empty if it could.
         seconds: of the whole process.
     """
@@ -115,8 +115,8 @@ def compare(
     """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
 
     Initial weights and the samples of each step must be equal bit for bit; losses, gradient norms, metrics and final
-    weights up to round-off. Where two trainings part, both are run again to find the layer; and, if the first forward
-    pass agrees, in float64, to tell mistakes from round-off that has grown.
+    weights up to round-off. Where two trainings part, both are run again to find the layer; and, unless the first
+    forward pass is more than ten tolerances apart, in float64, to tell mistakes from round-off that has grown.
 
     Args:
         build_model: called without arguments in each process, returns a compiled Keras model; a function of a module.
@@ -217,13 +217,13 @@ def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance)
     """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients part.
 
     Returns:
-        What differs; and whether that cannot be round-off: it is in the forward pass of the first step.
+        What differs; and whether that cannot be round-off: it is far apart in the forward pass of the first step.
     """
     for detailed in dict.fromkeys((0, step)):
         received = trace(_until(reference.job, detailed), way, detailed)
-        found, is_forward = locate(detailed, reference.trace(detailed), received, tolerance)
+        found, is_certain = locate(detailed, reference.trace(detailed), received, tolerance)
         if found and detailed == 0:
-            return (found if step == 0 else f"in step 0 already {found}"), is_forward
+            return (found if step == 0 else f"in step 0 already {found}"), is_certain
         if found:
             return f"{found}; step 0 agrees: an update differs, or round-off has grown", False
     return "in that step no layer's output and no gradient stands out", False

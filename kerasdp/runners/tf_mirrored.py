@@ -4,7 +4,7 @@ import contextlib
 import functools
 import resource
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,9 +15,6 @@ from kerasdp.data.feed import PASSED_OVER
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
-
-if TYPE_CHECKING:
-    pass
 
 
 def count_gpus(config: Config) -> int:

@@ -5,7 +5,7 @@ import hashlib
 import os
 import resource
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from kerasdp.data.feed import PASSED_OVER
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed
+from kerasdp.runners.torch_collectives import gather_rows, gather_statistics
 from kerasdp.runners.torch_elastic import start
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Replicas", "count_gpus", "start"]
 
@@ -95,7 +93,7 @@ class Replicas:
             num_rows=own,
             rows=size,
             first_row=self.rank * size,
-            gather=_GatherStatistics.apply,
+            gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
         )
 
@@ -109,7 +107,7 @@ class Replicas:
 
         if self.num_replicas == 1:
             return outputs
-        return keras.tree.map_structure(lambda rows: _GatherRows.apply(rows)[:num_rows], outputs)
+        return keras.tree.map_structure(lambda rows: gather_rows(rows)[:num_rows], outputs)
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
@@ -315,41 +313,3 @@ class Replicas:
 def _digest(variable: Any) -> bytes:
     array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
     return hashlib.sha256(array.tobytes()).digest()
-
-
-def _all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Stacks the tensor of all ranks along a new first axis."""
-    # torch 2.13 renamed it, and warns of the old name.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    tensor = tensor.contiguous()
-    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-    all_gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor)
-    return gathered
-
-
-class _GatherRows(torch.autograd.Function):
-    """Concatenates the rows of all ranks; see `Replicas.gather` for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        ctx.num_rows = len(rows)
-        return _all_gather(rows).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        first = dist.get_rank() * ctx.num_rows
-        return dist.get_world_size() * gradient[first : first + ctx.num_rows]
-
-
-class _GatherStatistics(torch.autograd.Function):
-    """Stacks a tensor of all ranks; a rank's gradient is the sum over what all ranks made of its tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, statistics: torch.Tensor) -> torch.Tensor:
-        return _all_gather(statistics)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]

@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kerasdp import errors, preemption
 from kerasdp.backend import Devices
+from kerasdp.processes import how_it_ended
 
 
 def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
@@ -61,9 +62,7 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
             with preemption.passed_on(multiprocessing.active_children):
                 return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
         except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            if preemption.explains(code):
-                raise SystemExit(128 + abs(code) % 128) from None
+            preemption.leave_as(error.get_first_failure()[1].exitcode)
             raise _first_error(folder, error) from None
         except SignalException as error:  # the agent has ended the workers
             if error.sigval == signal.SIGINT:
@@ -95,11 +94,11 @@ def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
     for rank, failure in error.failures.items():
         # Killed, by the system for its memory say, or crashed: it could not write anything down.
         if failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
-            return errors.WorkerError(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+            return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}")
     written = sorted(name for name in os.listdir(folder) if name.endswith(".error"))
     if not written:
         rank, failure = error.get_first_failure()
-        return errors.WorkerError(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}")
+        return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}: {failure.message}")
     records = {}
     for name in written:
         with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote

@@ -118,10 +118,25 @@ def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
     """Resumed as it was there is nothing to do, and nothing is lost; then it goes on to the end."""
     name = BACKENDS[-1]
     for choices in ({"max_steps": STOP}, {"max_steps": STOP, "resume": True}, {"resume": True}):
-        result = result_of(train(tmp_path / "run", name, **choices))
+        done = train(tmp_path / "run", name, verbose=2, **choices)
+        result = result_of(done)
+        assert ("nothing is left to train" in done.stdout) == (choices == {"max_steps": STOP, "resume": True})
     expected, losses, rows, _ = undisturbed(name)
     assert files(tmp_path / "run") == (losses, rows)
     assert result == expected
+
+
+def test_another_precision_goes_on(undisturbed, stopped, tmp_path):
+    """The scale of the loss, which float32 has not, begins anew."""
+    name = BACKENDS[-1]
+    done = train(copy_of(stopped(name), tmp_path), name, 1, resume=True, precision="float16")
+    _, losses, _, _ = undisturbed(name)
+    result_of(done)
+    received = files(tmp_path / "run")[0]
+    np.testing.assert_allclose(received[STOP : STOP + 5], losses[STOP : STOP + 5], rtol=5e-3)
+    assert received[STOP + 1 :] != losses[STOP + 1 :]
+    newest = checkpoint.load(checkpoint.paths_in(tmp_path / "run" / "checkpoints")[0])
+    assert any(key.startswith("loss_scale/") for key in newest.arrays)
 
 
 def test_a_signal_in_a_validation(undisturbed, tmp_path):

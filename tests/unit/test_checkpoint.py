@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kerasdp import checkpoint
-from kerasdp.checkpoint import Checkpoint, CheckpointError
-from kerasdp.errors import UserError
+from kerasdp.checkpoint import Checkpoint
+from kerasdp.errors import CheckpointError, UserError
 
 
 def some(step=7):

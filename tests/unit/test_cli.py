@@ -40,6 +40,7 @@ def test_flags_and_flagfile(tmp_path):
         ("--learning_rate=fast", "--learning_rate=fast"),
         ("--flagfile=/nowhere/none.flags", "none.flags"),
         ("stray", "expected flags only. Received: 'stray'"),
+        ("--resume", "add --workdir=FOLDER"),
         ("--backend=theano", "expected one of torch, jax, tensorflow"),
     ],
 )

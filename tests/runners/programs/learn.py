@@ -21,6 +21,7 @@ def learn(runner):
 def lenet(runner):
     """40 steps of LeNet over an epoch's end, whose last batch divides by no device count; metrics of many kinds."""
     import keras
+    from learn_classes import MaximumLogit, StepLosses
 
     data = kerasdp.load_data(runner.config)
     with runner.scope():
@@ -31,7 +32,7 @@ def lenet(runner):
             metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3"), MaximumLogit()],
         )
     initial = digest(model)
-    losses = StepLosses()
+    losses = StepLosses(runner)
     history = runner.fit(model, data.train, batch_size=61, epochs=2, callbacks=[losses], validation_data=data.test)
     return {
         "initial": initial,
@@ -47,6 +48,7 @@ def lenet(runner):
 def binary(runner):
     """AUC, precision, recall, mean IoU and a loss that is a sum; dense, with a weight penalty and sample weights."""
     import keras
+    from learn_classes import StepLosses
 
     random = np.random.RandomState(0)
     x, weights = random.randn(101, 8).astype("float32"), random.rand(101).astype("float32")
@@ -71,7 +73,7 @@ def binary(runner):
             ],
             weighted_metrics=["accuracy"],
         )
-    losses = StepLosses()
+    losses = StepLosses(runner)
     # The last batch has one sample: fewer than devices.
     history = runner.fit(model, x, y, sample_weight=weights, batch_size=10, epochs=3, verbose=0, callbacks=[losses])
     classes = runner.fit(model, x, y, class_weight={0: 1.0, 1: 3.0}, validation_split=0.25, batch_size=16, verbose=0)
@@ -118,6 +120,7 @@ def two_heads(runner):
 def unused_weights(runner):
     """An output without a loss: its weights have no gradient, and stay. Dropout, which nothing may advance twice."""
     import keras
+    from learn_classes import StepLosses
 
     x = np.random.RandomState(6).randn(30, 5).astype("float32")
     with runner.scope():
@@ -126,7 +129,7 @@ def unused_weights(runner):
         outputs = {"learns": keras.layers.Dense(1, name="learns")(hidden), "idle": keras.layers.Dense(2)(hidden)}
         model = keras.Model(inputs, outputs)
         model.compile(keras.optimizers.SGD(0.05), loss={"learns": "mse", "idle": None})
-    losses = StepLosses()
+    losses = StepLosses(runner)
     runner.fit(model, x, {"learns": x[:, :1]}, batch_size=8, epochs=2, verbose=0, callbacks=[losses])
     return {"losses": losses.values, "weights": [float(np.abs(weight).sum()) for weight in model.get_weights()]}
 
@@ -135,6 +138,7 @@ def contrastive(runner):
     """A loss of the user's own that needs inputs, and every sample together with every other."""
     import keras
     from keras import ops
+    from learn_classes import StepLosses
 
     class Contrast(keras.Model):
         def __init__(self):
@@ -152,7 +156,7 @@ def contrastive(runner):
     with runner.scope():
         model = Contrast()
         model.compile(keras.optimizers.SGD(0.002))
-    losses = StepLosses()
+    losses = StepLosses(runner)
     runner.fit(model, x, batch_size=7, epochs=2, verbose=0, callbacks=[losses])
     return {"losses": losses.values}
 
@@ -160,6 +164,7 @@ def contrastive(runner):
 def batch_norm(runner):
     """Batch norm over the global batch, and over each replica's part."""
     import keras
+    from learn_classes import StepLosses
 
     random = np.random.RandomState(3)
     x, y = random.randint(0, 255, (45, 8, 8, 3)).astype("uint8"), random.randint(0, 5, 45)
@@ -182,7 +187,7 @@ def batch_norm(runner):
             model.compile(
                 keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             )
-        kept, losses = runner.config, StepLosses()
+        kept, losses = runner.config, StepLosses(runner)
         runner.config = __import__("dataclasses").replace(kept, batch_norm=statistics)
         history = runner.fit(
             model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses], validation_data=(x, y)
@@ -203,6 +208,7 @@ def random_layers(runner):
     """Dropout of all kinds, and Keras' other random layers: masks bit for bit, and what is learned through them."""
     import keras
     from keras import layers
+    from learn_classes import Jitter, LastOutputs, StepLosses
 
     random = np.random.RandomState(5)
     x, y = random.rand(45, 6, 6, 4).astype("float32"), random.randint(0, 5, 45)
@@ -228,7 +234,7 @@ def random_layers(runner):
             model.compile(
                 keras.optimizers.SGD(0.02, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             )
-        losses = StepLosses()
+        losses = StepLosses(runner)
         runner.fit(model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses])
         return losses.values
 
@@ -262,6 +268,7 @@ def random_layers(runner):
 def callbacks(runner):
     """Keras' own callbacks: what they decide, and what they write."""
     import keras
+    from learn_classes import OddRank
 
     folder = os.environ["KERASDP_TEST_FOLDER"]
     random = np.random.RandomState(4)
@@ -291,83 +298,6 @@ def digest(model):
     return [hashlib.sha256(np.ascontiguousarray(weight).tobytes()).hexdigest()[:16] for weight in model.get_weights()]
 
 
-def make_classes():
-    """Classes that need Keras, which may be imported only in a worker."""
-    import keras
-    from keras import ops
-
-    class MaximumLogit(keras.metrics.Metric):
-        """A metric that no sum over the replicas could give."""
-
-        def __init__(self):
-            super().__init__(name="maximum")
-            self.value = self.add_variable((), "zeros", name="value")
-
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
-
-        def result(self):
-            return self.value * 1.0  # not the variable itself, which the next evaluation overwrites
-
-    class LastOutputs(keras.metrics.Metric):
-        """The last three outputs as they are, dropout included."""
-
-        def __init__(self, shape):
-            super().__init__(name="last")
-            self.value = self.add_variable(shape, "zeros", name="value")
-
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.value.assign(y_pred[-3:])
-
-        def result(self):
-            return ops.sum(self.value)
-
-        def reset_state(self):
-            pass
-
-    class Jitter(keras.layers.Layer):
-        """A layer of the user's own that draws with keras.random."""
-
-        def __init__(self):
-            super().__init__()
-            self.numbers = keras.random.SeedGenerator()
-
-        def call(self, inputs, training=False):
-            if not training:
-                return inputs
-            return inputs + keras.random.truncated_normal(ops.shape(inputs), stddev=0.1, seed=self.numbers)
-
-    class StepLosses(keras.callbacks.Callback):
-        """The loss of each step: Keras' logs hold the mean of the epoch so far."""
-
-        def __init__(self):
-            super().__init__()
-            self.values = []
-
-        def on_train_begin(self, logs=None):
-            runner = CURRENT["runner"]
-            record = runner.hooks.on_step
-
-            def both(loss, num_rows):
-                self.values.append(float(loss))
-                record(loss, num_rows)
-
-            runner.hooks.on_step = both
-
-    class OddRank(keras.callbacks.Callback):
-        """Decides differently on each rank, as one that looks at the clock may."""
-
-        def __init__(self, rank):
-            super().__init__()
-            self.rank = rank
-
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 6 + self.rank:
-                self.model.stop_training = True
-
-    return MaximumLogit, LastOutputs, Jitter, StepLosses, OddRank
-
-
 PARTS = {
     "lenet": lenet,
     "binary": binary,
@@ -378,18 +308,9 @@ PARTS = {
     "random_layers": random_layers,
     "callbacks": callbacks,
 }
-CURRENT = {}
-
-
-def train(runner):
-    global MaximumLogit, LastOutputs, Jitter, StepLosses, OddRank
-    MaximumLogit, LastOutputs, Jitter, StepLosses, OddRank = make_classes()
-    CURRENT["runner"] = runner
-    return learn(runner)
-
 
 if __name__ == "__main__":
     backend, num_devices, folder = sys.argv[1:4]
     os.environ["KERASDP_TEST_FOLDER"] = folder
-    result = kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
+    result = kerasdp.launch(learn, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
     print("RESULT " + json.dumps(result))

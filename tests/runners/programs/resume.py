@@ -105,8 +105,9 @@ def main():
     os.environ["KERASDP_TEST_SETTINGS"] = sys.argv[1]
     globals()["SETTINGS"] = settings
     fields = {name: value for name, value in settings.items() if name not in ("trouble", "at_step", "units")}
+    fields = {"device": "cpu", "verbose": 0, "log_every": 1, "batch_size": 13} | fields
     try:
-        result = kerasdp.launch(train, kerasdp.Config(device="cpu", verbose=0, log_every=1, batch_size=13, **fields))
+        result = kerasdp.launch(train, kerasdp.Config(**fields))
     except kerasdp.RunError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,0 +1,77 @@
+"""Classes of a user's own that `learn.py` trains with. Imported within a run, when the backend is chosen."""
+
+import keras
+from keras import ops
+
+
+class MaximumLogit(keras.metrics.Metric):
+    """A metric that no sum over the replicas could give."""
+
+    def __init__(self):
+        super().__init__(name="maximum")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
+
+    def result(self):
+        return self.value * 1.0  # not the variable itself, which the next evaluation overwrites
+
+
+class LastOutputs(keras.metrics.Metric):
+    """The last three outputs as they are, dropout included."""
+
+    def __init__(self, shape):
+        super().__init__(name="last")
+        self.value = self.add_variable(shape, "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(y_pred[-3:])
+
+    def result(self):
+        return ops.sum(self.value)
+
+    def reset_state(self):
+        pass
+
+
+class Jitter(keras.layers.Layer):
+    """A layer of the user's own that draws with keras.random."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = keras.random.SeedGenerator()
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        return inputs + keras.random.truncated_normal(ops.shape(inputs), stddev=0.1, seed=self.numbers)
+
+
+class StepLosses(keras.callbacks.Callback):
+    """The loss of each step: Keras' logs hold the mean of the epoch so far."""
+
+    def __init__(self, runner):
+        super().__init__()
+        self.runner, self.values = runner, []
+
+    def on_train_begin(self, logs=None):
+        record = self.runner.hooks.on_step
+
+        def both(loss, num_rows):
+            self.values.append(float(loss))
+            record(loss, num_rows)
+
+        self.runner.hooks.on_step = both
+
+
+class OddRank(keras.callbacks.Callback):
+    """Decides differently on each rank, as one that looks at the clock may."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 6 + self.rank:
+            self.model.stop_training = True
