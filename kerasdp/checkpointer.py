@@ -156,7 +156,11 @@ class Checkpointer(keras.callbacks.Callback):
             "identity": self.identity,
             "recorder": self.recorder.state(),
             "callbacks": training_state.callback_states(self.stateful, self._begin, arrays),
-            "saved_by": {"backend": config.backend, "devices": self.runner.num_replicas, "precision": config.precision},
+            "saved_by": {
+                "backend": config.backend,
+                "devices": self.runner.replicas.num_devices,
+                "precision": config.precision,
+            },
             "config": config.as_dict(),
             "versions": report.versions(),
         }

@@ -40,6 +40,18 @@ def _define_flags() -> None:
     _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
     _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
 
+    group = "Models cut over several devices"
+    _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data), or the model, cut "
+            "into stages (pipeline).")  # fmt: skip
+    _define(group, "stages", number, None, "Stages of a pipeline. Default: one a device.")
+    _define(group, "cut_at", text, None, "Layers behind which to cut, comma-separated. Default: balanced.")
+    _define(group, "balance", text, _DEFAULTS.balance, "What the stages get equal parts of: time (measured), flops, "
+            "parameters.")  # fmt: skip
+    _define(group, "split_size", text, None, "Samples a micro-batch, or auto: the fastest, by a short search.")
+    _define(group, "micro_batches", number, None, "Instead of --split_size: how many. Default: two a stage.")
+    _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forwards first; 1f1b: backwards as soon as they "
+            "can be (torch, jax); interleaved1f1b: with several stages a device (torch).")  # fmt: skip
+
     group = "Model and data"
     _define(group, "model", text, _DEFAULTS.model, f"{names['MODELS']}, or your own: path/to/file.py:function or "
             "package.module:function, called as f(input_shape=, num_classes=), which returns a Keras model that "
@@ -164,6 +176,7 @@ def _read(arguments: list[str], without: list[str], instead: str) -> None:
 def _config() -> Config:
     values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group != _COMPARISON}
     values["num_devices"] = values.pop("gpus")
+    values["num_stages"] = values.pop("stages")
     if values["workdir"] is None and not values["resume"]:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")

@@ -10,6 +10,9 @@ from kerasdp.errors import UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
 DEVICES = ("auto", "gpu", "cpu")
+STRATEGIES = ("data", "pipeline")
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
+BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
@@ -27,6 +30,14 @@ class Config:
         backend: `"torch"`, `"jax"` or `"tensorflow"`. None: $KERAS_BACKEND, else the first installed.
         num_devices: replicas of the model, one a device. None: all GPUs there are, or 1.
         device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
+        strategy: what devices share: the batch (`"data"`), or the model, cut into stages (`"pipeline"`).
+        num_stages: of a pipeline. None: one a device.
+        cut_at: layers behind which a pipeline is cut, comma-separated. None: where the stages are balanced.
+        balance: what the stages of a pipeline have equal parts of: `"time"` (measured), `"flops"`, `"parameters"`.
+        split_size: samples a micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
+        micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
+        schedule: which micro-batch a stage works on next: all forwards first (`"gpipe"`), or backwards as soon as
+            they can be (`"1f1b"`), also with several stages a device (`"interleaved1f1b"`).
         model: a model of `kerasdp.models`, or the user's own function (`file.py:function`).
         dataset: a data set of `kerasdp.data`, or the user's own function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
@@ -61,6 +72,13 @@ class Config:
     backend: str | None = None
     num_devices: int | None = None
     device: str = "auto"
+    strategy: str = "data"
+    num_stages: int | None = None
+    cut_at: str | None = None
+    balance: str = "time"
+    split_size: str | None = None
+    micro_batches: int | None = None
+    schedule: str = "gpipe"
     model: str = "lenet"
     dataset: str = "digits"
     data_dir: str | None = None
@@ -88,6 +106,9 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, (None, *BACKENDS))
         _one_of("device", self.device, DEVICES)
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("balance", self.balance, BALANCES)
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("verbose", self.verbose, (None, 0, 1, 2))
@@ -99,6 +120,8 @@ class Config:
             ("lr_base_batch", self.lr_base_batch),
             ("log_every", self.log_every),
             ("keep", self.keep),
+            ("stages", self.num_stages),
+            ("micro_batches", self.micro_batches),
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value}")
@@ -133,8 +156,34 @@ class Config:
                     raise UserError(
                         f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}"
                     )
-        if self.num_devices is not None:
+        if self.strategy == "pipeline":
+            self._check_pipeline()
+        elif any(getattr(self, name) != getattr(type(self), name) for name in _OF_PIPELINES):
+            flags = ", ".join(f"--{name.removeprefix('num_')}" for name in _OF_PIPELINES)
+            raise UserError(f"{flags} have an effect only with --strategy=pipeline")
+        elif self.num_devices is not None:
             self.check_batch(self.num_devices)
+
+    def _check_pipeline(self) -> None:
+        if self.split_size is not None and self.micro_batches is not None:
+            raise UserError("--split_size and --micro_batches say the same in two ways: give one of them")
+        size = self.split_size
+        if size is not None and size != "auto" and not (size.isdecimal() and int(size) > 0):
+            raise UserError(f"--split_size: expected auto, or a whole number of at least 1. Received: {size!r}")
+        if self.cut_at is not None:
+            named = len(self.cut_at.split(",")) + 1
+            if self.num_stages not in (None, named):
+                raise UserError(f"--stages: --cut_at makes {named} of them. Received: {self.num_stages}; leave it out")
+        is_interleaved = self.schedule == "interleaved1f1b"
+        if is_interleaved and self.backend not in (None, "torch"):
+            raise UserError(f"--schedule=interleaved1f1b: there for --backend=torch only. Received: {self.backend}")
+        if self.schedule == "1f1b" and self.backend == "tensorflow":
+            raise UserError(
+                "--schedule=1f1b: TensorFlow's runtime orders the work by itself; leave out --schedule, or use "
+                "--backend=torch or jax"
+            )
+        if self.num_devices is not None:
+            self.check_batch(self.num_pipelines(self.num_devices))
 
     def check_batch(self, num_replicas: int) -> None:
         """Raises `UserError` if the global batch leaves a replica without a sample."""
@@ -143,6 +192,51 @@ class Config:
                 f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
                 f"for {num_replicas} devices. Received: {self.batch_size}"
             )
+
+    def with_devices_for_stages(self) -> "Config":
+        """With a device for each stage of a pipeline, if their number is known and that of devices is not."""
+        if self.strategy != "pipeline" or self.num_devices or not (self.num_stages or self.cut_at):
+            return self
+        stages = self.stages_on(1)
+        return dataclasses.replace(self, num_devices=-(-stages // 2) if self.schedule == "interleaved1f1b" else stages)
+
+    def stages_on(self, num_devices: int) -> int:
+        """How many stages a pipeline on so many devices has."""
+        if self.cut_at is not None:
+            return len(self.cut_at.split(",")) + 1
+        return self.num_stages or (2 * num_devices if self.schedule == "interleaved1f1b" else num_devices)
+
+    def num_pipelines(self, num_devices: int) -> int:
+        """How many pipelines share the batch, each with a copy of the model.
+
+        Raises:
+            UserError: if stages and devices do not go together.
+        """
+        stages = self.stages_on(num_devices)
+        if self.schedule == "interleaved1f1b":
+            if stages % num_devices or stages == num_devices:
+                raise UserError(
+                    f"--stages: expected a multiple of the {num_devices} devices with --schedule=interleaved1f1b, "
+                    f"several on each. Received: {stages}"
+                )
+            return 1
+        if num_devices % stages:
+            raise UserError(
+                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
+            )
+        if self.backend == "tensorflow" and num_devices > stages:
+            raise UserError(
+                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model device "
+                f"by device. Received: {num_devices}; use --backend=torch or jax"
+            )
+        return num_devices // stages
+
+    def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
+        """Samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
+        size = self.replica_batch_size(num_pipelines)
+        if self.split_size is not None:
+            return min(int(self.split_size), size)
+        return -(-size // min(self.micro_batches or 2 * num_stages, size))
 
     def replica_batch_size(self, num_replicas: int) -> int:
         """Samples of a full batch on one replica (the last replica holds fewer if they do not divide)."""
@@ -173,6 +267,10 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """The fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)
+
+
+# Fields that data parallelism has no use for.
+_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "schedule")
 
 
 def check_workdir(workdir: str, resume: bool = False) -> None:

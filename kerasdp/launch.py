@@ -15,9 +15,12 @@ from kerasdp.heartbeat import Heartbeat
 from kerasdp.supervision import supervise
 
 RUNNERS = {
-    "torch": "kerasdp.runners.torch_ddp",
-    "jax": "kerasdp.runners.jax_sharding",
-    "tensorflow": "kerasdp.runners.tf_mirrored",
+    ("torch", "data"): "kerasdp.runners.torch_ddp",
+    ("jax", "data"): "kerasdp.runners.jax_sharding",
+    ("tensorflow", "data"): "kerasdp.runners.tf_mirrored",
+    ("torch", "pipeline"): "kerasdp.pipeline.torch_stages",
+    ("jax", "pipeline"): "kerasdp.pipeline.jax_stages",
+    ("tensorflow", "pipeline"): "kerasdp.pipeline.tf_stages",
 }
 
 
@@ -43,7 +46,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     """
     settings = dataclasses.replace(settings or Config(), **changes)
     name = backend.choose_backend(settings.backend)
-    settings = dataclasses.replace(settings, backend=name)
+    settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
     if settings.workdir is not None:
         config.check_workdir(settings.workdir, settings.resume)
     backend.set_backend(name)
@@ -56,7 +59,7 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     backend.set_backend(settings.backend)
     with _native_greetings_hidden():
-        runner_module = importlib.import_module(RUNNERS[settings.backend])
+        runner_module = importlib.import_module(RUNNERS[settings.backend, settings.strategy])
         num_gpus = runner_module.count_gpus(settings)
     devices = backend.choose_devices(settings, num_gpus)
     return runner_module.start(_work, devices, settings, train, folder)
@@ -84,7 +87,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
     """What each worker does."""
     with preemption.noticed():
         backend.set_backend(settings.backend)
-        replicas = importlib.import_module(RUNNERS[settings.backend]).Replicas(devices)
+        replicas = importlib.import_module(RUNNERS[settings.backend, settings.strategy]).Replicas(devices, settings)
         # Only now may Keras be imported.
         from kerasdp.runner import Runner
 

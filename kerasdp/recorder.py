@@ -49,7 +49,8 @@ class Recorder(keras.callbacks.Callback):
             config=config,
             devices=str(runner.devices),
             device_kind=runner.devices.kind,
-            num_devices=runner.num_replicas,
+            num_devices=runner.replicas.num_devices,
+            num_replicas=runner.num_replicas,
             num_processes=runner.replicas.num_processes,
             model=model.name,
             global_batch_size=batch_size,
@@ -95,7 +96,8 @@ class Recorder(keras.callbacks.Callback):
         """Says what is about to run."""
         if self.verbose and self.runner.is_chief:
             rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-            print(report.start_line(self.facts, rate), flush=True)
+            description = self.runner.replicas.description(self.model)
+            print(*filter(None, [report.start_line(self.facts, rate), description]), sep="\n", flush=True)
             if self._resumed:
                 saved = self._resumed.state
                 is_over = self.was_over or self.is_at_last_step

@@ -25,7 +25,8 @@ class Facts:
         config: its choices.
         devices: the devices in words.
         device_kind: `"gpu"` or `"cpu"`.
-        num_devices: replicas, one a device.
+        num_devices: over all processes.
+        num_replicas: of the model.
         num_processes: worker processes.
         model: the model's name.
         global_batch_size: samples a step, over all devices.
@@ -35,6 +36,7 @@ class Facts:
     devices: str
     device_kind: str
     num_devices: int
+    num_replicas: int
     num_processes: int
     model: str
     global_batch_size: int
@@ -62,8 +64,8 @@ def versions() -> dict[str, str]:
 
 def start_line(facts: Facts, learning_rate: float) -> str:
     """One line on what is about to run."""
-    replica_batch = facts.config.replica_batch_size(facts.num_devices)
-    share = f" ({replica_batch} a replica)" if facts.num_devices > 1 else ""
+    replica_batch = facts.config.replica_batch_size(facts.num_replicas)
+    share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
         f"learning rate {learning_rate:.6g} | {facts.config.precision}"

@@ -45,7 +45,6 @@ class Runner:
         self.num_fits = 0
         set_seed(config.seed)
         set_precision(config.precision)
-        replicas.allow_float64(config.precision == "float64")
 
     @property
     def num_replicas(self) -> int:
@@ -207,7 +206,7 @@ class Runner:
         class_weight: dict[int, float] | None = None,
         training: bool = False,
     ) -> SampleReader | BatchReader:
-        part = (self.replicas.rank, self.replicas.num_processes)
+        part = self.replicas.part
         is_source = hasattr(x, "inputs") and hasattr(x, "targets")
         is_structure = isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__")
         if is_source or is_structure:
@@ -266,8 +265,7 @@ class Runner:
         portable(model, self.config.batch_norm)
         if self.config.batch_norm == "replica" and self.is_chief and not batch_norms(model):
             warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=3)
-        several_parts = self.num_replicas > 1 and self.replicas.split_by_hand
-        for layer in foreign_batch_norms(model) if several_parts else ():
+        for layer in foreign_batch_norms(model) if self.replicas.cuts_batches else ():
             raise UserError(
                 f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
                 "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"

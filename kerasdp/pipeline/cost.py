@@ -7,8 +7,6 @@ from typing import Any
 import keras
 import numpy as np
 
-COSTS = ("time", "flops", "parameters")
-
 
 def costs_of(nodes: list[Any], inputs: list[Any], kind: str, batch_size: int) -> list[float]:
     """The cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
@@ -16,7 +14,7 @@ def costs_of(nodes: list[Any], inputs: list[Any], kind: str, batch_size: int) ->
     Args:
         nodes: of a functional model, in an order in which they can be called.
         inputs: its symbolic inputs.
-        kind: of `COSTS`.
+        kind: `"time"`, `"flops"` or `"parameters"`.
         batch_size: samples with which time is measured.
     """
     if kind == "time":

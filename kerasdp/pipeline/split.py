@@ -1,13 +1,15 @@
 """Cuts a functional Keras model into stages, each a Keras model that shares its layers with the whole."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from kerasdp.config import BALANCES
 from kerasdp.errors import UserError
-from kerasdp.pipeline.cost import COSTS, costs_of
+from kerasdp.pipeline.cost import costs_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ def split(
     cut_at: list[str] | None = None,
     balance: str = "time",
     batch_size: int = 8,
+    agree: Callable[[list[float]], list[float]] = lambda costs: costs,
 ) -> list[Stage]:
     """Cuts a model into stages.
 
@@ -58,6 +61,7 @@ def split(
         cut_at: names of the layers behind which to cut, in their order.
         balance: what is to be equal in all stages: `"time"`, measured here, `"flops"` or `"parameters"`.
         batch_size: samples with which the time is measured.
+        agree: gives all processes of a run the costs that one of them measured.
 
     Returns:
         The stages in their order.
@@ -65,10 +69,10 @@ def split(
     Raises:
         UserError: if the model cannot be cut (so often), or not there.
     """
-    if balance not in COSTS:
-        raise UserError(f"balance: expected one of {', '.join(COSTS)}. Received: {balance!r}")
-    graph = _Graph(_functional(model))
-    costs = costs_of(graph.nodes, graph.inputs, balance, batch_size)
+    if balance not in BALANCES:
+        raise UserError(f"balance: expected one of {', '.join(BALANCES)}. Received: {balance!r}")
+    graph = _Graph(functional(model))
+    costs = agree(costs_of(graph.nodes, graph.inputs, balance, batch_size))
     if cut_at is None:
         places = _balanced(graph, costs, num_stages)
     else:
@@ -105,7 +109,12 @@ def table(stages: list[Stage]) -> str:
     )  # fmt: skip
 
 
-def _functional(model: keras.Model) -> keras.Model:
+def functional(model: keras.Model) -> keras.Model:
+    """The model, or that in a Sequential one, whose layers' calls are known.
+
+    Raises:
+        UserError: if it is neither.
+    """
     if isinstance(model, keras.Sequential) and model.built:
         model = model._functional
     if not isinstance(model, keras.src.models.functional.Functional):

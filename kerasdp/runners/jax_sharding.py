@@ -54,12 +54,13 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
 class Replicas:
     """The replicas of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
 
-    rank = 0
-    num_processes = 1
-    split_by_hand = False
+    rank, num_processes, part = 0, 1, (0, 1)
+    cuts_batches = False
 
-    def __init__(self, devices: Devices):
-        self.num_replicas = devices.count
+    def __init__(self, devices: Devices, config: Config):
+        self.num_devices = self.num_replicas = devices.count
+        # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
+        jax.config.update("jax_enable_x64", config.precision == "float64")
         self.devices = jax.devices(devices.kind)[: devices.count]
         if devices.kind == "gpu":
             # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
@@ -67,10 +68,6 @@ class Replicas:
         mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
         self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
         self._distribution = None
-
-    def allow_float64(self, allow: bool) -> None:
-        """Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits."""
-        jax.config.update("jax_enable_x64", allow)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -93,6 +90,13 @@ class Replicas:
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), batch.inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
         return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
+
+    def description(self, model: Any) -> str:
+        """What there is to say of how the work is shared."""
+        return ""
+
+    def collect(self, model: Any) -> None:
+        """There is one process, which has all variables."""
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""

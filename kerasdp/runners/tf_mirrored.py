@@ -27,36 +27,36 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
     return worker(devices, *args)
 
 
+def make_devices(devices: Devices, config: Config) -> list[str]:
+    """Makes the virtual devices, if these are such; the names of all."""
+    # Numbers of Python's become those of 64 bits: `tf.cast` (2.21) makes them float32 on the way.
+    tf.cast = _cast_numbers_whole if config.precision == "float64" else _tf_cast
+    gpus = tf.config.list_physical_devices("GPU") if devices.kind == "gpu" else []
+    tf.config.set_visible_devices(gpus[: devices.count], "GPU")  # the others are left to other programs
+    if devices.kind == "cpu":
+        if devices.count > 1:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+    else:
+        # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+
+
 class Replicas:
     """The replicas of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
 
-    rank = 0
-    num_processes = 1
-    split_by_hand = True
+    rank, num_processes, part = 0, 1, (0, 1)
 
-    def __init__(self, devices: Devices):
+    def __init__(self, devices: Devices, config: Config):
         """Makes the virtual devices and the strategy. Call before Keras is imported."""
-        self.num_replicas = devices.count
-        gpus = tf.config.list_physical_devices("GPU") if devices.kind == "gpu" else []
-        tf.config.set_visible_devices(gpus[: devices.count], "GPU")  # the others are left to other programs
-        if devices.kind == "cpu":
-            if devices.count > 1:
-                cpu = tf.config.list_physical_devices("CPU")[0]
-                tf.config.set_logical_device_configuration(
-                    cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count
-                )
-        else:
-            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
-            tf.config.experimental.enable_tensor_float_32_execution(False)
-        self.names = [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+        self.num_devices = self.num_replicas = devices.count
+        self.cuts_batches = devices.count > 1
+        self.names = make_devices(devices, config)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.strategy = (
             tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
         )
-
-    def allow_float64(self, allow: bool) -> None:
-        """Whether numbers of Python's become those of 64 bits: `tf.cast` (2.21) makes them float32 on the way."""
-        tf.cast = _cast_numbers_whole if allow else _tf_cast
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -85,6 +85,13 @@ class Replicas:
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, True), batch.inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices)
         return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest))
+
+    def description(self, model: Any) -> str:
+        """What there is to say of how the work is shared."""
+        return ""
+
+    def collect(self, model: Any) -> None:
+        """There is one process, which has all variables."""
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""

@@ -35,16 +35,18 @@ class Replicas:
     Attributes:
         rank: this process, counted from 0.
         num_processes: processes of the run.
+        num_devices: over all processes.
         num_replicas: replicas of the model, over all processes.
-        split_by_hand: whether each replica runs the layers on its part of the batch; else one program on all of it.
+        part: of the inputs that this process takes: its number, and of how many.
+        cuts_batches: whether layers are run on a part of the batch alone; else one program on all of it.
     """
 
-    split_by_hand = True
-
-    def __init__(self, devices: Devices):
+    def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
-        self.num_replicas = self.num_processes = devices.count
+        self.num_devices = self.num_replicas = self.num_processes = devices.count
         self.rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+        self.part = self.rank, self.num_processes
+        self.cuts_batches = self.num_replicas > 1
         self.is_gpu = devices.kind == "gpu"
         self._control = self._asked = self._asking = None
         self.device = torch.device("cuda", self.rank) if self.is_gpu else torch.device("cpu")
@@ -56,9 +58,6 @@ class Replicas:
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if devices.count > 1:
             dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
-
-    def allow_float64(self, allow: bool) -> None:
-        """Whether arrays of 64-bit numbers stay what they are: here always."""
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -77,6 +76,13 @@ class Replicas:
 
         data = (batch.inputs, batch.targets, batch.sample_weight)
         return PlacedBatch(*keras.tree.map_structure(to_device, data), batch.indices)
+
+    def description(self, model: Any) -> str:
+        """What there is to say of how the work is shared."""
+        return ""
+
+    def collect(self, model: Any) -> None:
+        """Gives each process the values of all variables: here they have them."""
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""
@@ -275,7 +281,7 @@ class Replicas:
 
     def agree(self, values: list[float]) -> list[float]:
         """Rank 0's values, on every rank."""
-        if self.num_replicas == 1:
+        if self.num_processes == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.broadcast(tensor, 0)
@@ -283,7 +289,7 @@ class Replicas:
 
     def any_lately(self, flag: bool) -> bool:
         """Whether the flag was set on any rank in the call before this one: nobody has to wait for the answer."""
-        if self.num_replicas == 1:
+        if self.num_processes == 1:
             return flag
         if self._control is None:
             # Among the hosts, so that no GPU has to be waited for either.
@@ -297,7 +303,7 @@ class Replicas:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        if self.num_replicas == 1:
+        if self.num_processes == 1:
             return flag
         tensor = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -65,10 +65,11 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in cli.GROUPS.values() for name in names) == [
-        "backend", "backends", "batch_norm", "batch_size", "checkpoint_every", "data_dir", "dataset", "device",
-        "device_counts", "epochs", "export", "gpus", "hang_timeout", "keep", "kernel_initializer", "learning_rate",
-        "log_every", "lr_base_batch", "max_restarts", "max_steps", "model", "optimizer", "precision", "resume", "seed",
-        "tensorboard", "verbose", "workdir",
+        "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "cut_at", "data_dir",
+        "dataset", "device", "device_counts", "epochs", "export", "gpus", "hang_timeout", "keep", "kernel_initializer",
+        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
+        "optimizer", "precision", "resume", "schedule", "seed", "split_size", "stages", "strategy", "tensorboard",
+        "verbose", "workdir",
     ]  # fmt: skip
 
 

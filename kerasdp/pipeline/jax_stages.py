@@ -1,0 +1,527 @@
+"""JAX: a jitted program a stage and a thread a stage, in one process; each stage lives on its device (or several)."""
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.data.feed import PASSED_OVER
+from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, jax_sharding, placed
+
+count_gpus, start = jax_sharding.count_gpus, jax_sharding.start
+
+
+class Replicas(jax_sharding.Replicas):
+    """The stages of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
+
+    cuts_batches = True
+
+    def __init__(self, devices: Devices, config: Config):
+        super().__init__(devices, config)
+        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
+        self.pipeline: Pipeline | None = None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: on the first device. The stages are brought to theirs when they are known."""
+        with jax.default_device(self.devices[0]):
+            yield
+
+    def place(self, batch: Any) -> PlacedBatch:
+        """Leaves the batch where it is: each stage takes what it needs."""
+        return PlacedBatch(batch.inputs, batch.targets, batch.sample_weight, batch.indices)
+
+    def description(self, model: Any) -> str:
+        """The cut, in words."""
+        return str(self._pipeline(model).plan)
+
+    def _pipeline(self, model: Any) -> "Pipeline":
+        if self.pipeline is None or self.pipeline.made_for != _made_for(model):
+            self.pipeline = Pipeline(model, self.config, self.devices, self.agree)
+        return self.pipeline
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`: brings each stage to its devices, where it stays."""
+        self._pipeline(model).bring_home()
+        yield
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        pipeline = self._pipeline(model)
+
+        def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            if (batch := next(iterator)) is PASSED_OVER:
+                return hooks.passed_over_logs, state
+            data = placed(batch)
+            loss, logs, state = pipeline.train_step(state, data)
+            hooks.after_step(loss, data.indices, {})
+            return logs, state
+
+        return StepFunctions(
+            train=train_function,
+            test=lambda state, iterator: pipeline.test_step(state, placed(next(iterator))),
+            predict=lambda state, iterator: pipeline.predict_step(state, placed(next(iterator))),
+        )
+
+    def made_outside(self, model: Any) -> list[str]:
+        """Variables may be made anywhere."""
+        return []
+
+    def differing_weights(self, model: Any) -> list[str]:
+        """Each weight is there once."""
+        return []
+
+
+def _made_for(model: Any) -> tuple[Any, ...]:
+    return model, getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics
+
+
+class Pipeline:
+    """A model on its stages' devices.
+
+    Attributes:
+        plan: how it is cut.
+        made_for: model, optimizer, loss and metrics.
+        timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work,
+            which is then waited for.
+    """
+
+    def __init__(self, model: Any, config: Config, devices: list[Any], agree: Any):
+        from kerasdp.pipeline.plan import make_plan
+
+        self.model, self.made_for = model, _made_for(model)
+        self.plan = make_plan(model, config, len(devices), agree)
+        own = np.array(devices).reshape(len(self.plan.stages), -1)
+        self.timeline: list[Any] | None = None
+        # A thread a stage: on the CPU, JAX (0.10.2) runs one after the other whatever one thread asks for.
+        self.threads = ThreadPoolExecutor(len(own))
+        self.parts = [_Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
+        self.last_state: Any = None
+
+    def bring_home(self) -> None:
+        """Brings all variables to the devices of their stages."""
+        for part in self.parts:
+            for variables in (part.trainable, part.non_trainable, part.slots, part.metrics):
+                for variable in variables.variables:
+                    variable._value = jax.device_put(variable._value, part.whole)
+        self.last_state = None
+
+    def train_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any, Any]:
+        """The loss of the global batch, Keras' logs, and the new state."""
+        from kerasdp.pipeline.plan import actions
+
+        if state is not self.last_state:  # a callback has set variables, which then are on the first device
+            state = self._at_home(state)
+        micro_batches = self.plan.micro_batches(len(batch.indices))
+        schedule = self.plan.schedule_for(len(micro_batches))
+        step = _Step(self, state, batch, micro_batches, is_whole=schedule == "gpipe")
+        orders = [actions(schedule, part.number, len(self.parts), len(micro_batches)) for part in self.parts]
+        step.run([[*order, ("update", 0)] for order in orders])
+        trainable, non_trainable, slots, metrics = state
+        for part, values in zip(self.parts, step.updated):
+            trainable = part.trainable.put(trainable, values[0])
+            non_trainable = part.non_trainable.put(non_trainable, values[1])
+            slots = part.slots.put(slots, values[2], shared=part.is_first)
+        loss, logs, metrics = self.parts[-1].measure(
+            step.outputs(), step.loss, [values[3] for values in step.updated], batch, metrics
+        )
+        self.last_state = trainable, non_trainable, slots, metrics
+        return loss, logs, self.last_state
+
+    def test_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
+        """Keras' logs, and the state."""
+        trainable, non_trainable, metrics = state
+        step = self._forward((trainable, non_trainable, [], metrics), batch)
+        penalties = [part.penalty(part.trainable.of(trainable)) for part in self.parts]
+        _, logs, metrics = self.parts[-1].measure(step.outputs(), None, penalties + step.penalties(), batch, metrics)
+        return logs, (trainable, non_trainable, metrics)
+
+    def predict_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
+        """The outputs of the global batch, and the state."""
+        step = self._forward((*state, [], []), batch)
+        return self.plan.outputs(step.outputs()), state
+
+    def _forward(self, state: Any, batch: PlacedBatch) -> "_Step":
+        micro_batches = self.plan.micro_batches(len(batch.indices))
+        step = _Step(self, self._at_home(state), batch, micro_batches, is_whole=True)
+        step.run([[("infer", number) for number in range(len(micro_batches))] for _ in self.parts])
+        return step
+
+    def _at_home(self, state: Any) -> Any:
+        trainable, non_trainable, slots, metrics = state
+        for part in self.parts:
+            trainable = part.trainable.put(trainable, jax.device_put(part.trainable.of(trainable), part.whole))
+            non_trainable = part.non_trainable.put(
+                non_trainable, jax.device_put(part.non_trainable.of(non_trainable), part.whole)
+            )
+            if slots:
+                slots = part.slots.put(slots, jax.device_put(part.slots.of(slots), part.whole), shared=part.is_first)
+        return trainable, non_trainable, slots, jax.device_put(metrics, self.parts[-1].whole)
+
+
+class _Step:
+    """What the threads of a step hand on to one another."""
+
+    def __init__(self, pipeline: Pipeline, state: Any, batch: PlacedBatch, micro_batches: Any, *, is_whole: bool):
+        self.pipeline, self.batch, self.micro_batches = pipeline, batch, micro_batches
+        trainable, non_trainable, slots, _ = state
+        parts = pipeline.parts
+        self.values = [
+            [
+                part.trainable.of(trainable),
+                part.non_trainable.of(non_trainable),
+                # Some, as the number of the step, belong to all stages.
+                jax.device_put(part.slots.of(slots), part.whole) if slots else [],
+            ]
+            for part in parts
+        ]
+        # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
+        self.seeds = [[values[1][place] for place in part.seeds] for part, values in zip(parts, self.values)]
+        self.is_whole = is_whole
+        self.activations = [[Future() for _ in range(len(micro_batches))] for _ in range(len(parts) + 1)]
+        self.gradients = [[Future() for _ in range(len(micro_batches))] for _ in range(len(parts) + 1)]
+        self.pullbacks: list[dict[int, Any]] = [{} for _ in parts]
+        self.penalties_of: list[list[Any]] = [[] for _ in parts]
+        self.sums: list[Any] = [None] * len(parts)
+        self.totals = [Future() for _ in parts]
+        self.loss: Any = None
+        self.updated: list[Any] = [None] * len(parts)
+        if not is_whole:
+            self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
+        inputs = pipeline.plan.inputs(batch.inputs)
+        for number, future in enumerate(self.activations[0]):
+            future.set_result([leaf[micro_batches.rows(number)] for leaf in inputs])
+
+    def run(self, orders: list[list[tuple[str, int]]]) -> None:
+        """Each stage's work in a thread of its own; raises what one of them raises."""
+        running = [self.pipeline.threads.submit(self._work, part, order) for part, order in zip(self._parts, orders)]
+        errors = [error for error in (future.exception() for future in running) if error is not None]
+        for error in errors:
+            if not isinstance(error, _OtherFailed):
+                raise error
+
+    @property
+    def _parts(self) -> list["_Part"]:
+        return self.pipeline.parts
+
+    def _work(self, part: "_Part", order: list[tuple[str, int]]) -> None:
+        try:
+            for kind, number in order:
+                begin, made = getattr(self, f"_{kind}")(part, number)
+                if self.pipeline.timeline is not None and kind != "update":
+                    jax.block_until_ready(made)
+                    self.pipeline.timeline.append((part.number, kind, number, begin, time.perf_counter()))
+        except BaseException:
+            for future in itertools.chain(*self.activations, *self.gradients, self.totals):
+                if future is not None and not future.done():
+                    with contextlib.suppress(Exception):
+                        future.set_exception(_OtherFailed())
+            raise
+
+    def _received(self, part: "_Part", futures: list[Future], number: int) -> tuple[Any, float]:
+        values = futures[number].result()
+        values = jax.device_put(values, part.sharding_for(self.micro_batches.num_rows_of(number)))
+        futures[number] = None  # lets go of the memory
+        if self.pipeline.timeline is not None:
+            jax.block_until_ready(values)
+        return values, time.perf_counter()
+
+    def _forward(self, part: "_Part", number: int) -> tuple[float, Any]:
+        inputs, begin = self._received(part, self.activations[part.number], number)
+        values = self.values[part.number]
+        for place, seed in zip(part.seeds, self.seeds[part.number]):
+            values[1][place] = seed
+        outputs, penalty, pullback, values[1] = part.forward(
+            values[0], values[1], inputs, np.int32(self.micro_batches.rows(number).start)
+        )
+        values[1] = list(values[1])
+        share = self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows
+        self.pullbacks[part.number][number] = pullback
+        self.penalties_of[part.number].append((share, penalty))
+        self.activations[part.number + 1][number].set_result(outputs)
+        if part.is_last:
+            self._measure(part, number)
+        return begin, outputs
+
+    def _infer(self, part: "_Part", number: int) -> tuple[float, Any]:
+        inputs, begin = self._received(part, self.activations[part.number], number)
+        trainable, non_trainable, _ = self.values[part.number]
+        outputs, penalty = part.infer(trainable, non_trainable, inputs)
+        self.penalties_of[part.number].append(
+            (self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows, penalty)
+        )
+        self.activations[part.number + 1][number].set_result(outputs)
+        return begin, outputs
+
+    def _measure(self, part: "_Part", number: int) -> None:
+        """The gradient of the loss, of all micro-batches when the last one is there, or of each when it is there."""
+        targets, weights = self.batch.targets, self.batch.sample_weight
+        scale = part.loss_scale(self.values[part.number][2])
+        if not self.is_whole:
+            rows = self.micro_batches.rows(number)
+            targets, weights = part.cut((targets, weights), rows)
+            outputs = [self.activations[-1][number].result()]
+            loss, gradients = part.loss(outputs, targets, weights, scale * self.shares[number])
+            loss = loss * self.shares[number]
+            self.loss = loss if self.loss is None else self.loss + loss
+            self.gradients[part.number][number].set_result(gradients[0])
+        elif number == len(self.micro_batches) - 1:
+            self.loss, gradients = part.loss(self._all_outputs(), targets, weights, scale)
+            for future, gradient in zip(self.gradients[part.number], gradients):
+                future.set_result(gradient)
+
+    def _backward(self, part: "_Part", number: int) -> tuple[float, Any]:
+        gradients, begin = self._received(part, self.gradients[part.number], number)
+        pullback = self.pullbacks[part.number].pop(number)
+        share = np.float32(self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows)
+        share = share * part.loss_scale(self.values[part.number][2])
+        self.sums[part.number], passed_on = part.backward(pullback, gradients, share, self.sums[part.number])
+        if not part.is_first:
+            self.gradients[part.number - 1][number].set_result(passed_on)
+        return begin, (passed_on, self.sums[part.number])
+
+    def _update(self, part: "_Part", _: int) -> tuple[float, Any]:
+        trainable, non_trainable, slots = self.values[part.number]
+        gradients, penalty, totals = part.finish(trainable, self.sums[part.number], part.loss_scale(slots))
+        self.totals[part.number].set_result(totals)
+        totals = [jax.device_put(future.result(), part.whole) for future in self.totals]
+        trainable, slots = part.update(trainable, slots, gradients, totals)
+        penalties = [penalty, *(share * value for share, value in self.penalties_of[part.number])]
+        self.updated[part.number] = trainable, non_trainable, slots, sum(penalties)
+        return 0.0, None
+
+    def _all_outputs(self) -> list[Any]:
+        return [future.result() for future in self.activations[-1]]
+
+    def outputs(self) -> list[Any]:
+        """Those of the global batch."""
+        return self._parts[-1].joined(self._all_outputs())
+
+    def penalties(self) -> list[Any]:
+        """Of the activities in all micro-batches."""
+        return [share * value for values in self.penalties_of for share, value in values]
+
+
+class _OtherFailed(Exception):
+    """Another stage's thread has failed."""
+
+
+class _Variables:
+    """Some of the model's or optimizer's variables, and their places in Keras' list of all."""
+
+    def __init__(self, all_variables: list[Any], variables: list[Any], shared: int = 0):
+        """The last `shared` of them belong to all stages."""
+        places = {id(variable): place for place, variable in enumerate(all_variables)}
+        self.variables, self.places, self.shared = variables, [places[id(v)] for v in variables], shared
+
+    def of(self, values: list[Any]) -> list[Any]:
+        """Their values among those of all."""
+        return [values[place] for place in self.places]
+
+    def put(self, values: list[Any], own: list[Any], *, shared: bool = True) -> list[Any]:
+        """All values, with new ones of these."""
+        values = list(values)
+        places = self.places if shared else self.places[: len(self.places) - self.shared]
+        for place, value in zip(places, own):
+            values[place] = value
+        return values
+
+
+class _Part:
+    """A stage's programs and the places of its variables."""
+
+    def __init__(self, model: Any, plan: Any, number: int, mesh: Mesh):
+        from kerasdp.pipeline.plan import seed_variables
+        from kerasdp.portability import WholeBatchPenalties
+
+        self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
+        self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
+        self.num_devices = mesh.size
+        self.whole, self.split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+        own = self.model
+        self.trainable = _Variables(model.trainable_variables, own.trainable_variables)
+        self.non_trainable = _Variables(model.non_trainable_variables, own.non_trainable_variables)
+        self.metrics = _Variables(model.metrics_variables, model.metrics_variables if self.is_last else [])
+        seeds = {id(variable) for variable in seed_variables(own)}
+        self.seeds = [place for place, v in enumerate(own.non_trainable_variables) if id(v) in seeds]
+        self.penalties = WholeBatchPenalties(own)
+        self.optimizer = None
+        self.slots = _Variables([], [])
+        if getattr(model, "optimizer", None) is not None:
+            self._clone_optimizer(model.optimizer)
+        self.differentiable = [_is_float(tensor.dtype) for tensor in own.inputs]
+        self.forward = jax.jit(self._forward)
+        self.infer = jax.jit(self._infer)
+        self.loss = jax.jit(self._loss)
+        self.finish = jax.jit(self._finish, donate_argnums=1)
+        self.update = jax.jit(self._update, donate_argnums=(0, 1))
+        self.penalty = jax.jit(self._weight_penalty)
+        self.joined = jax.jit(lambda outputs: [jnp.concatenate(leaves) for leaves in zip(*outputs)])
+        self._measured = jax.jit(self._measure)
+        self.backward = jax.jit(self._backward, donate_argnums=3)
+
+    def sharding_for(self, num_rows: int) -> NamedSharding:
+        """Where a tensor of so many rows goes: split over the stage's devices, or, if they do not divide, to each."""
+        return self.whole if num_rows % self.num_devices else self.split
+
+    def cut(self, data: Any, rows: slice) -> Any:
+        """Rows of targets or weights."""
+        return jax.tree.map(lambda leaf: leaf[rows], data)
+
+    def _clone_optimizer(self, optimizer: Any) -> None:
+        """An optimizer of this stage's weights; its variables are some of the whole one's, which hold the values."""
+        from kerasdp.pipeline.plan import slots_of
+
+        clone = type(optimizer).from_config(optimizer.get_config())
+        clone.build(self.trainable.variables)
+        whole = slots_of(optimizer, len(self.whole_model.trainable_variables))
+        pairs = {
+            id(variable): whole[name, self.trainable.places[place]]
+            for (name, place), variable in slots_of(clone, len(self.trainable.places)).items()
+        }
+        by_path = {variable.path: variable for variable in optimizer.variables}
+        own, shared = [], []
+        for variable in clone.variables:
+            if id(variable) in pairs:
+                own.append((variable, pairs[id(variable)]))
+            else:
+                shared.append((variable, by_path[variable.path]))
+        self.optimizer, self.clone_variables = clone, [variable for variable, _ in own + shared]
+        self.slots = _Variables(optimizer.variables, [variable for _, variable in own + shared], len(shared))
+        for variable in clone.variables:  # their values are the whole one's; they only name them
+            variable._value = None
+        scales = [place for place, variable in enumerate(self.clone_variables)
+                  if variable is getattr(clone, "dynamic_scale", None)]  # fmt: skip
+        self.scale_place = scales[0] if scales else None
+
+    def loss_scale(self, slots: list[Any]) -> Any:
+        """By what the loss is multiplied, so that small gradients are not lost in float16."""
+        if self.scale_place is not None:
+            return slots[self.scale_place]
+        return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
+
+    def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
+        rows = inputs[0].shape[0]
+        context = ReplicaContext(
+            num_replicas=self.num_devices,
+            num_rows=rows,
+            rows=rows,
+            first_row=first_row,
+            gather_rows=lambda tensor: tensor,  # the program is one for all of the stage's devices
+        )
+        with use(context), self.penalties.active():
+            outputs, non_trainable = self.model.stateless_call(
+                trainable, non_trainable, list(inputs), training=training
+            )
+        return jax.tree.leaves(outputs), sum(context.penalties, jnp.zeros(())), non_trainable
+
+    def _forward(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any) -> Any:
+        """Outputs, penalty, and the function that gives the gradients: JAX hands it out of a jitted function."""
+        fixed = [None if is_float else value for is_float, value in zip(self.differentiable, inputs)]
+
+        def call(trainable: Any, floats: Any) -> Any:
+            floats = iter(floats)
+            merged = [next(floats) if value is None else value for value in fixed]
+            outputs, penalty, new = self._call(trainable, non_trainable, merged, first_row, training=True)
+            return ([output for output in outputs if _is_float(output.dtype)], penalty), (outputs, penalty, new)
+
+        floats = [value for is_float, value in zip(self.differentiable, inputs) if is_float]
+        if self.is_first:  # nobody asks for the gradient of the data
+            _, pullback, (outputs, penalty, new) = jax.vjp(lambda values: call(values, floats), trainable, has_aux=True)
+        else:
+            _, pullback, (outputs, penalty, new) = jax.vjp(call, trainable, floats, has_aux=True)
+        return outputs, penalty, pullback, new
+
+    def _backward(self, pullback: Any, gradients: Any, share: Any, sums: Any) -> tuple[Any, Any]:
+        """Adds to the gradients of the weights; the gradients of the inputs (zero-sized for whole numbers)."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        found = pullback((given, jnp.asarray(share, jnp.zeros(()).dtype)))
+        own, passed_on = found[0], iter(() if self.is_first else found[1])
+        sums = own if sums is None else jax.tree.map(jnp.add, sums, own)
+        return sums, [next(passed_on) if is_float else None for is_float in self.differentiable] if found[1:] else None
+
+    def _infer(self, trainable: Any, non_trainable: Any, inputs: Any) -> tuple[Any, Any]:
+        return self._call(trainable, non_trainable, inputs, np.int32(0), training=False)[:2]
+
+    def _compiled_loss(self, outputs: list[Any], targets: Any, sample_weight: Any) -> Any:
+        if self.whole_model._compile_loss is None:
+            return jnp.zeros(())
+        return self.whole_model._compile_loss(targets, self.plan.outputs(outputs), sample_weight)
+
+    def _loss(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> tuple[Any, Any]:
+        """The loss of some micro-batches together, and its gradients, multiplied by `scale`, for each of them."""
+
+        def loss_of(outputs: Any) -> tuple[Any, Any]:
+            loss = self._compiled_loss([jnp.concatenate(leaves) for leaves in zip(*outputs)], targets, sample_weight)
+            return loss * scale, loss
+
+        gradients, loss = jax.grad(loss_of, has_aux=True)(outputs)
+        return loss, gradients
+
+    def _weight_penalty(self, trainable: Any) -> Any:
+        import keras
+
+        with keras.StatelessScope(state_mapping=list(zip(self.model.trainable_variables, trainable))):
+            return sum(self.model._get_regularization_losses(), jnp.zeros(()))
+
+    def _finish(self, trainable: Any, gradients: Any, scale: Any) -> tuple[Any, Any, Any]:
+        """Gradients with those of the penalties of weights, that penalty; squared norm, and whether all is finite."""
+        penalty, of_penalty = jax.value_and_grad(self._weight_penalty)(trainable)
+        gradients = jax.tree.map(lambda own, other: own + (scale * other).astype(own.dtype), gradients, of_penalty)
+        squares = sum((jnp.sum(jnp.square(leaf / scale)) for leaf in gradients), jnp.zeros(()))
+        return gradients, penalty, (squares, jnp.isfinite(squares))
+
+    def _update(self, trainable: Any, slots: Any, gradients: Any, totals: Any) -> tuple[Any, Any]:
+        from kerasdp.pipeline.plan import global_clipnorm, without_global_clipping
+
+        if not trainable:
+            return trainable, slots
+        limit = global_clipnorm(self.optimizer)
+        if limit:
+            norm = jnp.sqrt(sum(squares for squares, _ in totals))
+            gradients = [gradient * (limit / jnp.maximum(norm, limit)) for gradient in gradients]
+        if self.scale_place is not None:  # one stage's overflow is everybody's
+            is_finite = functools.reduce(jnp.logical_and, (finite for _, finite in totals))
+            gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
+        by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
+        ordered = [by_variable[id(variable)] for variable in self.optimizer.variables]
+        with without_global_clipping(self.optimizer):
+            trainable, ordered = self.optimizer.stateless_apply(ordered, gradients, trainable)
+        new = {id(variable): value for variable, value in zip(self.optimizer.variables, ordered)}
+        return trainable, [new[id(variable)] for variable in self.clone_variables]
+
+    def measure(self, outputs: Any, loss: Any, penalties: Any, batch: PlacedBatch, metrics: Any) -> tuple[Any, ...]:
+        """The loss with all penalties, Keras' logs, and the new values of the metrics."""
+        penalties = [jax.device_put(penalty, self.whole) for penalty in penalties]
+        metrics = jax.device_put(list(metrics), self.whole)
+        return self._measured(outputs, loss, penalties, batch.targets, batch.sample_weight, metrics)
+
+    def _measure(self, outputs: Any, loss: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
+        import keras
+
+        if loss is None:
+            loss = self._compiled_loss(outputs, targets, sample_weight)
+        loss = sum(penalties, loss)
+        num_rows = outputs[0].shape[0]
+        with keras.StatelessScope(state_mapping=list(zip(self.whole_model.metrics_variables, metrics))) as scope:
+            self.whole_model._loss_tracker.update_state(loss, sample_weight=num_rows)
+            logs = self.whole_model.compute_metrics(None, targets, self.plan.outputs(outputs), sample_weight)
+        new = [scope.get_current_value(variable) for variable in self.whole_model.metrics_variables]
+        kept = [old if value is None else value for old, value in zip(metrics, new)]
+        return loss, logs, kept
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,197 @@
+"""What the engines of all backends share: how model and batch are cut, who works on what when, and what is refused."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.pipeline.split import Stage, functional, split, table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """How a global batch is cut.
+
+    Args:
+        num_rows: of the global batch.
+        size: rows of a micro-batch, over all pipelines; the last one may have fewer.
+    """
+
+    num_rows: int
+    size: int
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.size)
+
+    def rows(self, number: int) -> slice:
+        """The rows of one of them."""
+        return slice(number * self.size, min((number + 1) * self.size, self.num_rows))
+
+    def num_rows_of(self, number: int) -> int:
+        """How many rows one of them has."""
+        rows = self.rows(number)
+        return rows.stop - rows.start
+
+    def shares(self, model: keras.Model, *, is_weighted: bool) -> list[float]:
+        """What the loss of each of them, computed for itself, counts in that of the global batch.
+
+        Args:
+            model: compiled, and its losses built.
+            is_weighted: whether the samples have weights.
+
+        Raises:
+            UserError: if the loss of the global batch is not a sum over the micro-batches.
+        """
+        # Those that Keras has made of all that `compile` takes, in each of its outputs.
+        reductions = {loss.reduction for _, loss, _, _ in model._compile_loss._flat_losses}
+        if reductions == {"sum"}:
+            return [1.0] * len(self)
+        means = {"sum_over_batch_size", "mean"} if is_weighted else {
+            "sum_over_batch_size", "mean", "mean_with_sample_weight"
+        }  # fmt: skip
+        if not reductions <= means:
+            raise UserError(
+                f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
+                "needs the whole batch at once; use --schedule=gpipe"
+            )
+        return [self.num_rows_of(number) / self.num_rows for number in range(len(self))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is trained as a pipeline.
+
+    Args:
+        model: functional.
+        stages: of the model.
+        size: rows of a micro-batch, over all pipelines.
+        num_pipelines: that share a micro-batch.
+        schedule: of `kerasdp.config.SCHEDULES`.
+    """
+
+    model: keras.Model
+    stages: list[Stage]
+    size: int
+    num_pipelines: int
+    schedule: str
+
+    def micro_batches(self, num_rows: int) -> MicroBatches:
+        """Of a global batch of `num_rows` rows."""
+        return MicroBatches(num_rows=num_rows, size=self.size)
+
+    def inputs(self, inputs: Any) -> list[Any]:
+        """The inputs of the first stage, in its order, from what `fit` takes."""
+        structure = self.model._inputs_struct
+        if isinstance(inputs, dict):
+            names = structure if isinstance(structure, dict) else [tensor.name for tensor in self.model.inputs]
+            inputs = {name: inputs[name] for name in names} if isinstance(structure, dict) else [
+                inputs[name] for name in names
+            ]  # fmt: skip
+        return keras.tree.flatten(inputs)
+
+    def outputs(self, outputs: list[Any]) -> Any:
+        """What the model gives, from what the last stage gives."""
+        packed = keras.tree.pack_sequence_as(self.model._outputs_struct, outputs)
+        return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed  # as Keras does
+
+    def schedule_for(self, num_micro_batches: int) -> str:
+        """The schedule, or `"gpipe"` for the rest of the data, whose micro-batches may be too few for another one.
+
+        The two compute the same, and differ in the memory that they need.
+        """
+        return self.schedule if num_micro_batches >= len(self.stages) else "gpipe"
+
+    def __str__(self) -> str:
+        copies = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
+        return f"{table(self.stages)}\nmicro-batches of {self.size}{copies}, {self.schedule}"
+
+
+def make_plan(
+    model: keras.Model, config: Config, num_devices: int, agree: Callable[[list[float]], list[float]]
+) -> Plan:
+    """Cuts a built model as a run's choices say.
+
+    Raises:
+        UserError: if that cannot be done.
+    """
+    _check(model)
+    num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
+    size = config.micro_batch_size(num_stages, num_pipelines)
+    cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
+    stages = split(model, num_stages, cut_at=cut_at, balance=config.balance, batch_size=min(size, 8), agree=agree)
+    if any(getattr(tensor, "_keras_mask", None) is not None for tensor in stages[-1].model.outputs):
+        raise UserError(f"a pipeline: the outputs of {model.name} carry a mask, which its micro-batches would lose")
+    return Plan(
+        model=functional(model),
+        stages=stages,
+        size=size * num_pipelines,
+        num_pipelines=num_pipelines,
+        schedule=config.schedule,
+    )
+
+
+def _check(model: keras.Model) -> None:
+    names = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+    own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
+    if own:
+        raise UserError(
+            f"a pipeline calls the stages of a model by itself, and so passes over the {own[0]} of "
+            f"{type(model).__name__}; use --strategy=data"
+        )
+
+
+def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[str, int]]:
+    """What a stage does in a step, in its order: `("forward", number of the micro-batch)` or `("backward", ...)`.
+
+    GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B, here with a flush behind each step: Narayanan et al. 2019
+    (PipeDream, doi:10.1145/3341301.3359646); it keeps at most as many micro-batches in memory as there are stages.
+    """
+    forwards = [("forward", number) for number in range(num_micro_batches)]
+    backwards = [("backward", number) for number in range(num_micro_batches)]
+    if schedule == "gpipe":
+        return forwards + backwards
+    ahead = min(num_stages - 1 - stage, num_micro_batches)
+    steady = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
+    return forwards[:ahead] + steady + backwards[num_micro_batches - ahead :]
+
+
+def seed_variables(model: keras.Model) -> list[Any]:
+    """The states of a model's random layers: with them at what they were at the step's begin, a micro-batch draws what
+    its rows draw in the whole batch.
+    """
+    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+
+
+def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], Any]:
+    """The variables that an optimizer keeps for single weights: by name of their kind, and the weight's number.
+
+    Keras' optimizers keep them in lists, in the order of the weights.
+    """
+    return {
+        (name, place): variable
+        for name, variables in vars(getattr(optimizer, "inner_optimizer", optimizer)).items()
+        if isinstance(variables, list) and len(variables) == num_weights
+        and name not in ("_variables", "_trainable_variables")
+        for place, variable in enumerate(variables)
+        if hasattr(variable, "assign")
+    }  # fmt: skip
+
+
+def global_clipnorm(optimizer: Any) -> float | None:
+    """The norm to which an optimizer clips all gradients together, whoever holds them."""
+    return getattr(optimizer, "inner_optimizer", optimizer).global_clipnorm
+
+
+@contextlib.contextmanager
+def without_global_clipping(optimizer: Any) -> Iterator[None]:
+    """Around an update of a stage's weights alone, whose gradients are clipped already."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kept, inner.global_clipnorm = inner.global_clipnorm, None
+    try:
+        yield
+    finally:
+        inner.global_clipnorm = kept

@@ -1,0 +1,195 @@
+"""TensorFlow: all stages in one graph, each on its device; the runtime runs what has its inputs."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.data.feed import PASSED_OVER
+from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, tf_mirrored
+
+count_gpus, start = tf_mirrored.count_gpus, tf_mirrored.start
+
+
+class Replicas(tf_mirrored.Replicas):
+    """The stages of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
+
+    cuts_batches = True
+
+    def __init__(self, devices: Devices, config: Config):
+        """Makes the virtual devices. Call before Keras is imported."""
+        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
+        self.names = tf_mirrored.make_devices(devices, config)
+        self.strategy = tf.distribute.get_strategy()
+        self.pipeline: Pipeline | None = None
+
+    def place(self, batch: Any) -> PlacedBatch:
+        """Brings the inputs to the first stage's device, all else to the last one's."""
+        import keras
+
+        def put(leaf: Any, name: str) -> Any:
+            with tf.device(name):
+                return None if leaf is None else tf.convert_to_tensor(leaf)
+
+        inputs = keras.tree.map_structure(lambda leaf: put(leaf, self.names[0]), batch.inputs)
+        rest = (batch.targets, batch.sample_weight, batch.indices)
+        return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self.names[-1]), rest))
+
+    def description(self, model: Any) -> str:
+        """The cut, in words."""
+        return str(self._pipeline(model).plan)
+
+    def _pipeline(self, model: Any) -> "Pipeline":
+        known = self.pipeline
+        if known is None or known.model is not model or known.optimizer is not getattr(model, "optimizer", None):
+            self.pipeline = Pipeline(model, self.config, self.names, self.agree)
+        return self.pipeline
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        pipeline = self._pipeline(model)
+        train_step, test_step, predict_step = (
+            self._graph(model, step) for step in (pipeline.train_step, pipeline.test_step, pipeline.predict_step)
+        )
+
+        def train_function(iterator: Iterator[Any]) -> Any:
+            if (batch := next(iterator)) is PASSED_OVER:
+                return hooks.passed_over_logs
+            data = placed(batch)
+            loss, logs = train_step(*data)
+            hooks.after_step(loss, data.indices, {})
+            return logs
+
+        return StepFunctions(
+            train=train_function,
+            test=lambda iterator: test_step(*placed(next(iterator))),
+            predict=lambda data: predict_step(*placed(data[0])),
+        )
+
+    def _graph(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        if model.run_eagerly:
+            return step
+        # XLA (2.21) takes no variables of several devices, whatever `jit_compile` says.
+        return tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=False)
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`."""
+        yield
+
+    def made_outside(self, model: Any) -> list[str]:
+        """Variables may be made anywhere."""
+        return []
+
+    def differing_weights(self, model: Any) -> list[str]:
+        """Each weight is there once."""
+        return []
+
+
+class Pipeline:
+    """A model on its stages' devices.
+
+    Attributes:
+        plan: how it is cut.
+    """
+
+    def __init__(self, model: Any, config: Config, names: list[str], agree: Any):
+        from kerasdp.pipeline.plan import make_plan, seed_variables
+        from kerasdp.portability import WholeBatchPenalties
+
+        self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
+        self.plan = make_plan(model, config, len(names), agree)
+        self.penalties = WholeBatchPenalties(model)
+        self.seeds = [seed_variables(stage.model) for stage in self.plan.stages]
+        self._bring_home()
+
+    def _bring_home(self) -> None:
+        """Makes all variables anew on the devices of their stages: operations do not follow variables, nor the other
+        way round.
+        """
+        from kerasdp.pipeline.plan import slots_of
+
+        slots = slots_of(self.optimizer, len(self.model.trainable_variables)) if self.optimizer is not None else {}
+        places = {id(variable): place for place, variable in enumerate(self.model.trainable_variables)}
+        for name, stage in zip(self.names, self.plan.stages):
+            own = {places[id(variable)] for variable in stage.model.trainable_variables}
+            for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
+                with tf.device(name):
+                    variable._value = tf.Variable(
+                        variable._value, dtype=variable._value.dtype, trainable=variable.trainable, name=variable.name
+                    )
+        # Optimizers know variables by what was just replaced.
+        for optimizer in filter(None, (self.optimizer, getattr(self.optimizer, "inner_optimizer", None))):
+            weights = self.model.trainable_variables
+            optimizer._trainable_variables_indices = {
+                optimizer._var_key(weight): place for place, weight in enumerate(weights)
+            }
+
+    def _forward(self, inputs: Any, num_rows: int, training: bool) -> tuple[Any, list[Any]]:
+        """Outputs of the global batch, and penalties of activities."""
+        micro_batches = self.plan.micro_batches(num_rows)
+        # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
+        seeds = [[(seed, tf.identity(seed.value)) for seed in own] for own in self.seeds] if training else []
+        inputs, outputs, penalties = self.plan.inputs(inputs), [], []
+        for number in range(len(micro_batches)):
+            rows = micro_batches.rows(number)
+            values = [leaf[rows] for leaf in inputs]
+            context = ReplicaContext(
+                num_replicas=1,
+                num_rows=rows.stop - rows.start,
+                rows=rows.stop - rows.start,
+                first_row=rows.start,
+                gather=lambda statistics: statistics[None],
+                gather_rows=lambda tensor: tensor,
+            )
+            for place, (name, stage) in enumerate(zip(self.names, self.plan.stages)):
+                with tf.device(name), use(context), self.penalties.active():
+                    for seed, value in seeds[place] if training and number else ():
+                        seed.assign(value)
+                    values = stage(values, training=training)
+            outputs.append(values)
+            penalties += [penalty * ((rows.stop - rows.start) / num_rows) for penalty in context.penalties]
+        with tf.device(self.names[-1]):
+            return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*outputs)]), penalties
+
+    def _loss(self, batch: tuple[Any, ...], penalties: list[Any], training: bool) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        with tf.device(self.names[-1]):
+            loss = self.model._compute_loss(
+                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
+            )
+            return sum(penalties, loss)
+
+    def _logs(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        with tf.device(self.names[-1]):
+            self.model._loss_tracker.update_state(loss, sample_weight=num_rows)
+            return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def train_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
+        """The loss of the global batch, and Keras' logs."""
+        num_rows = indices.shape[0]
+        with tf.GradientTape() as tape:
+            outputs, penalties = self._forward(inputs, num_rows, training=True)
+            batch = (inputs, targets, outputs, sample_weight)
+            loss = self._loss(batch, penalties, training=True)
+            scaled_loss = self.model.optimizer.scale_loss(loss)
+        variables = self.model.trainable_weights
+        gradients = tape.gradient(scaled_loss, variables)
+        self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss, self._logs(batch, loss, num_rows)
+
+    def test_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+        """Keras' logs."""
+        num_rows = indices.shape[0]
+        outputs, penalties = self._forward(inputs, num_rows, training=False)
+        batch = (inputs, targets, outputs, sample_weight)
+        return self._logs(batch, self._loss(batch, penalties, training=False), num_rows)
+
+    def predict_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+        """The outputs of the global batch."""
+        return self._forward(inputs, indices.shape[0], training=False)[0]
