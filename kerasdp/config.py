@@ -226,8 +226,8 @@ class Config:
             )
         if self.backend == "tensorflow" and num_devices > stages:
             raise UserError(
-                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model device "
-                f"by device. Received: {num_devices}; use --backend=torch or jax"
+                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
+                f"device by device. Received: {num_devices}; use --backend=torch or jax"
             )
         return num_devices // stages
 

@@ -133,6 +133,7 @@ class Runner:
                 initial_epoch=initial_epoch,
                 validation_freq=validation_freq,
             )
+        self.replicas.collect(model)
         self.check_replicas(model)
         return history
 

@@ -35,6 +35,19 @@ class Stage:
         # Keras takes a list of one tensor, but gives the tensor.
         return keras.tree.flatten(self.model(inputs, training=training))
 
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """Of a sample."""
+        return [tuple(tensor.shape[1:]) for tensor in self.model.inputs]
+
+    def output_shapes(self, num_rows: int) -> list[tuple[int, ...]]:
+        """Of a sample."""
+        inputs = [
+            keras.KerasTensor((num_rows, *shape), tensor.dtype)
+            for shape, tensor in zip(self.input_shapes(), self.model.inputs)
+        ]
+        outputs = keras.tree.flatten(self.model.compute_output_spec(inputs))
+        return [tuple(output.shape[1:]) for output in outputs]
+
     @property
     def num_parameters(self) -> int:
         """Numbers in the weights of its layers."""

@@ -1,4 +1,4 @@
-"""Gathering over the ranks of torch, with the gradients that training on one global batch needs."""
+"""Gathering over processes of torch, with the gradients that training on one global batch needs."""
 
 from typing import Any
 
@@ -6,44 +6,51 @@ import torch
 import torch.distributed as dist
 
 
-def all_gather_stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """Stacks the tensor of all ranks along a new first axis."""
+def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Stacks the tensor of all ranks of a group along a new first axis."""
     # torch 2.13 renamed it, and warns of the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     tensor = tensor.contiguous()
-    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-    gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor)
+    gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=group)
     return gathered
 
 
+def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = None) -> torch.Tensor:
+    """Concatenates the rows of all ranks of a group.
+
+    Args:
+        rows: as many on each rank.
+        group: None: all ranks.
+        factor: by which the gradient is multiplied. None: the number of ranks, for gradients that are averaged.
+    """
+    return _GatherRows.apply(rows, group, dist.get_world_size(group) if factor is None else factor)
+
+
+def gather_statistics(statistics: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Stacks a tensor of all ranks; a rank's gradient is the sum over what all ranks made of its tensor."""
+    return _GatherStatistics.apply(statistics, group)
+
+
 class _GatherRows(torch.autograd.Function):
-    """Concatenates the rows of all ranks; see `Replicas.gather` for its gradient."""
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any, factor: float) -> torch.Tensor:
+        ctx.first, ctx.num_rows, ctx.factor = dist.get_rank(group) * len(rows), len(rows), factor
+        return all_gather_stacked(rows, group).flatten(0, 1)
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        ctx.num_rows = len(rows)
-        return all_gather_stacked(rows).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        first = dist.get_rank() * ctx.num_rows
-        return dist.get_world_size() * gradient[first : first + ctx.num_rows]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.factor * gradient[ctx.first : ctx.first + ctx.num_rows], None, None
 
 
 class _GatherStatistics(torch.autograd.Function):
-    """Stacks a tensor of all ranks; a rank's gradient is the sum over what all ranks made of its tensor."""
+    @staticmethod
+    def forward(ctx: Any, statistics: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return all_gather_stacked(statistics, group)
 
     @staticmethod
-    def forward(ctx: Any, statistics: torch.Tensor) -> torch.Tensor:
-        return all_gather_stacked(statistics)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]
-
-
-# Functions of a tensor, with gradients.
-gather_rows = _GatherRows.apply
-gather_statistics = _GatherStatistics.apply
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[dist.get_rank(ctx.group)], None

@@ -270,14 +270,15 @@ class Replicas:
 
     def differing_weights(self, model: Any) -> list[str]:
         """Names of the variables, seeds included, that are not bit-equal on all replicas."""
-        if self.num_replicas == 1:
+        return self._differing(model.variables)
+
+    def _differing(self, variables: list[Any], group: Any = None) -> list[str]:
+        if self.num_processes == 1:
             return []
-        digests = [_digest(variable) for variable in model.variables]
-        gathered = [None] * self.num_processes
-        dist.all_gather_object(gathered, digests)
-        return [
-            variable.path for variable, *values in zip(model.variables, *gathered, strict=True) if len(set(values)) > 1
-        ]
+        digests = [_digest(variable) for variable in variables]
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, digests, group=group)
+        return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
 
     def agree(self, values: list[float]) -> list[float]:
         """Rank 0's values, on every rank."""

@@ -1,0 +1,473 @@
+"""PyTorch: a process a device, with the schedules of torch.distributed.pipelining."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from kerasdp.backend import Devices
+from kerasdp.config import Config
+from kerasdp.data.feed import PASSED_OVER
+from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, torch_ddp
+from kerasdp.runners.torch_collectives import all_gather_stacked, gather_rows, gather_statistics
+
+count_gpus, start = torch_ddp.count_gpus, torch_ddp.start
+
+
+class Replicas(torch_ddp.Replicas):
+    """The stages of a run, as seen by one of its processes. See `kerasdp.runners.torch_ddp.Replicas`.
+
+    Attributes:
+        stage_group: the processes that hold this one's pipeline.
+        copy_group: those that hold copies of this one's stages.
+    """
+
+    def __init__(self, devices: Devices, config: Config):
+        """Joins the process groups. Call before Keras is imported."""
+        super().__init__(devices, config)
+        self.config, self.num_replicas, self.part, self.cuts_batches = config, 1, (0, 1), True
+        if devices.count == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        length = devices.count // config.num_pipelines(devices.count)
+        ranks = torch.arange(devices.count).reshape(-1, length)
+        self.stage_group, self.copy_group = (
+            next(group for group in [dist.new_group(part.tolist()) for part in parts] if dist.get_rank(group) >= 0)
+            for parts in (ranks, ranks.T)
+        )
+        self.pipeline: Pipeline | None = None
+
+    def place(self, batch: Any) -> PlacedBatch:
+        """Brings targets to every device, inputs to that of the first stage alone."""
+        placed_batch = super().place(batch)
+        is_first = dist.get_rank(self.stage_group) == 0
+        return placed_batch if is_first else placed_batch._replace(inputs=None)
+
+    def description(self, model: Any) -> str:
+        """The cut, in words."""
+        return str(self._pipeline(model).plan)
+
+    def _pipeline(self, model: Any) -> "Pipeline":
+        known = self.pipeline
+        if known is None or known.model is not model or known.optimizer is not getattr(model, "optimizer", None):
+            self.pipeline = Pipeline(model, self)
+        return self.pipeline
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        pipeline = self._pipeline(model)
+
+        def train_function(data: Any) -> dict[str, Any]:
+            if data[0] is PASSED_OVER:
+                return hooks.passed_over_logs
+            batch = placed(data[0])
+            loss, logs = pipeline.train_step(batch)
+            hooks.after_step(loss, batch.indices, {})
+            return logs
+
+        return StepFunctions(
+            train=train_function,
+            test=torch.no_grad()(lambda data: pipeline.test_step(placed(data[0]))),
+            predict=torch.no_grad()(lambda data: pipeline.predict_step(placed(data[0]))),
+        )
+
+    def collect(self, model: Any) -> None:
+        """Gives each process the values of all variables, of which it computes only those of its stages."""
+        self._pipeline(model).collect()
+
+    def differing_weights(self, model: Any) -> list[str]:
+        """Names of the variables that are not bit-equal in all pipelines."""
+        return self._differing(self._pipeline(model).own_variables(), self.copy_group)
+
+
+class Pipeline:
+    """A model of which this process works on some stages.
+
+    Attributes:
+        plan: how it is cut.
+        timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work
+            of this process.
+    """
+
+    def __init__(self, model: Any, replicas: Replicas):
+        from kerasdp.pipeline.plan import make_plan
+
+        self.model, self.optimizer, self.replicas = model, getattr(model, "optimizer", None), replicas
+        self.plan = make_plan(model, replicas.config, replicas.num_devices, replicas.agree)
+        self.group, self.copies = replicas.stage_group, replicas.copy_group
+        self.place, self.length = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.copy, self.num_copies = dist.get_rank(self.copies), dist.get_world_size(self.copies)
+        self.size = self.plan.size // self.num_copies
+        self.parts = {
+            number: _Part(self, stage, number)
+            for number, stage in enumerate(self.plan.stages)
+            if number % self.length == self.place
+        }
+        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
+            layer.activity_regularizer is not None for layer in model._flatten_layers()
+        )
+        self.timeline: list[Any] | None = None
+        self.step: _Step | None = None
+        self._schedules: dict[tuple[int, bool], Any] = {}
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is one of this process's."""
+        return len(self.plan.stages) - 1 in self.parts
+
+    def own_variables(self) -> list[Any]:
+        """The variables of this process's stages."""
+        return [variable for part in self.parts.values() for variable in part.model.variables]
+
+    def train_step(self, batch: PlacedBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss of the global batch, and Keras' logs."""
+        self.model.zero_grad()
+        self._run(batch, training=True)
+        step = self.step
+        weights = [weight for part in self.parts.values() for weight in part.model.trainable_variables]
+        self._add_up([weight.value for weight in weights])
+        penalty = sum(step.penalties, torch.zeros((), device=self.replicas.device))
+        of_weights = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
+        if of_weights:
+            (sum(of_weights) * step.scale).backward()
+            penalty = penalty + sum(of_weights).detach()
+        with torch.no_grad():
+            total_penalty = self._update(weights, penalty)
+            outputs = self._outputs()
+            loss = self._compiled_loss(batch, outputs) + total_penalty
+            return loss, self._logs(batch, outputs, loss)
+
+    def test_step(self, batch: PlacedBatch) -> dict[str, Any]:
+        """Keras' logs."""
+        outputs = self.predict_step(batch)
+        penalties = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
+        penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.replicas.device))
+        (total,) = self._totals([penalty]) if self.has_penalties else (0.0,)
+        return self._logs(batch, outputs, self._compiled_loss(batch, outputs) + total)
+
+    def predict_step(self, batch: PlacedBatch) -> Any:
+        """The outputs of the global batch."""
+        self._run(batch, training=False)
+        return self._outputs()
+
+    def _run(self, batch: PlacedBatch, training: bool) -> None:
+        micro_batches = self.plan.micro_batches(len(batch.indices))
+        self.step = _Step(self, batch, micro_batches, training)
+        schedule = self._schedule(len(micro_batches), training)
+        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.place == 0 else []
+        target = torch.arange(len(micro_batches)) if training and self.has_last else None
+        schedule.step(*inputs, target=target, return_outputs=False)
+
+    def _own_rows(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
+        """This pipeline's rows of each micro-batch, padded with copies to the same number in each."""
+        count, size = len(micro_batches), self.size
+        if self.num_copies == 1 and count * size == micro_batches.num_rows:
+            return inputs
+        rows = torch.arange(count).unsqueeze(1) * self.plan.size + self.copy * size + torch.arange(size)
+        rows = rows.flatten().clamp(max=micro_batches.num_rows - 1).to(inputs[0].device)
+        return [leaf[rows] for leaf in inputs]
+
+    def _schedule(self, num_micro_batches: int, training: bool) -> Any:
+        """Its buffers have a fixed size, and it a fixed number of micro-batches."""
+        if (num_micro_batches, training) in self._schedules:
+            return self._schedules[num_micro_batches, training]
+        name = self.plan.schedule_for(num_micro_batches) if training else "gpipe"
+        kind = {
+            "gpipe": pipelining.ScheduleGPipe,
+            "1f1b": pipelining.Schedule1F1B,
+            "interleaved1f1b": pipelining.ScheduleInterleaved1F1B,
+        }[name]
+        rounds = max(1, num_micro_batches // self.length)
+        if len(self.parts) > 1 and (name == "gpipe" or num_micro_batches % rounds):
+            kind = pipelining.ScheduleLoopedBFS  # all forwards first, with several stages a device
+        stages = [part.stage() for part in self.parts.values()]
+        schedule = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+            n_microbatches=num_micro_batches,
+            loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
+            scale_grads=False,
+        )
+        schedule.is_whole = kind in (pipelining.ScheduleGPipe, pipelining.ScheduleLoopedBFS)
+        self._schedules[num_micro_batches, training] = schedule
+        return schedule
+
+    def is_whole(self, num_micro_batches: int) -> bool:
+        """Whether all outputs are there before the first gradient is asked for, so that any loss can be had."""
+        return self._schedule(num_micro_batches, True).is_whole
+
+    def _add_up(self, weights: list[torch.Tensor]) -> None:
+        """Adds up the gradients of the pipelines."""
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if self.num_copies == 1 or not gradients:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self.copies)
+        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(part.view_as(gradient))
+
+    def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
+        """Updates this process's weights; the penalties of all stages."""
+        import keras
+
+        from kerasdp.pipeline.plan import global_clipnorm, without_global_clipping
+
+        optimizer, scale = self.model.optimizer, self.step.scale
+        gradients = [weight.value.grad for weight in weights]
+        limit = global_clipnorm(optimizer)
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        total_penalty = torch.zeros_like(penalty)
+        if limit or is_scaled or self.has_penalties:
+            squares = [(gradient / scale).square().sum() for gradient in gradients if gradient is not None]
+            total, total_penalty = self._totals([sum(squares, torch.zeros_like(penalty)), penalty])
+            if limit:
+                factor = limit / total.sqrt().clamp(min=limit)
+                gradients = [None if gradient is None else gradient * factor for gradient in gradients]
+            if is_scaled and not total.isfinite():  # one stage's overflow is everybody's
+                gradients = [gradient if gradient is None else torch.full_like(gradient, torch.nan)
+                             for gradient in gradients]  # fmt: skip
+        if all(gradient is None for gradient in gradients):
+            optimizer.iterations.assign_add(1)
+            return total_penalty
+        with without_global_clipping(optimizer):
+            optimizer.apply(gradients, weights)
+        return total_penalty
+
+    def _totals(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """Sums over the stages."""
+        values = torch.stack([value.float() for value in values])
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def _outputs(self) -> Any:
+        """The outputs of the global batch, from the last stage, on every process: each computes loss and metrics."""
+        step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.length)
+        outputs = []
+        for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
+            if self.has_last:
+                leaf = torch.cat([step.gathered(number)[place] for number in range(len(step.micro_batches))])
+            else:
+                shape = (step.micro_batches.num_rows, *step.shapes[place])
+                leaf = torch.empty(shape, dtype=_to_torch_dtype(tensor.dtype), device=self.replicas.device)
+            dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
+            outputs.append(leaf)
+        return self.plan.outputs(outputs)
+
+    def _compiled_loss(self, batch: PlacedBatch, outputs: Any) -> torch.Tensor:
+        if self.model._compile_loss is None:
+            return torch.zeros((), device=self.replicas.device)
+        return self.model._compile_loss(batch.targets, outputs, batch.sample_weight)
+
+    def _logs(self, batch: PlacedBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
+        self.model._loss_tracker.update_state(loss, sample_weight=len(batch.indices))
+        return self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
+
+    def collect(self) -> None:
+        """Gives each process of the pipeline the values of all variables."""
+        from kerasdp.pipeline.plan import slots_of
+
+        weights = self.model.trainable_variables
+        slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))
+        places = {id(weight): place for place, weight in enumerate(weights)}
+        for number, stage in enumerate(self.plan.stages):
+            own = {places[id(weight)] for weight in stage.model.trainable_variables}
+            source = dist.get_global_rank(self.group, number % self.length)
+            for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
+                value = variable.value.detach()
+                dist.broadcast(copy := value.contiguous(), source, group=self.group)
+                value.copy_(copy)
+
+
+class _Step:
+    """What a step's micro-batches have in common."""
+
+    def __init__(self, pipeline: Pipeline, batch: PlacedBatch, micro_batches: Any, training: bool):
+        self.pipeline, self.batch, self.micro_batches, self.training = pipeline, batch, micro_batches, training
+        one = torch.ones((), device=pipeline.replicas.device)
+        self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
+        self.penalties: list[torch.Tensor] = []
+        self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.size)
+        self.seeds = {part.number: [seed.value.clone() for seed in part.seeds] for part in pipeline.parts.values()}
+        self._outputs: dict[int, list[torch.Tensor]] = {}
+        self._gathered: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+
+    def context(self, number: int) -> ReplicaContext:
+        """The place of this pipeline's rows of a micro-batch."""
+        pipeline, rows = self.pipeline, self.micro_batches.rows(number)
+        first = rows.start + pipeline.copy * pipeline.size
+        whole = rows.stop - rows.start
+        several = pipeline.num_copies > 1
+        return ReplicaContext(
+            num_replicas=pipeline.num_copies,
+            num_rows=min(max(rows.stop - first, 0), pipeline.size),
+            rows=pipeline.size,
+            first_row=first,
+            gather=lambda own: gather_statistics(own, pipeline.copies) if several else own[None],
+            gather_rows=lambda own: (gather_rows(own, pipeline.copies, 1) if several else own)[:whole],
+        )
+
+    def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:
+        """Takes what the last stage gives for a micro-batch."""
+        self._outputs[number] = [leaf.detach() for leaf in outputs]
+
+    def gathered(self, number: int) -> list[torch.Tensor]:
+        """A micro-batch's outputs of all pipelines, without padding."""
+        if number not in self._gathered:
+            whole, copies = self.micro_batches.num_rows_of(number), self.pipeline.copies
+            leaves = self._outputs[number]
+            if self.pipeline.num_copies > 1:
+                leaves = [all_gather_stacked(leaf, copies).flatten(0, 1) for leaf in leaves]
+            self._gathered[number] = [leaf[:whole] for leaf in leaves]
+        return self._gathered[number]
+
+    def loss(self, outputs: Any, number: int) -> torch.Tensor:
+        """Something to call `backward` on; what it is worth is not known yet."""
+        return _Deferred.apply(self, number, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    def gradients(self, number: int) -> list[torch.Tensor]:
+        """Those of the outputs of a micro-batch."""
+        if self.pipeline.is_whole(len(self.micro_batches)):
+            if not self._gradients:
+                self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
+            return self._gradients.pop(number)
+        import keras
+
+        rows, batch = self.micro_batches.rows(number), self.batch
+        shares = self.micro_batches.shares(self.pipeline.model, is_weighted=batch.sample_weight is not None)
+        targets, weights = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[rows], (batch.targets, batch.sample_weight)
+        )
+        self._compute_gradients([number], batch._replace(targets=targets, sample_weight=weights), shares[number])
+        return self._gradients.pop(number)
+
+    @torch.enable_grad()
+    def _compute_gradients(self, numbers: list[int], batch: PlacedBatch, share: float) -> None:
+        pipeline = self.pipeline
+        leaves = [[leaf.detach().requires_grad_() for leaf in self.gathered(number)] for number in numbers]
+        outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
+        loss = pipeline._compiled_loss(batch, outputs) * (share * self.scale)
+        flat = [leaf for parts in leaves for leaf in parts]
+        found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
+        first = pipeline.copy * pipeline.size
+        for number, parts in zip(numbers, leaves):
+            self._gradients[number] = []
+            for leaf in parts:
+                gradient = next(found)
+                own = leaf.new_zeros((pipeline.size, *leaf.shape[1:]))
+                if gradient is not None:
+                    part = gradient[first : first + pipeline.size]
+                    own[: len(part)] = part
+                self._gradients[number].append(own)
+
+
+class _Deferred(torch.autograd.Function):
+    """Gives the gradients of a step's loss, when they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, number: int, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.step, ctx.number = step, number
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.step.gradients(ctx.number)
+
+
+class _WithPenalty(torch.autograd.Function):
+    """The outputs as they are; in the backward pass a penalty gets its gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: torch.Tensor, penalty: torch.Tensor, *outputs: torch.Tensor) -> tuple[Any, ...]:
+        ctx.scale = scale.to(penalty.dtype)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, ctx.scale, *gradients
+
+
+class _Part(torch.nn.Module):
+    """A stage as a module that takes a micro-batch's tensors."""
+
+    def __init__(self, pipeline: Pipeline, stage: Any, number: int):
+        from kerasdp.pipeline.plan import seed_variables
+        from kerasdp.portability import WholeBatchPenalties
+
+        super().__init__()
+        self.pipeline, self.keras_stage, self.model, self.number = pipeline, stage, stage.model, number
+        self.is_last = number == len(pipeline.plan.stages) - 1
+        self.penalties = WholeBatchPenalties(stage.model)
+        self.seeds = seed_variables(stage.model)
+        self.micro_batch = 0
+
+    def stage(self) -> "_Stage":
+        """With the shapes of a micro-batch. Without them torch (2.13) would find them out by a training step on
+        whatever numbers are in memory, after which moving statistics are not numbers any more.
+        """
+        size = self.pipeline.size
+
+        def like(tensors: list[Any], shapes: list[Any]) -> tuple[torch.Tensor, ...]:
+            dtypes = [_to_torch_dtype(tensor.dtype) for tensor in tensors]
+            return tuple(
+                torch.empty((size, *shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+                for dtype, shape in zip(dtypes, shapes)
+            )
+
+        stage = self.keras_stage
+        return _Stage(
+            self,
+            self.number,
+            len(self.pipeline.plan.stages),
+            self.pipeline.replicas.device,
+            input_args=like(stage.model.inputs, stage.input_shapes()),
+            output_args=like(stage.model.outputs, stage.output_shapes(size)),
+            group=self.pipeline.group,
+        )
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Outputs of the stage, for the micro-batch whose number is set."""
+        step, number = self.pipeline.step, self.micro_batch
+        context = step.context(number)
+        if step.training:
+            for seed, value in zip(self.seeds, step.seeds[self.number]):
+                seed.assign(value)  # so that a micro-batch draws what its rows draw in the whole batch
+        with use(context), self.penalties.active():
+            outputs = self.keras_stage(list(inputs), training=step.training)
+        if context.penalties:
+            share = step.micro_batches.num_rows_of(number) / step.micro_batches.num_rows
+            penalty = sum(context.penalties) * share
+            if self.pipeline.copy == 0:
+                step.penalties.append(penalty.detach())
+            outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
+        if self.is_last:
+            step.add_output(number, outputs)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+class _Stage(pipelining.PipelineStage):
+    """Tells the module which micro-batch it works on, and the timeline when."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.micro_batch = fwd_chunk_id
+        return self._timed("forward", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        return self._timed("backward", bwd_chunk_id, super().backward_one_chunk, *args, **kwargs)
+
+    def _timed(self, kind: str, number: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        timeline = self.submod.pipeline.timeline
+        begin = time.perf_counter()
+        result = work(number, *args, **kwargs)
+        if timeline is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            timeline.append((self.stage_index, kind, number, begin, time.perf_counter()))
+        return result
+
+
+def _to_torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
