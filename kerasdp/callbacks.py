@@ -54,7 +54,10 @@ class RunCallbacks(keras.callbacks.CallbackList):
             verbose = 1 if sys.stdout.isatty() else 2
         folder = runner.next_folder()
         checkpoints = os.path.join(folder, CHECKPOINTS) if runner.config.keeps_checkpoints else None
-        identity = training_state.identity(runner.config, model, feed.reader) if checkpoints else {}
+        identity = {}
+        if checkpoints:
+            rows = runner.replicas.rows_at_once(model)
+            identity = training_state.identity(runner.config, model, feed.reader, rows)
         self.resumed = resumed = resume(runner, model, identity, checkpoints) if runner.config.resume else None
         if resumed is not None:
             feed.go_on_at(resumed.state["epoch"], resumed.state["batch"])
@@ -120,6 +123,13 @@ def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> l
             "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir and "
             "--resume"
         )
+    is_cut = runner.replicas.num_processes > 1 and runner.num_replicas == 1
+    for callback in callbacks:
+        if is_cut and isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+            raise UserError(
+                "ModelCheckpoint(save_freq=...) saves within an epoch, when a process of a pipeline knows the weights of "
+                "its own stages alone; use --checkpoint_every"
+            )
     return callbacks
 
 

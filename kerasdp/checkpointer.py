@@ -11,6 +11,9 @@ from kerasdp import preemption, report, training_state
 from kerasdp.checkpoint import Checkpoint
 from kerasdp.errors import PreemptedError
 
+# What a rank may ask for; the most urgent wish is what happens.
+_NOTHING, _SAVE, _END = range(3)
+
 
 def resume(runner: Any, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
     """Brings a model and its optimizer to where the newest checkpoint of a folder is; None if there is none.
@@ -67,6 +70,11 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Gives the callbacks their state, which they have just set anew themselves."""
+        for callback in self.stateful:
+            # Keras' (3.15) that watch a metric turn the sign of `min_delta` at the end of their first epoch: a second
+            # time, if the turned one was restored before.
+            if getattr(callback, "monitor_op", callback) is None:
+                callback._set_monitor_op()
         for known, callback in zip(self._begin, self.stateful):
             after = training_state.plain_attributes(callback)
             for name in [name for name in known if after.get(name) != known[name]]:
@@ -91,13 +99,12 @@ class Checkpointer(keras.callbacks.Callback):
         num_batches = recorder.feed.num_batches
         self.is_cut = self._model.stop_training and batch + 1 != num_batches
         place = (recorder.epoch, batch + 1)
-        if self.runner.replicas.any_lately(preemption.noted() is not None):
+        asked = self.runner.replicas.highest_lately(self._asks())
+        if asked == _END:
             self._end(place)
         if self.is_cut:
             self._save(*place, wait=True)
-        elif (self.every_steps and step % self.every_steps == 0) or (
-            self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds
-        ):
+        elif asked == _SAVE or (self.every_steps and step % self.every_steps == 0):
             self._save(*place)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -113,8 +120,17 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Ends the run if a signal has come; it will go on with the validation."""
-        if self.runner.replicas.any_lately(preemption.noted() is not None):
+        if self.runner.replicas.highest_lately(self._asks()) == _END:
             self._end((self.recorder.epoch, self._batches_done))
+
+    def _asks(self) -> int:
+        """What this rank wants of all."""
+        if preemption.noted() is not None:
+            return _END
+        if self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds:
+            self._last_time = time.monotonic()
+            return _SAVE
+        return _NOTHING
 
     def _is_best(self, logs: dict[str, Any]) -> bool:
         """By validation loss; by training loss as long as there is none."""
@@ -139,6 +155,7 @@ class Checkpointer(keras.callbacks.Callback):
 
     def _save(self, epoch: int, batch: int, *, is_best: bool = False, wait: bool = False) -> None:
         """`epoch` and `batch` are where the run goes on. If one is still being written, it waits or does nothing."""
+        self.runner.replicas.collect(self.model)
         if self.writer is None or (self.writer.is_busy and not wait):
             return
         if self.recorder.step == self._last_step and not is_best and batch:
@@ -165,7 +182,7 @@ class Checkpointer(keras.callbacks.Callback):
             "versions": report.versions(),
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
-        self._last_time, self._last_step = time.monotonic(), self.recorder.step
+        self._last_step = self.recorder.step
 
     def _end(self, place: tuple[int, int] | None) -> None:
         if place is not None:

@@ -133,7 +133,9 @@ class Recorder(keras.callbacks.Callback):
         self._stop_clock()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the epoch's row."""
+        """Writes the epoch's row, and brings the model together for the callbacks that save it."""
+        if self.runner.replicas.num_processes > 1:
+            self.runner.replicas.collect(self.model)
         self._stop_clock()
         self.epoch_seconds.append(self._seconds)
         self.epoch_rates.append(self.epoch_images / self._seconds)

@@ -12,6 +12,7 @@ import numpy as np
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_settings import without_tensorflow
+from kerasdp.portability import batch_norms
 
 # What two runs must have in common for one to go on as the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
@@ -89,16 +90,20 @@ def _to_numpy(variable: Any) -> np.ndarray:
     return array if array.dtype.kind in "fiub" else array.astype("float32")  # bfloat16 is a type of its own
 
 
-def identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]:
+def identity(config: Config, model: keras.Model, reader: Any, rows_at_once: int | None = None) -> dict[str, Any]:
     """What must be the same for a run to go on: choices, model, optimizer, data; each in words or as a digest.
 
     Args:
         config: the run's choices.
         model: built and compiled.
         reader: of the training data, as in `kerasdp.data.feed`.
+        rows_at_once: that a layer sees, if neither the global batch nor a replica's part of it.
     """
     with without_tensorflow():
-        return _identity(config, model, reader)
+        found = _identity(config, model, reader)
+    if rows_at_once is not None and batch_norms(model):
+        found["rows that a batch norm sees"] = rows_at_once
+    return found
 
 
 def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]:

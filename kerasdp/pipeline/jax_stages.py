@@ -46,6 +46,10 @@ class Replicas(jax_sharding.Replicas):
         """The cut, in words."""
         return str(self._pipeline(model).plan)
 
+    def rows_at_once(self, model: Any) -> int | None:
+        """Rows of a micro-batch."""
+        return self._pipeline(model).plan.size
+
     def _pipeline(self, model: Any) -> "Pipeline":
         if self.pipeline is None or self.pipeline.made_for != _made_for(model):
             self.pipeline = Pipeline(model, self.config, self.devices, self.agree)

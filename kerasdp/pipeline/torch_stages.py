@@ -51,6 +51,10 @@ class Replicas(torch_ddp.Replicas):
         """The cut, in words."""
         return str(self._pipeline(model).plan)
 
+    def rows_at_once(self, model: Any) -> int | None:
+        """Rows of a micro-batch."""
+        return self._pipeline(model).plan.size
+
     def _pipeline(self, model: Any) -> "Pipeline":
         known = self.pipeline
         if known is None or known.model is not model or known.optimizer is not getattr(model, "optimizer", None):

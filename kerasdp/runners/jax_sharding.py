@@ -95,6 +95,10 @@ class Replicas:
         """What there is to say of how the work is shared."""
         return ""
 
+    def rows_at_once(self, model: Any) -> int | None:
+        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
+        return None
+
     def collect(self, model: Any) -> None:
         """There is one process, which has all variables."""
 
@@ -197,9 +201,9 @@ class Replicas:
         """There is one process, so its values are everybody's."""
         return values
 
-    def any_lately(self, flag: bool) -> bool:
-        """There is one process, so its flag is everybody's."""
-        return flag
+    def highest_lately(self, number: int) -> int:
+        """There is one process, so its number is everybody's."""
+        return number
 
     def any(self, flag: bool) -> bool:
         """There is one process, so its flag is everybody's."""

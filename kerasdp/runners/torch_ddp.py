@@ -81,6 +81,10 @@ class Replicas:
         """What there is to say of how the work is shared."""
         return ""
 
+    def rows_at_once(self, model: Any) -> int | None:
+        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
+        return None
+
     def collect(self, model: Any) -> None:
         """Gives each process the values of all variables: here they have them."""
 
@@ -288,19 +292,19 @@ class Replicas:
         dist.broadcast(tensor, 0)
         return tensor.tolist()
 
-    def any_lately(self, flag: bool) -> bool:
-        """Whether the flag was set on any rank in the call before this one: nobody has to wait for the answer."""
+    def highest_lately(self, number: int) -> int:
+        """The highest number of any rank in the call before this one: nobody has to wait for the answer."""
         if self.num_processes == 1:
-            return flag
+            return number
         if self._control is None:
             # Among the hosts, so that no GPU has to be waited for either.
             self._control = dist.new_group(backend="gloo")
-        asked, self._asked = self._asked, torch.tensor(float(flag))
+        asked, self._asked = self._asked, torch.tensor(number)
         work, self._asking = self._asking, dist.all_reduce(self._asked, dist.ReduceOp.MAX, self._control, async_op=True)
         if work is None:
-            return False
+            return 0
         work.wait()
-        return bool(asked.item())
+        return int(asked.item())
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -86,6 +86,8 @@ def test_the_same_backend_goes_on_bit_for_bit(backend, undisturbed, stopped, tmp
     expected, losses, rows, _ = undisturbed(backend)
     assert files(workdir) == (losses, rows)
     assert result == expected
+    rates = result["history"]["learning_rate"]
+    assert rates[1] > rates[2]  # what a callback did behind the stop depends on what it saw before
 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="there is one backend")
