@@ -138,9 +138,8 @@ class Pipeline:
             trainable = part.trainable.put(trainable, values[0])
             non_trainable = part.non_trainable.put(non_trainable, values[1])
             slots = part.slots.put(slots, values[2], shared=part.is_first)
-        loss, logs, metrics = self.parts[-1].measure(
-            step.outputs(), step.loss, [values[3] for values in step.updated], batch, metrics
-        )
+        penalties = [values[3] for values in step.updated]
+        loss, logs, metrics = self.parts[-1].measure(step.outputs(), penalties, batch, metrics)
         self.last_state = trainable, non_trainable, slots, metrics
         return loss, logs, self.last_state
 
@@ -149,7 +148,7 @@ class Pipeline:
         trainable, non_trainable, metrics = state
         step = self._forward((trainable, non_trainable, [], metrics), batch)
         penalties = [part.penalty(part.trainable.of(trainable)) for part in self.parts]
-        _, logs, metrics = self.parts[-1].measure(step.outputs(), None, penalties + step.penalties(), batch, metrics)
+        _, logs, metrics = self.parts[-1].measure(step.outputs(), penalties + step.penalties(), batch, metrics)
         return logs, (trainable, non_trainable, metrics)
 
     def predict_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
@@ -200,7 +199,6 @@ class _Step:
         self.penalties_of: list[list[Any]] = [[] for _ in parts]
         self.sums: list[Any] = [None] * len(parts)
         self.totals = [Future() for _ in parts]
-        self.loss: Any = None
         self.updated: list[Any] = [None] * len(parts)
         if not is_whole:
             self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
@@ -277,12 +275,10 @@ class _Step:
             rows = self.micro_batches.rows(number)
             targets, weights = part.cut((targets, weights), rows)
             outputs = [self.activations[-1][number].result()]
-            loss, gradients = part.loss(outputs, targets, weights, scale * self.shares[number])
-            loss = loss * self.shares[number]
-            self.loss = loss if self.loss is None else self.loss + loss
-            self.gradients[part.number][number].set_result(gradients[0])
+            (gradients,) = part.gradients(outputs, targets, weights, scale * self.shares[number])
+            self.gradients[part.number][number].set_result(gradients)
         elif number == len(self.micro_batches) - 1:
-            self.loss, gradients = part.loss(self._all_outputs(), targets, weights, scale)
+            gradients = part.gradients(self._all_outputs(), targets, weights, scale)
             for future, gradient in zip(self.gradients[part.number], gradients):
                 future.set_result(gradient)
 
@@ -368,7 +364,7 @@ class _Part:
         self.differentiable = [_is_float(tensor.dtype) for tensor in own.inputs]
         self.forward = jax.jit(self._forward)
         self.infer = jax.jit(self._infer)
-        self.loss = jax.jit(self._loss)
+        self.gradients = jax.jit(self._gradients)
         self.finish = jax.jit(self._finish, donate_argnums=1)
         self.update = jax.jit(self._update, donate_argnums=(0, 1))
         self.penalty = jax.jit(self._weight_penalty)
@@ -464,15 +460,18 @@ class _Part:
             return jnp.zeros(())
         return self.whole_model._compile_loss(targets, self.plan.outputs(outputs), sample_weight)
 
-    def _loss(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> tuple[Any, Any]:
-        """The loss of some micro-batches together, and its gradients, multiplied by `scale`, for each of them."""
+    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> Any:
+        """Those of the loss of some micro-batches together, multiplied by `scale`, for each of them."""
+        import keras
 
-        def loss_of(outputs: Any) -> tuple[Any, Any]:
-            loss = self._compiled_loss([jnp.concatenate(leaves) for leaves in zip(*outputs)], targets, sample_weight)
-            return loss * scale, loss
+        metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
 
-        gradients, loss = jax.grad(loss_of, has_aux=True)(outputs)
-        return loss, gradients
+        def loss_of(outputs: Any) -> Any:
+            joined = [jnp.concatenate(leaves) for leaves in zip(*outputs)]
+            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
+                return self._compiled_loss(joined, targets, sample_weight) * scale
+
+        return jax.grad(loss_of)(outputs)
 
     def _weight_penalty(self, trainable: Any) -> Any:
         import keras
@@ -506,20 +505,18 @@ class _Part:
         new = {id(variable): value for variable, value in zip(self.optimizer.variables, ordered)}
         return trainable, [new[id(variable)] for variable in self.clone_variables]
 
-    def measure(self, outputs: Any, loss: Any, penalties: Any, batch: PlacedBatch, metrics: Any) -> tuple[Any, ...]:
+    def measure(self, outputs: Any, penalties: Any, batch: PlacedBatch, metrics: Any) -> tuple[Any, ...]:
         """The loss with all penalties, Keras' logs, and the new values of the metrics."""
         penalties = [jax.device_put(penalty, self.whole) for penalty in penalties]
         metrics = jax.device_put(list(metrics), self.whole)
-        return self._measured(outputs, loss, penalties, batch.targets, batch.sample_weight, metrics)
+        return self._measured(outputs, penalties, batch.targets, batch.sample_weight, metrics)
 
-    def _measure(self, outputs: Any, loss: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
+    def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
         import keras
 
-        if loss is None:
-            loss = self._compiled_loss(outputs, targets, sample_weight)
-        loss = sum(penalties, loss)
         num_rows = outputs[0].shape[0]
         with keras.StatelessScope(state_mapping=list(zip(self.whole_model.metrics_variables, metrics))) as scope:
+            loss = sum(penalties, self._compiled_loss(outputs, targets, sample_weight))
             self.whole_model._loss_tracker.update_state(loss, sample_weight=num_rows)
             logs = self.whole_model.compute_metrics(None, targets, self.plan.outputs(outputs), sample_weight)
         new = [scope.get_current_value(variable) for variable in self.whole_model.metrics_variables]

@@ -350,10 +350,13 @@ class _Step:
 
     @torch.enable_grad()
     def _compute_gradients(self, numbers: list[int], batch: PlacedBatch, share: float) -> None:
+        import keras
+
         pipeline = self.pipeline
         leaves = [[leaf.detach().requires_grad_() for leaf in self.gathered(number)] for number in numbers]
         outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
-        loss = pipeline._compiled_loss(batch, outputs) * (share * self.scale)
+        with keras.StatelessScope():  # the losses of several outputs are metrics, too
+            loss = pipeline._compiled_loss(batch, outputs) * (share * self.scale)
         flat = [leaf for parts in leaves for leaf in parts]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
         first = pipeline.copy * pipeline.size
