@@ -127,8 +127,8 @@ def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> l
     for callback in callbacks:
         if is_cut and isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise UserError(
-                "ModelCheckpoint(save_freq=...) saves within an epoch, when a process of a pipeline knows the weights of "
-                "its own stages alone; use --checkpoint_every"
+                "ModelCheckpoint(save_freq=...) saves within an epoch, when a process of a pipeline knows the weights "
+                "of its own stages alone; use --checkpoint_every"
             )
     return callbacks
 

@@ -116,6 +116,7 @@ class Runner:
             size = validation_batch_size or batch_size
             validation = Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place)
             validation_data = self._adapter(validation, size)
+        self.replicas.tune(model, reader.first(), self._say)
         run_callbacks = RunCallbacks(
             self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
         )
@@ -136,6 +137,10 @@ class Runner:
         self.replicas.collect(model)
         self.check_replicas(model)
         return history
+
+    def _say(self, line: str) -> None:
+        if self.is_chief and self.config.verbose != 0:
+            print(line, flush=True)
 
     def next_folder(self) -> str | None:
         """Where a `fit` puts its files: a second one leaves the first one's alone."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,14 @@ class Replicas(jax_sharding.Replicas):
     def description(self, model: Any) -> str:
         """The cut, in words."""
         return str(self._pipeline(model).plan)
+
+    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+        """Finds the size of micro-batches, if it is to be found."""
+        from kerasdp.pipeline.plan import find_size
+
+        if self.config.split_size == "auto" and not self._pipeline(model).is_tuned:
+            self.pipeline.is_tuned = True
+            find_size(self.pipeline, self.place(batch), report)
 
     def rows_at_once(self, model: Any) -> int | None:
         """Rows of a micro-batch."""
@@ -105,10 +113,11 @@ class Pipeline:
     def __init__(self, model: Any, config: Config, devices: list[Any], agree: Any):
         from kerasdp.pipeline.plan import make_plan
 
-        self.model, self.made_for = model, _made_for(model)
+        self.model, self.made_for, self.agree = model, _made_for(model), agree
         self.plan = make_plan(model, config, len(devices), agree)
         own = np.array(devices).reshape(len(self.plan.stages), -1)
         self.timeline: list[Any] | None = None
+        self.is_tuned = False
         # A thread a stage: on the CPU, JAX (0.10.2) runs one after the other whatever one thread asks for.
         self.threads = ThreadPoolExecutor(len(own))
         self.parts = [_Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
@@ -124,15 +133,9 @@ class Pipeline:
 
     def train_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any, Any]:
         """The loss of the global batch, Keras' logs, and the new state."""
-        from kerasdp.pipeline.plan import actions
-
         if state is not self.last_state:  # a callback has set variables, which then are on the first device
             state = self._at_home(state)
-        micro_batches = self.plan.micro_batches(len(batch.indices))
-        schedule = self.plan.schedule_for(len(micro_batches))
-        step = _Step(self, state, batch, micro_batches, is_whole=schedule == "gpipe")
-        orders = [actions(schedule, part.number, len(self.parts), len(micro_batches)) for part in self.parts]
-        step.run([[*order, ("update", 0)] for order in orders])
+        step = self._passes(state, batch, [("update", 0)])
         trainable, non_trainable, slots, metrics = state
         for part, values in zip(self.parts, step.updated):
             trainable = part.trainable.put(trainable, values[0])
@@ -142,6 +145,28 @@ class Pipeline:
         loss, logs, metrics = self.parts[-1].measure(step.outputs(), penalties, batch, metrics)
         self.last_state = trainable, non_trainable, slots, metrics
         return loss, logs, self.last_state
+
+    def seconds_without_update(self, batch: PlacedBatch) -> float:
+        """What the passes of a training step take; no variable keeps a trace of it."""
+        self.bring_home()
+        model = self.model
+        state = [
+            [variable.value for variable in variables]
+            for variables in (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+        ]
+        begin = time.perf_counter()
+        jax.block_until_ready(self._passes((*state, []), batch, []).sums)
+        return time.perf_counter() - begin
+
+    def _passes(self, state: Any, batch: PlacedBatch, end: list[tuple[str, int]]) -> "_Step":
+        from kerasdp.pipeline.plan import actions
+
+        micro_batches = self.plan.micro_batches(len(batch.indices))
+        schedule = self.plan.schedule_for(len(micro_batches))
+        step = _Step(self, state, batch, micro_batches, is_whole=schedule == "gpipe")
+        orders = [actions(schedule, part.number, len(self.parts), len(micro_batches)) for part in self.parts]
+        step.run([[*order, *end] for order in orders])
+        return step
 
     def test_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
         """Keras' logs, and the state."""

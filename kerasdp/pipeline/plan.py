@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,6 +121,8 @@ def make_plan(
     """
     _check(model)
     num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
+    if config.split_size == "auto":  # until it is found, by `find_size`
+        config = dataclasses.replace(config, split_size=None)
     size = config.micro_batch_size(num_stages, num_pipelines)
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
     stages = split(model, num_stages, cut_at=cut_at, balance=config.balance, batch_size=min(size, 8), agree=agree)
@@ -132,6 +135,35 @@ def make_plan(
         num_pipelines=num_pipelines,
         schedule=config.schedule,
     )
+
+
+def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
+    """Gives a pipeline the size of micro-batches with which a step is fastest.
+
+    Tried are 1, 2, 4 ... 32 micro-batches, and the numbers between the best one and its neighbours.
+
+    Args:
+        pipeline: an engine, which can say how long the forward and backward passes of a batch take, and leaves
+            everything as it was.
+        batch: one of those to train on.
+        report: is told what was tried.
+    """
+    num_rows = -(-len(batch.indices) // pipeline.plan.num_pipelines)
+    seconds: dict[int, float] = {}
+
+    def try_counts(counts: list[int]) -> int:
+        for size in dict.fromkeys(-(-num_rows // count) for count in counts if 0 < count <= num_rows):
+            if size not in seconds:
+                pipeline.plan = dataclasses.replace(pipeline.plan, size=size * pipeline.plan.num_pipelines)
+                measured = [pipeline.seconds_without_update(batch) for _ in range(4)][1:]  # the first one compiles
+                (seconds[size],) = pipeline.agree([statistics.median(measured)])
+        return min(seconds, key=seconds.get)
+
+    count = -(-num_rows // try_counts([1, 2, 4, 8, 16, 32]))
+    best = try_counts([count * 3 // 4, count * 3 // 2])
+    pipeline.plan = dataclasses.replace(pipeline.plan, size=best * pipeline.plan.num_pipelines)
+    tried = ", ".join(f"{size}: {1000 * time:.0f} ms" for size, time in sorted(seconds.items()))
+    report(f"split size {best} is the fastest; tried {tried} a step without its update")
 
 
 def _check(model: keras.Model) -> None:

@@ -1,6 +1,7 @@
 """TensorFlow: all stages in one graph, each on its device; the runtime runs what has its inputs."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,14 @@ class Replicas(tf_mirrored.Replicas):
     def description(self, model: Any) -> str:
         """The cut, in words."""
         return str(self._pipeline(model).plan)
+
+    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+        """Finds the size of micro-batches, if it is to be found."""
+        from kerasdp.pipeline.plan import find_size
+
+        if self.config.split_size == "auto" and not self._pipeline(model).is_tuned:
+            self.pipeline.is_tuned = True
+            find_size(self.pipeline, self.place(batch), report)
 
     def rows_at_once(self, model: Any) -> int | None:
         """Rows of a micro-batch."""
@@ -106,6 +115,8 @@ class Pipeline:
         from kerasdp.portability import WholeBatchPenalties
 
         self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
+        self.agree, self.is_tuned = agree, False
+        self._timed: dict[int, Callable[..., Any]] = {}
         self.plan = make_plan(model, config, len(names), agree)
         self.penalties = WholeBatchPenalties(model)
         self.seeds = [seed_variables(stage.model) for stage in self.plan.stages]
@@ -176,16 +187,35 @@ class Pipeline:
 
     def train_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
         """The loss of the global batch, and Keras' logs."""
+        loss, batch, gradients = self._passes(inputs, targets, sample_weight, indices)
+        variables = self.model.trainable_weights
+        self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss, self._logs(batch, loss, indices.shape[0])
+
+    def _passes(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any, Any]:
+        """The loss of the global batch, what it is made of, and its gradients."""
         num_rows = indices.shape[0]
         with tf.GradientTape() as tape:
             outputs, penalties = self._forward(inputs, num_rows, training=True)
             batch = (inputs, targets, outputs, sample_weight)
             loss = self._loss(batch, penalties, training=True)
             scaled_loss = self.model.optimizer.scale_loss(loss)
-        variables = self.model.trainable_weights
-        gradients = tape.gradient(scaled_loss, variables)
-        self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return loss, self._logs(batch, loss, num_rows)
+        return loss, batch, tape.gradient(scaled_loss, self.model.trainable_weights)
+
+    def seconds_without_update(self, batch: PlacedBatch) -> float:
+        """What the passes of a training step take; no variable keeps a trace of it."""
+        kept = [(variable, tf.identity(variable.value)) for variable in self.model.non_trainable_variables]
+        passes = self._timed.get(self.plan.size)
+        if passes is None:
+            step = tf.autograph.experimental.do_not_convert(lambda *data: self._passes(*data)[-1])
+            passes = self._timed[self.plan.size] = tf.function(step, jit_compile=False)
+        metrics = [(variable, tf.identity(variable.value)) for variable in self.model.metrics_variables]
+        begin = time.perf_counter()
+        tf.nest.map_structure(lambda gradient: gradient.numpy(), passes(*batch))
+        seconds = time.perf_counter() - begin
+        for variable, value in kept + metrics:
+            variable.assign(value)
+        return seconds
 
     def test_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
         """Keras' logs."""

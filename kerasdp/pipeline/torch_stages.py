@@ -51,6 +51,14 @@ class Replicas(torch_ddp.Replicas):
         """The cut, in words."""
         return str(self._pipeline(model).plan)
 
+    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+        """Finds the size of micro-batches, if it is to be found."""
+        from kerasdp.pipeline.plan import find_size
+
+        if self.config.split_size == "auto" and not self._pipeline(model).is_tuned:
+            self.pipeline.is_tuned = True
+            find_size(self.pipeline, self.place(batch), report)
+
     def rows_at_once(self, model: Any) -> int | None:
         """Rows of a micro-batch."""
         return self._pipeline(model).plan.size
@@ -105,7 +113,7 @@ class Pipeline:
         self.group, self.copies = replicas.stage_group, replicas.copy_group
         self.place, self.length = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.copy, self.num_copies = dist.get_rank(self.copies), dist.get_world_size(self.copies)
-        self.size = self.plan.size // self.num_copies
+        self.agree = replicas.agree
         self.parts = {
             number: _Part(self, stage, number)
             for number, stage in enumerate(self.plan.stages)
@@ -115,8 +123,14 @@ class Pipeline:
             layer.activity_regularizer is not None for layer in model._flatten_layers()
         )
         self.timeline: list[Any] | None = None
+        self.is_tuned = False
         self.step: _Step | None = None
-        self._schedules: dict[tuple[int, bool], Any] = {}
+        self._schedules: dict[tuple[int, int, bool], Any] = {}
+
+    @property
+    def size(self) -> int:
+        """This pipeline's rows of a micro-batch."""
+        return self.plan.size // self.num_copies
 
     @property
     def has_last(self) -> bool:
@@ -144,6 +158,20 @@ class Pipeline:
             outputs = self._outputs()
             loss = self._compiled_loss(batch, outputs) + total_penalty
             return loss, self._logs(batch, outputs, loss)
+
+    def seconds_without_update(self, batch: PlacedBatch) -> float:
+        """What the passes of a training step take; no variable keeps a trace of it."""
+        variables = [variable for part in self.parts.values() for variable in part.model.non_trainable_variables]
+        kept = [variable.value.clone() for variable in variables]
+        dist.barrier()
+        begin = time.perf_counter()
+        self._run(batch, training=True)
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        self.model.zero_grad()
+        for variable, value in zip(variables, kept):
+            variable.assign(value)
+        return seconds
 
     def test_step(self, batch: PlacedBatch) -> dict[str, Any]:
         """Keras' logs."""
@@ -177,8 +205,9 @@ class Pipeline:
 
     def _schedule(self, num_micro_batches: int, training: bool) -> Any:
         """Its buffers have a fixed size, and it a fixed number of micro-batches."""
-        if (num_micro_batches, training) in self._schedules:
-            return self._schedules[num_micro_batches, training]
+        key = self.size, num_micro_batches, training
+        if key in self._schedules:
+            return self._schedules[key]
         name = self.plan.schedule_for(num_micro_batches) if training else "gpipe"
         kind = {
             "gpipe": pipelining.ScheduleGPipe,
@@ -196,7 +225,7 @@ class Pipeline:
             scale_grads=False,
         )
         schedule.is_whole = kind in (pipelining.ScheduleGPipe, pipelining.ScheduleLoopedBFS)
-        self._schedules[num_micro_batches, training] = schedule
+        self._schedules[key] = schedule
         return schedule
 
     def is_whole(self, num_micro_batches: int) -> bool:

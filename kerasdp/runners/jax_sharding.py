@@ -95,6 +95,9 @@ class Replicas:
         """What there is to say of how the work is shared."""
         return ""
 
+    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+        """Finds what is to be found by trying: here nothing."""
+
     def rows_at_once(self, model: Any) -> int | None:
         """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
         return None

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,9 @@ class Replicas:
     def description(self, model: Any) -> str:
         """What there is to say of how the work is shared."""
         return ""
+
+    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+        """Finds what is to be found by trying: here nothing."""
 
     def rows_at_once(self, model: Any) -> int | None:
         """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
