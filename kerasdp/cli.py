@@ -35,14 +35,14 @@ def _define_flags() -> None:
 
     group = "Backend and devices"
     _define(group, "backend", text, None, f"{names['BACKENDS']}. Default: $KERAS_BACKEND, else the first installed.")
-    _define(group, "gpus", number, None, "Devices to train on, a replica each. Default: all GPUs there are, or 1. "
+    _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs there are, or 1. "
             "Without any GPU: so many virtual CPU devices.")  # fmt: skip
     _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
     _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
 
     group = "Models cut over several devices"
-    _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data), or the model, cut "
-            "into stages (pipeline).")  # fmt: skip
+    _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data); the model, cut "
+            "into stages (pipeline); or each layer's output channels (tensor: jax only).")  # fmt: skip
     _define(group, "stages", number, None, "Stages of a pipeline. Default: one a device.")
     _define(group, "cut_at", text, None, "Layers behind which to cut, comma-separated. Default: balanced.")
     _define(group, "balance", text, _DEFAULTS.balance, "What the stages get equal parts of: time (measured), flops, "

@@ -10,7 +10,7 @@ from kerasdp.errors import UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
 DEVICES = ("auto", "gpu", "cpu")
-STRATEGIES = ("data", "pipeline")
+STRATEGIES = ("data", "pipeline", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
@@ -28,9 +28,10 @@ class Config:
 
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`. None: $KERAS_BACKEND, else the first installed.
-        num_devices: replicas of the model, one a device. None: all GPUs there are, or 1.
+        num_devices: devices of the run. None: all GPUs there are, or 1.
         device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
-        strategy: what devices share: the batch (`"data"`), or the model, cut into stages (`"pipeline"`).
+        strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
+            output channels (`"tensor"`, with jax).
         num_stages: of a pipeline. None: one a device.
         cut_at: layers behind which a pipeline is cut, comma-separated. None: where the stages are balanced.
         balance: what the stages of a pipeline have equal parts of: `"time"` (measured), `"flops"`, `"parameters"`.
@@ -161,8 +162,13 @@ class Config:
         elif any(getattr(self, name) != getattr(type(self), name) for name in _OF_PIPELINES):
             flags = ", ".join(f"--{name.removeprefix('num_')}" for name in _OF_PIPELINES)
             raise UserError(f"{flags} have an effect only with --strategy=pipeline")
-        elif self.num_devices is not None:
-            self.check_batch(self.num_devices)
+        if self.strategy == "tensor" and self.backend not in (None, "jax"):
+            raise UserError(
+                f"--strategy=tensor: there for --backend=jax only. Received: {self.backend}; use --backend=jax, or "
+                "--strategy=data or pipeline"
+            )
+        if self.num_devices is not None:
+            self.check_batch(self.num_replicas(self.num_devices))
 
     def _check_pipeline(self) -> None:
         if self.split_size is not None and self.micro_batches is not None:
@@ -182,8 +188,6 @@ class Config:
                 "--schedule=1f1b: TensorFlow's runtime orders the work by itself; leave out --schedule, or use "
                 "--backend=torch or jax"
             )
-        if self.num_devices is not None:
-            self.check_batch(self.num_pipelines(self.num_devices))
 
     def check_batch(self, num_replicas: int) -> None:
         """Raises `UserError` if the global batch leaves a replica without a sample."""
@@ -192,6 +196,16 @@ class Config:
                 f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
                 f"for {num_replicas} devices. Received: {self.batch_size}"
             )
+
+    def num_replicas(self, num_devices: int) -> int:
+        """How many copies of the model share the batch on so many devices.
+
+        Raises:
+            UserError: if the stages of a pipeline and the devices do not go together.
+        """
+        if self.strategy == "tensor":
+            return 1
+        return self.num_pipelines(num_devices) if self.strategy == "pipeline" else num_devices
 
     def with_devices_for_stages(self) -> "Config":
         """With a device for each stage of a pipeline, if their number is known and that of devices is not."""

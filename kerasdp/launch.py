@@ -21,6 +21,7 @@ RUNNERS = {
     ("torch", "pipeline"): "kerasdp.pipeline.torch_stages",
     ("jax", "pipeline"): "kerasdp.pipeline.jax_stages",
     ("tensorflow", "pipeline"): "kerasdp.pipeline.tf_stages",
+    ("jax", "tensor"): "kerasdp.runners.jax_tensor",
 }
 
 

@@ -72,13 +72,16 @@ class Replicas:
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made: their variables are copied to all devices."""
-        import keras
-
         if self._distribution is None:
-            names = [f"{device.platform}:{device.id}" for device in self.devices]
-            self._distribution = keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
+            self._distribution = self._make_distribution([f"{device.platform}:{device.id}" for device in self.devices])
         with self._distribution.scope():
             yield
+
+    def _make_distribution(self, names: list[str]) -> Any:
+        """Keras' account of which variable is on which of the named devices."""
+        import keras
+
+        return keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
 
     def place(self, batch: Any) -> PlacedBatch:
         """Splits the inputs over the devices, and copies all else to each of them."""
@@ -192,11 +195,12 @@ class Replicas:
         return [variable.path for variable in all_variables(model) if variable.value.sharding.device_set != devices]
 
     def differing_weights(self, model: Any) -> list[str]:
-        """Names of the variables, seeds included, that are not bit-equal on all devices."""
+        """Names of the variables, seeds included, of which a part is not bit-equal on all devices that hold it."""
         different = []
         for variable in model.variables:
-            copies = [np.asarray(shard.data).tobytes() for shard in variable.value.addressable_shards]
-            if len(set(copies)) > 1:
+            shards = variable.value.addressable_shards
+            copies = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in shards}
+            if len(copies) > len({part for part, _ in copies}):
                 different.append(variable.path)
         return different
 

@@ -42,6 +42,7 @@ def test_flags_and_flagfile(tmp_path):
         ("stray", "expected flags only. Received: 'stray'"),
         ("--resume", "add --workdir=FOLDER"),
         ("--backend=theano", "expected one of torch, jax, tensorflow"),
+        ("--strategy=layers", "expected one of data, pipeline, tensor"),
     ],
 )
 def test_wrong_flags(flag, words):

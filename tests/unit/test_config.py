@@ -34,6 +34,13 @@ from kerasdp.errors import UserError
         ({"batch_norm": "local"}, "--batch_norm"),
         ({"device": "tpu"}, "--device"),
         ({"verbose": 3}, "--verbose"),
+        ({"strategy": "model"}, "--strategy: expected one of data, pipeline, tensor. Received: 'model'"),
+        (
+            {"strategy": "tensor", "backend": "torch"},
+            "--strategy=tensor: there for --backend=jax only. Received: torch",
+        ),
+        ({"strategy": "tensor", "backend": "tensorflow"}, "for --backend=jax only. Received: tensorflow"),
+        ({"strategy": "tensor", "num_stages": 2}, "have an effect only with --strategy=pipeline"),
         ({"tensorboard": True}, "add --workdir=FOLDER"),
     ],
 )
@@ -149,6 +156,11 @@ def test_devices_that_are_not_there(asked, device, num_gpus, words):
 def test_all_gpus_must_get_a_sample():
     with pytest.raises(UserError, match="expected at least 8 for 8 devices. Received: 4"):
         backend.choose_devices(Config(batch_size=4), 8)
+
+
+def test_a_batch_that_is_not_split_may_be_small():
+    settings = Config(strategy="tensor", batch_size=2, num_devices=4)
+    assert backend.choose_devices(settings, 4).count == 4
 
 
 def test_devices_in_words():
