@@ -12,7 +12,7 @@ from kerasdp.launch import launch
 
 if TYPE_CHECKING:
     from kerasdp import layers, parity, pipeline
-    from kerasdp.cli import main, main_comparison
+    from kerasdp.cli import main, main_comparison, main_study
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
     from kerasdp.models import build_model
@@ -34,6 +34,7 @@ _HOMES = {
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli",
     "main_comparison": "kerasdp.cli",
+    "main_study": "kerasdp.cli",
     "make_optimizer": "kerasdp.optimizers",
     "portable": "kerasdp.portability",
 }
@@ -53,6 +54,7 @@ __all__ = [
     "load_data",
     "main",
     "main_comparison",
+    "main_study",
     "make_optimizer",
     "parity",
     "pipeline",

@@ -21,7 +21,9 @@ FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
+_OF_ONE_PIPELINE = ["strategy", "split_size", "micro_batches", "epochs"]
 _COMPARISON = "Comparison (recipes/parity.py only)"
+_STUDY = "Study of a pipeline (recipes/pipeline.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -102,6 +104,10 @@ def _define_flags() -> None:
     _define(group, "backends", text, None, "Instead of --backend, comma-separated. Default: all that are installed.")
     _define(group, "device_counts", text, "1,2,4", "Instead of --gpus: numbers of devices, comma-separated.")
 
+    group = _STUDY
+    _define(group, "split_sizes", text, "1,3,5,8,10,12,20,40,60", "Samples a micro-batch to try, comma-separated.")
+    _define(group, "repetitions", number, 10, "Epochs to measure, of each way; one more, which compiles, comes first.")
+
 
 _define_flags()
 flags.DEFINE_boolean("help", False, "Print this help.", flag_values=FLAGS, short_name="h")
@@ -132,7 +138,7 @@ def parse(arguments: list[str]) -> Config:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    _read(arguments, without=GROUPS[_COMPARISON], instead="it belongs to recipes/parity.py")
+    _read(arguments, without=GROUPS[_COMPARISON] + GROUPS[_STUDY], instead="it belongs to another recipe, see --help")
     return _config()
 
 
@@ -141,17 +147,36 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
 
     Args and errors as in `parse`.
     """
-    _read(arguments, without=["backend", "gpus"], instead="use --backends and --device_counts")
-    backends, counts = FLAGS["backends"].value, FLAGS["device_counts"].value
+    _read(arguments, without=["backend", "gpus", *GROUPS[_STUDY]], instead="use --backends and --device_counts")
+    backends = FLAGS["backends"].value
     names = None if backends is None else [choose_backend(name.strip()) for name in backends.split(",")]
-    try:
-        numbers = [int(count) for count in counts.split(",")]
-    except ValueError as error:
-        raise UserError(f"--device_counts: expected numbers such as 1,2,4. Received: {counts!r}") from error
+    numbers = _numbers("device_counts")
     config = _config()
     for number in numbers:
         dataclasses.replace(config, num_devices=number)  # raises if there is no such number
     return config, names, numbers
+
+
+def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
+    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions.
+
+    Args and errors as in `parse`.
+    """
+    _read(arguments, without=[*GROUPS[_COMPARISON], *_OF_ONE_PIPELINE], instead="the study tries all there are")
+    sizes = _numbers("split_sizes")
+    if FLAGS["repetitions"].value < 2:
+        raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
+    return _config(), sizes, FLAGS["repetitions"].value
+
+
+def _numbers(flag: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in FLAGS[flag].value.split(",")]
+    except ValueError as error:
+        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {FLAGS[flag].value!r}") from error
+    if min(numbers) < 1:
+        raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
+    return numbers
 
 
 def _read(arguments: list[str], without: list[str], instead: str) -> None:
@@ -174,7 +199,8 @@ def _read(arguments: list[str], without: list[str], instead: str) -> None:
 
 
 def _config() -> Config:
-    values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group != _COMPARISON}
+    of_recipes = (_COMPARISON, _STUDY)
+    values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group not in of_recipes}
     values["num_devices"] = values.pop("gpus")
     values["num_stages"] = values.pop("stages")
     if values["workdir"] is None and not values["resume"]:
@@ -190,6 +216,12 @@ def main(train: Callable[..., Any]) -> None:
     """
     with _ending_in_one_line():
         launch(train, parse(sys.argv))
+
+
+def main_study(study: Callable[[Config, list[int], int], Any]) -> None:
+    """Calls `study(config, split_sizes, repetitions)` as the flags say, and ends the program as `main`."""
+    with _ending_in_one_line():
+        study(*parse_study(sys.argv))
 
 
 def main_comparison(compare: Callable[[Config, list[str] | None, list[int]], bool]) -> None:

@@ -138,6 +138,7 @@ class Recorder(keras.callbacks.Callback):
             self.runner.replicas.collect(self.model)
         self._stop_clock()
         self.epoch_seconds.append(self._seconds)
+        self.runner.epoch_seconds = self.epoch_seconds
         self.epoch_rates.append(self.epoch_images / self._seconds)
         self._clock = None
         logs = report.plain(logs)

@@ -36,6 +36,7 @@ class Runner:
         hooks: who is told of each training step.
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.heartbeat`).
         num_fits: calls of `fit`.
+        epoch_seconds: of the last `fit`, the training part of each epoch.
     """
 
     def __init__(self, config: Config, devices: Devices, replicas: Any, heartbeat: Any = None):
@@ -43,6 +44,7 @@ class Runner:
         self._places: Iterator[int] = itertools.count()
         self.hooks = Hooks()
         self.num_fits = 0
+        self.epoch_seconds: list[float] = []
         set_seed(config.seed)
         set_precision(config.precision)
 
@@ -141,6 +143,36 @@ class Runner:
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
             print(line, flush=True)
+
+    def stage_work(self, model: keras.Model, x: Any = None, y: Any = None) -> list[tuple[int, str, int, float, float]]:
+        """Which stage worked on which micro-batch when, in a training step that is watched.
+
+        To watch costs time: each piece of work is waited for. The model is trained on.
+
+        Args:
+            model: one that `fit` has trained as a pipeline.
+            x: as for `fit`, of at least one batch.
+            y: as for `fit`.
+
+        Returns:
+            `(stage, "forward" or "backward", micro-batch, begin, end)` of each piece of work, by its begin, in seconds
+            from that of the first.
+
+        Raises:
+            UserError: if the run is no pipeline.
+        """
+        pipeline = getattr(self.replicas, "pipeline", None)
+        if pipeline is None:
+            raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
+        pipeline.timeline = []
+        try:
+            self.fit(model, x, y, epochs=2, steps_per_epoch=1, verbose=0)  # the first step may compile
+            events = [event for part in self.replicas.everyones(pipeline.timeline) for event in part]
+        finally:
+            pipeline.timeline = None
+        last = {event[:3]: event for event in sorted(events, key=lambda event: event[3])}
+        first = min(event[3] for event in last.values())
+        return sorted(((*event[:3], event[3] - first, event[4] - first) for event in last.values()), key=lambda e: e[3])
 
     def next_folder(self) -> str | None:
         """Where a `fit` puts its files: a second one leaves the first one's alone."""

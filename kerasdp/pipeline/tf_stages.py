@@ -65,15 +65,16 @@ class Replicas(tf_mirrored.Replicas):
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self._pipeline(model)
-        train_step, test_step, predict_step = (
-            self._graph(model, step) for step in (pipeline.train_step, pipeline.test_step, pipeline.predict_step)
+        train_step, watched_step, test_step, predict_step = (
+            self._graph(model, step)
+            for step in (pipeline.train_step, pipeline.train_step, pipeline.test_step, pipeline.predict_step)
         )
 
         def train_function(iterator: Iterator[Any]) -> Any:
             if (batch := next(iterator)) is PASSED_OVER:
                 return hooks.passed_over_logs
             data = placed(batch)
-            loss, logs = train_step(*data)
+            loss, logs = (train_step if pipeline.timeline is None else watched_step)(*data)
             hooks.after_step(loss, data.indices, {})
             return logs
 
@@ -108,6 +109,7 @@ class Pipeline:
 
     Attributes:
         plan: how it is cut.
+        timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work.
     """
 
     def __init__(self, model: Any, config: Config, names: list[str], agree: Any):
@@ -116,6 +118,8 @@ class Pipeline:
 
         self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
         self.agree, self.is_tuned = agree, False
+        self.timeline: list[Any] | None = None
+        self._begun: dict[tuple[int, str, int], float] = {}
         self._timed: dict[int, Callable[..., Any]] = {}
         self.plan = make_plan(model, config, len(names), agree)
         self.penalties = WholeBatchPenalties(model)
@@ -144,15 +148,22 @@ class Pipeline:
                 optimizer._var_key(weight): place for place, weight in enumerate(weights)
             }
 
-    def _forward(self, inputs: Any, num_rows: int, training: bool) -> tuple[Any, list[Any]]:
+    def _forward(
+        self, inputs: Any, num_rows: int, training: bool, tape: tf.GradientTape | None = None
+    ) -> tuple[Any, list[Any]]:
         """Outputs of the global batch, and penalties of activities."""
         micro_batches = self.plan.micro_batches(num_rows)
         # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
         seeds = [[(seed, tf.identity(seed.value)) for seed in own] for own in self.seeds] if training else []
-        inputs, outputs, penalties = self.plan.inputs(inputs), [], []
+        inputs, outputs, penalties, self._watched = self.plan.inputs(inputs), [], [], []
         for number in range(len(micro_batches)):
             rows = micro_batches.rows(number)
             values = [leaf[rows] for leaf in inputs]
+            if self.timeline is not None and training:
+                values = [tf.cast(leaf, own.dtype) for leaf, own in zip(values, self.plan.stages[0].model.inputs)]
+                for leaf in values:  # else nothing would tell when the first stage's backward pass is over
+                    tape.watch(leaf)
+                self._watched += values
             context = ReplicaContext(
                 num_replicas=1,
                 num_rows=rows.stop - rows.start,
@@ -165,7 +176,9 @@ class Pipeline:
                 with tf.device(name), use(context), self.penalties.active():
                     for seed, value in seeds[place] if training and number else ():
                         seed.assign(value)
+                    values = self._marked(values, place, number, is_begin=True) if training else values
                     values = stage(values, training=training)
+                    values = self._marked(values, place, number, is_begin=False) if training else values
             outputs.append(values)
             penalties += [penalty * ((rows.stop - rows.start) / num_rows) for penalty in context.penalties]
         with tf.device(self.names[-1]):
@@ -196,11 +209,40 @@ class Pipeline:
         """The loss of the global batch, what it is made of, and its gradients."""
         num_rows = indices.shape[0]
         with tf.GradientTape() as tape:
-            outputs, penalties = self._forward(inputs, num_rows, training=True)
+            outputs, penalties = self._forward(inputs, num_rows, training=True, tape=tape)
             batch = (inputs, targets, outputs, sample_weight)
             loss = self._loss(batch, penalties, training=True)
             scaled_loss = self.model.optimizer.scale_loss(loss)
-        return loss, batch, tape.gradient(scaled_loss, self.model.trainable_weights)
+        gradients = tape.gradient(scaled_loss, [*self.model.trainable_weights, *self._watched])
+        own = gradients[: len(self.model.trainable_weights)]
+        with tf.control_dependencies([leaf for leaf in gradients[len(own) :] if leaf is not None]):
+            return tf.identity(loss), batch, own
+
+    def _marked(self, values: list[Any], stage: int, number: int, is_begin: bool) -> list[Any]:
+        """The tensors as they are; the timeline learns when they, and later their gradients, are there."""
+        if self.timeline is None:
+            return values
+
+        def noting(kind: str, begins: bool) -> Callable[..., Any]:
+            def note(*arrays: Any) -> Any:
+                key, now = (stage, kind, number), time.perf_counter()
+                if begins:
+                    self._begun[key] = now
+                else:
+                    self.timeline.append((*key, self._begun.pop(key, now), now))
+                return arrays
+
+            # Stateless to TensorFlow, which would otherwise run all such functions one after the other.
+            return lambda *tensors: tf.numpy_function(note, tensors, [leaf.dtype for leaf in tensors], stateful=False)
+
+        @tf.custom_gradient
+        def mark(*tensors: Any) -> Any:
+            marked = noting("forward", is_begin)(*tensors)
+            for leaf, own in zip(marked, tensors):
+                leaf.set_shape(own.shape)
+            return marked, lambda *gradients: noting("backward", not is_begin)(*gradients)
+
+        return list(mark(*values))
 
     def seconds_without_update(self, batch: PlacedBatch) -> float:
         """What the passes of a training step take; no variable keeps a trace of it."""

@@ -204,6 +204,10 @@ class Replicas:
                 different.append(variable.path)
         return different
 
+    def everyones(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        return [value]
+
     def agree(self, values: list[float]) -> list[float]:
         """There is one process, so its values are everybody's."""
         return values
@@ -216,11 +220,14 @@ class Replicas:
         """There is one process, so its flag is everybody's."""
         return flag
 
+    def peak_memory_by_device(self) -> list[int]:
+        """The most memory that each device has used; nothing where they share one process."""
+        statistics = [device.memory_stats() or {} for device in self.devices]
+        return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
+
     def peak_memory_bytes(self) -> int:
         """The most memory that a device (on the CPU: this process) has used."""
-        statistics = [device.memory_stats() or {} for device in self.devices]
-        peak = max(figures.get("peak_bytes_in_use", 0) for figures in statistics)
-        return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:

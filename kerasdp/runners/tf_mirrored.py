@@ -286,6 +286,10 @@ class Replicas:
             for variable, aggregation in zip(variables, kept, strict=True):
                 variable._aggregation = aggregation
 
+    def everyones(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        return [value]
+
     def agree(self, values: list[float]) -> list[float]:
         """There is one process, so its values are everybody's."""
         return values
@@ -298,11 +302,15 @@ class Replicas:
         """There is one process, so its flag is everybody's."""
         return flag
 
+    def peak_memory_by_device(self) -> list[int]:
+        """The most memory that each device has used; nothing where they share one process."""
+        if not self.names[0].startswith("GPU"):
+            return []
+        return [tf.config.experimental.get_memory_info(name)["peak"] for name in self.names]
+
     def peak_memory_bytes(self) -> int:
         """The most memory that a device (on the CPU: this process) has used."""
-        if self.names[0].startswith("GPU"):
-            return max(tf.config.experimental.get_memory_info(name)["peak"] for name in self.names)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 _tf_cast = tf.cast

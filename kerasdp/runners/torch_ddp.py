@@ -287,6 +287,14 @@ class Replicas:
         dist.all_gather_object(gathered, digests, group=group)
         return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
 
+    def everyones(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        if self.num_processes == 1:
+            return [value]
+        gathered = [None] * self.num_processes
+        dist.all_gather_object(gathered, value)
+        return gathered
+
     def agree(self, values: list[float]) -> list[float]:
         """Rank 0's values, on every rank."""
         if self.num_processes == 1:
@@ -316,6 +324,10 @@ class Replicas:
         tensor = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return bool(tensor.item())
+
+    def peak_memory_by_device(self) -> list[int]:
+        """The most memory that each device (on the CPU: each process) has used."""
+        return self.everyones(self.peak_memory_bytes())
 
     def peak_memory_bytes(self) -> int:
         """The most memory that a device (on the CPU: this process) has used."""

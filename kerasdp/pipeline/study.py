@@ -1,0 +1,133 @@
+"""One model on one device, cut over several, and pipelined with many sizes of micro-batches: measured side by side."""
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from kerasdp.config import Config
+from kerasdp.errors import RunError
+from kerasdp.launch import launch
+from kerasdp.processes import call_in_new_process
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one way to train took.
+
+    Args:
+        name: `"single device"`, `"layer split"` or `"pipelined"`.
+        split_size: samples a micro-batch; None where there are none.
+        seconds: of each repetition.
+        memory: most bytes that each device has used; empty where devices share a process, so that nobody knows.
+        work: of a watched step: `(stage, "forward" or "backward", micro-batch, begin, end)`.
+        table: the cut, in words.
+        error: why it could not be trained; empty if it could.
+    """
+
+    name: str
+    split_size: int | None = None
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    memory: list[int] = dataclasses.field(default_factory=list)
+    work: list[tuple[int, str, int, float, float]] = dataclasses.field(default_factory=list)
+    table: str = ""
+    error: str = ""
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a repetition."""
+        return statistics.mean(self.seconds)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the repetitions' seconds."""
+        return statistics.stdev(self.seconds)
+
+    def __str__(self) -> str:
+        name = self.name if self.split_size is None else f"{self.name}, split size {self.split_size}"
+        if self.error:
+            return f"{name:28} {self.error}"
+        memory = ", ".join(f"{number / 2**20:,.0f}" for number in self.memory)
+        overlap = f"   bubble {bubble(self.work):4.0%} (ideal {ideal_bubble(self.work):4.0%})" if self.work else ""
+        return f"{name:28} {self.mean:8.3f} s +- {self.deviation:.3f}{overlap}" + (
+            f"   peak MiB a device {memory}" if memory else ""
+        )
+
+
+def bubble(work: list[tuple[int, str, int, float, float]]) -> float:
+    """The share of a step in which stages wait, from 0 to 1."""
+    stages = {event[0] for event in work}
+    span = max(event[4] for event in work) - min(event[3] for event in work)
+    # Pieces of a stage's work may overlap where its device runs several at once: that time is not idle twice.
+    busy = 0.0
+    for stage in stages:
+        until = float("-inf")
+        for begin, end in sorted(event[3:] for event in work if event[0] == stage):
+            busy += max(end - max(begin, until), 0.0)
+            until = max(until, end)
+    return 1.0 - busy / (len(stages) * span)
+
+
+def ideal_bubble(work: list[tuple[int, str, int, float, float]]) -> float:
+    """What it would be with stages of equal length and free transport (Huang et al. 2019, arXiv:1811.06965)."""
+    stages, micro_batches = (len({event[place] for event in work}) for place in (0, 2))
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def study(
+    train: Callable[..., dict[str, Any]], config: Config, split_sizes: list[int], repetitions: int
+) -> list[Measurement]:
+    """Trains in all ways, each in a process of its own; prints, and writes into the workdir, what they took.
+
+    Args:
+        train: gets a `kerasdp.Runner` whose `config.epochs` are the repetitions and one before them, which is not
+            measured, and returns what `Measurement` holds of `seconds`, `memory` and `work`; a function of a module.
+        config: `num_devices` and `num_stages` are those of the pipeline (None for both: 2).
+        split_sizes: samples a micro-batch; those above the batch are left out.
+        repetitions: at least 2.
+
+    Returns:
+        A measurement a way: one device, the layer split, then one a split size.
+
+    Raises:
+        RunError: if none but the single device could be trained.
+    """
+    config = dataclasses.replace(config, epochs=repetitions + 1, checkpoint_every="never", verbose=0)
+    workdir, config = config.workdir, dataclasses.replace(config, workdir=None)
+    stages = config.num_stages or (None if config.cut_at else config.num_devices or 2)
+    whole = dataclasses.replace(
+        config, strategy="data", num_devices=1, num_stages=None, cut_at=None, balance="time", schedule="gpipe"
+    )
+    cut = dataclasses.replace(config, strategy="pipeline", num_stages=stages)
+    size = config.batch_size
+    # One micro-batch has nothing to overlap with, whatever the schedule.
+    ways = [("single device", None, whole), ("layer split", None, dataclasses.replace(cut, micro_batches=1))]
+    ways += [("pipelined", n, dataclasses.replace(cut, split_size=str(n))) for n in split_sizes if n <= size]
+    found = []
+    for name, split_size, settings in ways:
+        try:
+            result = call_in_new_process(launch, train, settings, name=name)
+            found.append(Measurement(name=name, split_size=split_size, **result))
+        except RunError as error:
+            found.append(Measurement(name=name, split_size=split_size, error=str(error)))
+        if name == "layer split" and found[-1].table:
+            print(found[-1].table.rpartition("\n")[0])
+        print(found[-1], flush=True)
+    pipelined = [measured for measured in found if measured.name == "pipelined" and measured.seconds]
+    if not pipelined:
+        raise RunError(f"no pipeline could be trained: {found[-1].error}")
+    best = min(pipelined, key=lambda measured: measured.mean)
+    print(f"best split size: {best.split_size}")
+    if workdir is not None:
+        os.makedirs(workdir, exist_ok=True)
+        with open(os.path.join(workdir, "pipeline.json"), "w") as file:
+            json.dump({"config": config.as_dict(), "ways": [dataclasses.asdict(way) for way in found]}, file, indent=2)
+        from kerasdp.pipeline import pictures
+
+        pictures.draw_bars([way for way in (*found[:2], best) if way.seconds], os.path.join(workdir, "bars.png"))
+        pictures.draw_sweep(pipelined, best, os.path.join(workdir, "sweep.png"))
+        pictures.draw_timeline(best, os.path.join(workdir, "timeline.png"))
+        print(f"pictures and pipeline.json in {workdir}")
+    return found
