@@ -4,7 +4,7 @@
     python benchmarks/pipeline_overlap.py torch jax
 
 Each stage waits 50 ms in the forward and 50 ms in the backward pass of a micro-batch. Then a step of M micro-batches in
-two stages takes 100 ms * (M + 1) at best, and 200 ms * M without any overlap. Prints the median of a step, and its ratio
+two stages takes 100 ms * (M + 1) at best, and 200 ms * M without overlap. Prints the median of a step, and its ratio
 to the best.
 
 Measured on 2 CPU cores with Keras 3.15.1, torch 2.13.0, jax 0.10.2, tensorflow-cpu 2.21: 1.01 to 1.04 times the
