@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
+from kerasdp.data.order import PASSED_OVER
 from kerasdp.pipeline.jax_part import Part
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, jax_sharding, placed
 

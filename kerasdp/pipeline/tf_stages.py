@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
+from kerasdp.data.order import PASSED_OVER
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, tf_mirrored
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
+from kerasdp.data.order import PASSED_OVER
 from kerasdp.pipeline.torch_part import Part, Step, to_torch_dtype
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, torch_ddp
 
