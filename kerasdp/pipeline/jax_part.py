@@ -79,19 +79,27 @@ class Part:
         from kerasdp.pipeline.plan import slots_of
 
         clone = type(optimizer).from_config(optimizer.get_config())
+        of, to = (getattr(either, "inner_optimizer", either) for either in (optimizer, clone))
+        # Which weights do not decay is in no configuration.
+        vars(to).update(
+            {name: value for name, value in vars(of).items() if name.startswith("_exclude_from_weight_decay")}
+        )
         clone.build(self.trainable.variables)
         whole = slots_of(optimizer, len(self.whole_model.trainable_variables))
         pairs = {
             id(variable): whole[name, self.trainable.places[place]]
             for (name, place), variable in slots_of(clone, len(self.trainable.places)).items()
         }
-        by_path = {variable.path: variable for variable in optimizer.variables}
-        own, shared = [], []
-        for variable in clone.variables:
-            if id(variable) in pairs:
-                own.append((variable, pairs[id(variable)]))
-            else:
-                shared.append((variable, by_path[variable.path]))
+        own = [(variable, pairs[id(variable)]) for variable in clone.variables if id(variable) in pairs]
+        # Those of all weights together, as the number of the step: in the same order, but not always of the same name.
+        slots = {id(variable) for variable in whole.values()}
+        shared = list(
+            zip(
+                [variable for variable in clone.variables if id(variable) not in pairs],
+                [variable for variable in optimizer.variables if id(variable) not in slots],
+                strict=True,
+            )
+        )
         self.optimizer, self.clone_variables = clone, [variable for variable, _ in own + shared]
         self.slots = _Variables(optimizer.variables, [variable for _, variable in own + shared], len(shared))
         for variable in clone.variables:  # their values are the whole one's; they only name them

@@ -119,6 +119,8 @@ class Pipeline:
         # A thread a stage: on the CPU, JAX (0.10.2) runs one after the other whatever one thread asks for.
         self.threads = ThreadPoolExecutor(len(own))
         self.parts = [Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
+        # Whose optimizer gives what belongs to all stages, as the number of the step: one that has weights to train.
+        self.counting = next((part for part in self.parts if part.trainable.variables), None)
         self.last_state: Any = None
 
     def bring_home(self) -> None:
@@ -138,7 +140,7 @@ class Pipeline:
         for part, values in zip(self.parts, step.updated):
             trainable = part.trainable.put(trainable, values[0])
             non_trainable = part.non_trainable.put(non_trainable, values[1])
-            slots = part.slots.put(slots, values[2], shared=part.is_first)
+            slots = part.slots.put(slots, values[2], shared=part is self.counting)
         penalties = [values[3] for values in step.updated]
         loss, logs, metrics = self.parts[-1].measure(step.outputs(), penalties, batch, metrics)
         self.last_state = trainable, non_trainable, slots, metrics
@@ -193,7 +195,9 @@ class Pipeline:
                 non_trainable, jax.device_put(part.non_trainable.of(non_trainable), part.whole)
             )
             if slots:
-                slots = part.slots.put(slots, jax.device_put(part.slots.of(slots), part.whole), shared=part.is_first)
+                slots = part.slots.put(
+                    slots, jax.device_put(part.slots.of(slots), part.whole), shared=part is self.counting
+                )
         return trainable, non_trainable, slots, jax.device_put(metrics, self.parts[-1].whole)
 
 
