@@ -77,7 +77,7 @@ class Config:
     num_stages: int | None = None
     cut_at: str | None = None
     balance: str = "time"
-    split_size: str | None = None
+    split_size: int | str | None = None
     micro_batches: int | None = None
     schedule: str = "gpipe"
     model: str = "lenet"
@@ -173,9 +173,11 @@ class Config:
     def _check_pipeline(self) -> None:
         if self.split_size is not None and self.micro_batches is not None:
             raise UserError("--split_size and --micro_batches say the same in two ways: give one of them")
-        size = self.split_size
-        if size is not None and size != "auto" and not (size.isdecimal() and int(size) > 0):
-            raise UserError(f"--split_size: expected auto, or a whole number of at least 1. Received: {size!r}")
+        size = str(self.split_size)  # a number in Python is one, too
+        if self.split_size is not None and size != "auto" and not (size.isdecimal() and int(size) > 0):
+            raise UserError(
+                f"--split_size: expected auto, or a whole number of at least 1. Received: {self.split_size!r}"
+            )
         if self.cut_at is not None:
             named = len(self.cut_at.split(",")) + 1
             if self.num_stages not in (None, named):

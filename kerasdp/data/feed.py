@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from kerasdp.data.order import Order, pad_rows, replica_rows
+from kerasdp.data.order import PASSED_OVER, Order, pad_rows, replica_rows
 from kerasdp.data.sources import as_arrays
 
 
@@ -33,13 +33,6 @@ class Batch:
     targets: Any
     sample_weight: Any
     indices: np.ndarray
-
-
-class _PassedOver:
-    """Stands for a batch that an earlier part of the run has trained on."""
-
-
-PASSED_OVER = _PassedOver()
 
 
 class SampleReader:

@@ -75,3 +75,10 @@ class Order:
                 )
             batches.append(samples[step * self.batch_size : (step + 1) * self.batch_size])
         return batches
+
+
+class _PassedOver:
+    """Stands for a batch that an earlier part of the run has trained on."""
+
+
+PASSED_OVER = _PassedOver()

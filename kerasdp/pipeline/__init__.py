@@ -4,18 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerasdp.pipeline.split import Stage, split, table
-    from kerasdp.pipeline.study import Measurement, bubble, ideal_bubble, study
-
-# What needs Keras is imported when it is first asked for.
-_HOMES = {"Stage": "split", "split": "split", "table": "split"} | dict.fromkeys(
-    ("Measurement", "bubble", "ideal_bubble", "study"), "study"
-)
+    from kerasdp.pipeline.measurements import Measurement, bubble, ideal_bubble, study
+    from kerasdp.pipeline.stages import Stage, split, table
 
 __all__ = ["Measurement", "Stage", "bubble", "ideal_bubble", "split", "study", "table"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"kerasdp.pipeline.{_HOMES[name]}"), name)
+    # When it is asked for: the engines are imported before Keras may be.
+    if name in __all__:
+        home = "stages" if name in ("Stage", "split", "table") else "measurements"
+        return getattr(importlib.import_module(f"kerasdp.pipeline.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,6 @@
-"""JAX: a jitted program a stage and a thread a stage, in one process; each stage lives on its device (or several)."""
+"""JAX: a thread a stage, in one process; each stage, a part of the model, lives on its device (or several)."""
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -9,14 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
-from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.data.order import PASSED_OVER
+from kerasdp.pipeline.jax_part import Part
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, jax_sharding, placed
 
 count_gpus, start = jax_sharding.count_gpus, jax_sharding.start
@@ -120,7 +118,9 @@ class Pipeline:
         self.is_tuned = False
         # A thread a stage: on the CPU, JAX (0.10.2) runs one after the other whatever one thread asks for.
         self.threads = ThreadPoolExecutor(len(own))
-        self.parts = [_Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
+        self.parts = [Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
+        # Whose optimizer gives what belongs to all stages, as the number of the step: one that has weights to train.
+        self.counting = next((part for part in self.parts if part.trainable.variables), None)
         self.last_state: Any = None
 
     def bring_home(self) -> None:
@@ -140,7 +140,7 @@ class Pipeline:
         for part, values in zip(self.parts, step.updated):
             trainable = part.trainable.put(trainable, values[0])
             non_trainable = part.non_trainable.put(non_trainable, values[1])
-            slots = part.slots.put(slots, values[2], shared=part.is_first)
+            slots = part.slots.put(slots, values[2], shared=part is self.counting)
         penalties = [values[3] for values in step.updated]
         loss, logs, metrics = self.parts[-1].measure(step.outputs(), penalties, batch, metrics)
         self.last_state = trainable, non_trainable, slots, metrics
@@ -195,7 +195,9 @@ class Pipeline:
                 non_trainable, jax.device_put(part.non_trainable.of(non_trainable), part.whole)
             )
             if slots:
-                slots = part.slots.put(slots, jax.device_put(part.slots.of(slots), part.whole), shared=part.is_first)
+                slots = part.slots.put(
+                    slots, jax.device_put(part.slots.of(slots), part.whole), shared=part is self.counting
+                )
         return trainable, non_trainable, slots, jax.device_put(metrics, self.parts[-1].whole)
 
 
@@ -240,10 +242,10 @@ class _Step:
                 raise error
 
     @property
-    def _parts(self) -> list["_Part"]:
+    def _parts(self) -> list[Part]:
         return self.pipeline.parts
 
-    def _work(self, part: "_Part", order: list[tuple[str, int]]) -> None:
+    def _work(self, part: Part, order: list[tuple[str, int]]) -> None:
         try:
             for kind, number in order:
                 begin, made = getattr(self, f"_{kind}")(part, number)
@@ -257,7 +259,7 @@ class _Step:
                         future.set_exception(_OtherFailed())
             raise
 
-    def _received(self, part: "_Part", futures: list[Future], number: int) -> tuple[Any, float]:
+    def _received(self, part: Part, futures: list[Future], number: int) -> tuple[Any, float]:
         values = futures[number].result()
         values = jax.device_put(values, part.sharding_for(self.micro_batches.num_rows_of(number)))
         futures[number] = None  # lets go of the memory
@@ -265,7 +267,7 @@ class _Step:
             jax.block_until_ready(values)
         return values, time.perf_counter()
 
-    def _forward(self, part: "_Part", number: int) -> tuple[float, Any]:
+    def _forward(self, part: Part, number: int) -> tuple[float, Any]:
         inputs, begin = self._received(part, self.activations[part.number], number)
         values = self.values[part.number]
         for place, seed in zip(part.seeds, self.seeds[part.number]):
@@ -282,7 +284,7 @@ class _Step:
             self._measure(part, number)
         return begin, outputs
 
-    def _infer(self, part: "_Part", number: int) -> tuple[float, Any]:
+    def _infer(self, part: Part, number: int) -> tuple[float, Any]:
         inputs, begin = self._received(part, self.activations[part.number], number)
         trainable, non_trainable, _ = self.values[part.number]
         outputs, penalty = part.infer(trainable, non_trainable, inputs)
@@ -292,7 +294,7 @@ class _Step:
         self.activations[part.number + 1][number].set_result(outputs)
         return begin, outputs
 
-    def _measure(self, part: "_Part", number: int) -> None:
+    def _measure(self, part: Part, number: int) -> None:
         """The gradient of the loss, of all micro-batches when the last one is there, or of each when it is there."""
         targets, weights = self.batch.targets, self.batch.sample_weight
         scale = part.loss_scale(self.values[part.number][2])
@@ -307,7 +309,7 @@ class _Step:
             for future, gradient in zip(self.gradients[part.number], gradients):
                 future.set_result(gradient)
 
-    def _backward(self, part: "_Part", number: int) -> tuple[float, Any]:
+    def _backward(self, part: Part, number: int) -> tuple[float, Any]:
         gradients, begin = self._received(part, self.gradients[part.number], number)
         pullback = self.pullbacks[part.number].pop(number)
         share = np.float32(self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows)
@@ -317,7 +319,7 @@ class _Step:
             self.gradients[part.number - 1][number].set_result(passed_on)
         return begin, (passed_on, self.sums[part.number])
 
-    def _update(self, part: "_Part", _: int) -> tuple[float, Any]:
+    def _update(self, part: Part, _: int) -> tuple[float, Any]:
         trainable, non_trainable, slots = self.values[part.number]
         gradients, penalty, totals = part.finish(trainable, self.sums[part.number], part.loss_scale(slots))
         self.totals[part.number].set_result(totals)
@@ -341,213 +343,3 @@ class _Step:
 
 class _OtherFailed(Exception):
     """Another stage's thread has failed."""
-
-
-class _Variables:
-    """Some of the model's or optimizer's variables, and their places in Keras' list of all."""
-
-    def __init__(self, all_variables: list[Any], variables: list[Any], shared: int = 0):
-        """The last `shared` of them belong to all stages."""
-        places = {id(variable): place for place, variable in enumerate(all_variables)}
-        self.variables, self.places, self.shared = variables, [places[id(v)] for v in variables], shared
-
-    def of(self, values: list[Any]) -> list[Any]:
-        """Their values among those of all."""
-        return [values[place] for place in self.places]
-
-    def put(self, values: list[Any], own: list[Any], *, shared: bool = True) -> list[Any]:
-        """All values, with new ones of these."""
-        values = list(values)
-        places = self.places if shared else self.places[: len(self.places) - self.shared]
-        for place, value in zip(places, own):
-            values[place] = value
-        return values
-
-
-class _Part:
-    """A stage's programs and the places of its variables."""
-
-    def __init__(self, model: Any, plan: Any, number: int, mesh: Mesh):
-        from kerasdp.pipeline.plan import seed_variables
-        from kerasdp.portability import WholeBatchPenalties
-
-        self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
-        self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
-        self.num_devices = mesh.size
-        self.whole, self.split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
-        own = self.model
-        self.trainable = _Variables(model.trainable_variables, own.trainable_variables)
-        self.non_trainable = _Variables(model.non_trainable_variables, own.non_trainable_variables)
-        self.metrics = _Variables(model.metrics_variables, model.metrics_variables if self.is_last else [])
-        seeds = {id(variable) for variable in seed_variables(own)}
-        self.seeds = [place for place, v in enumerate(own.non_trainable_variables) if id(v) in seeds]
-        self.penalties = WholeBatchPenalties(own)
-        self.optimizer = None
-        self.slots = _Variables([], [])
-        if getattr(model, "optimizer", None) is not None:
-            self._clone_optimizer(model.optimizer)
-        self.differentiable = [_is_float(tensor.dtype) for tensor in own.inputs]
-        self.forward = jax.jit(self._forward)
-        self.infer = jax.jit(self._infer)
-        self.gradients = jax.jit(self._gradients)
-        self.finish = jax.jit(self._finish, donate_argnums=1)
-        self.update = jax.jit(self._update, donate_argnums=(0, 1))
-        self.penalty = jax.jit(self._weight_penalty)
-        self.joined = jax.jit(lambda outputs: [jnp.concatenate(leaves) for leaves in zip(*outputs)])
-        self._measured = jax.jit(self._measure)
-        self.backward = jax.jit(self._backward, donate_argnums=3)
-
-    def sharding_for(self, num_rows: int) -> NamedSharding:
-        """Where a tensor of so many rows goes: split over the stage's devices, or, if they do not divide, to each."""
-        return self.whole if num_rows % self.num_devices else self.split
-
-    def cut(self, data: Any, rows: slice) -> Any:
-        """Rows of targets or weights."""
-        return jax.tree.map(lambda leaf: leaf[rows], data)
-
-    def _clone_optimizer(self, optimizer: Any) -> None:
-        """An optimizer of this stage's weights; its variables are some of the whole one's, which hold the values."""
-        from kerasdp.pipeline.plan import slots_of
-
-        clone = type(optimizer).from_config(optimizer.get_config())
-        clone.build(self.trainable.variables)
-        whole = slots_of(optimizer, len(self.whole_model.trainable_variables))
-        pairs = {
-            id(variable): whole[name, self.trainable.places[place]]
-            for (name, place), variable in slots_of(clone, len(self.trainable.places)).items()
-        }
-        by_path = {variable.path: variable for variable in optimizer.variables}
-        own, shared = [], []
-        for variable in clone.variables:
-            if id(variable) in pairs:
-                own.append((variable, pairs[id(variable)]))
-            else:
-                shared.append((variable, by_path[variable.path]))
-        self.optimizer, self.clone_variables = clone, [variable for variable, _ in own + shared]
-        self.slots = _Variables(optimizer.variables, [variable for _, variable in own + shared], len(shared))
-        for variable in clone.variables:  # their values are the whole one's; they only name them
-            variable._value = None
-        scales = [place for place, variable in enumerate(self.clone_variables)
-                  if variable is getattr(clone, "dynamic_scale", None)]  # fmt: skip
-        self.scale_place = scales[0] if scales else None
-
-    def loss_scale(self, slots: list[Any]) -> Any:
-        """By what the loss is multiplied, so that small gradients are not lost in float16."""
-        if self.scale_place is not None:
-            return slots[self.scale_place]
-        return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
-
-    def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
-        rows = inputs[0].shape[0]
-        context = ReplicaContext(
-            num_replicas=self.num_devices,
-            num_rows=rows,
-            rows=rows,
-            first_row=first_row,
-            gather_rows=lambda tensor: tensor,  # the program is one for all of the stage's devices
-        )
-        with use(context), self.penalties.active():
-            outputs, non_trainable = self.model.stateless_call(
-                trainable, non_trainable, list(inputs), training=training
-            )
-        return jax.tree.leaves(outputs), sum(context.penalties, jnp.zeros(())), non_trainable
-
-    def _forward(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any) -> Any:
-        """Outputs, penalty, and the function that gives the gradients: JAX hands it out of a jitted function."""
-        fixed = [None if is_float else value for is_float, value in zip(self.differentiable, inputs)]
-
-        def call(trainable: Any, floats: Any) -> Any:
-            floats = iter(floats)
-            merged = [next(floats) if value is None else value for value in fixed]
-            outputs, penalty, new = self._call(trainable, non_trainable, merged, first_row, training=True)
-            return ([output for output in outputs if _is_float(output.dtype)], penalty), (outputs, penalty, new)
-
-        floats = [value for is_float, value in zip(self.differentiable, inputs) if is_float]
-        if self.is_first:  # nobody asks for the gradient of the data
-            _, pullback, (outputs, penalty, new) = jax.vjp(lambda values: call(values, floats), trainable, has_aux=True)
-        else:
-            _, pullback, (outputs, penalty, new) = jax.vjp(call, trainable, floats, has_aux=True)
-        return outputs, penalty, pullback, new
-
-    def _backward(self, pullback: Any, gradients: Any, share: Any, sums: Any) -> tuple[Any, Any]:
-        """Adds to the gradients of the weights; the gradients of the inputs (zero-sized for whole numbers)."""
-        given = [gradient for gradient in gradients if gradient is not None]
-        found = pullback((given, jnp.asarray(share, jnp.zeros(()).dtype)))
-        own, passed_on = found[0], iter(() if self.is_first else found[1])
-        sums = own if sums is None else jax.tree.map(jnp.add, sums, own)
-        return sums, [next(passed_on) if is_float else None for is_float in self.differentiable] if found[1:] else None
-
-    def _infer(self, trainable: Any, non_trainable: Any, inputs: Any) -> tuple[Any, Any]:
-        return self._call(trainable, non_trainable, inputs, np.int32(0), training=False)[:2]
-
-    def _compiled_loss(self, outputs: list[Any], targets: Any, sample_weight: Any) -> Any:
-        if self.whole_model._compile_loss is None:
-            return jnp.zeros(())
-        return self.whole_model._compile_loss(targets, self.plan.outputs(outputs), sample_weight)
-
-    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> Any:
-        """Those of the loss of some micro-batches together, multiplied by `scale`, for each of them."""
-        import keras
-
-        metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
-
-        def loss_of(outputs: Any) -> Any:
-            joined = [jnp.concatenate(leaves) for leaves in zip(*outputs)]
-            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
-                return self._compiled_loss(joined, targets, sample_weight) * scale
-
-        return jax.grad(loss_of)(outputs)
-
-    def _weight_penalty(self, trainable: Any) -> Any:
-        import keras
-
-        with keras.StatelessScope(state_mapping=list(zip(self.model.trainable_variables, trainable))):
-            return sum(self.model._get_regularization_losses(), jnp.zeros(()))
-
-    def _finish(self, trainable: Any, gradients: Any, scale: Any) -> tuple[Any, Any, Any]:
-        """Gradients with those of the penalties of weights, that penalty; squared norm, and whether all is finite."""
-        penalty, of_penalty = jax.value_and_grad(self._weight_penalty)(trainable)
-        gradients = jax.tree.map(lambda own, other: own + (scale * other).astype(own.dtype), gradients, of_penalty)
-        squares = sum((jnp.sum(jnp.square(leaf / scale)) for leaf in gradients), jnp.zeros(()))
-        return gradients, penalty, (squares, jnp.isfinite(squares))
-
-    def _update(self, trainable: Any, slots: Any, gradients: Any, totals: Any) -> tuple[Any, Any]:
-        from kerasdp.pipeline.plan import global_clipnorm, without_global_clipping
-
-        if not trainable:
-            return trainable, slots
-        limit = global_clipnorm(self.optimizer)
-        if limit:
-            norm = jnp.sqrt(sum(squares for squares, _ in totals))
-            gradients = [gradient * (limit / jnp.maximum(norm, limit)) for gradient in gradients]
-        if self.scale_place is not None:  # one stage's overflow is everybody's
-            is_finite = functools.reduce(jnp.logical_and, (finite for _, finite in totals))
-            gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
-        by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
-        ordered = [by_variable[id(variable)] for variable in self.optimizer.variables]
-        with without_global_clipping(self.optimizer):
-            trainable, ordered = self.optimizer.stateless_apply(ordered, gradients, trainable)
-        new = {id(variable): value for variable, value in zip(self.optimizer.variables, ordered)}
-        return trainable, [new[id(variable)] for variable in self.clone_variables]
-
-    def measure(self, outputs: Any, penalties: Any, batch: PlacedBatch, metrics: Any) -> tuple[Any, ...]:
-        """The loss with all penalties, Keras' logs, and the new values of the metrics."""
-        penalties = [jax.device_put(penalty, self.whole) for penalty in penalties]
-        metrics = jax.device_put(list(metrics), self.whole)
-        return self._measured(outputs, penalties, batch.targets, batch.sample_weight, metrics)
-
-    def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
-        import keras
-
-        num_rows = outputs[0].shape[0]
-        with keras.StatelessScope(state_mapping=list(zip(self.whole_model.metrics_variables, metrics))) as scope:
-            loss = sum(penalties, self._compiled_loss(outputs, targets, sample_weight))
-            self.whole_model._loss_tracker.update_state(loss, sample_weight=num_rows)
-            logs = self.whole_model.compute_metrics(None, targets, self.plan.outputs(outputs), sample_weight)
-        new = [scope.get_current_value(variable) for variable in self.whole_model.metrics_variables]
-        kept = [old if value is None else value for old, value in zip(metrics, new)]
-        return loss, logs, kept
-
-
-def _is_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)

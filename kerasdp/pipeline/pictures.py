@@ -50,7 +50,7 @@ def draw_sweep(measurements: list[Any], best: Any, path: str) -> None:
 
 def draw_timeline(measured: Any, path: str) -> None:
     """Which stage works on which micro-batch when. Args as in `draw_bars`."""
-    from kerasdp.pipeline.study import bubble, ideal_bubble
+    from kerasdp.pipeline.measurements import bubble, ideal_bubble
 
     stages = sorted({event[0] for event in measured.work})
     figure, axes = _figure(9.0, 1.4 + 0.7 * len(stages))

@@ -10,7 +10,7 @@ import keras
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline.split import Stage, functional, split, table
+from kerasdp.pipeline.stages import Stage, functional, split, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
+from kerasdp.data.order import PASSED_OVER
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, tf_mirrored
 
@@ -132,8 +132,14 @@ class Pipeline:
         """
         from kerasdp.pipeline.plan import slots_of
 
-        slots = slots_of(self.optimizer, len(self.model.trainable_variables)) if self.optimizer is not None else {}
-        places = {id(variable): place for place, variable in enumerate(self.model.trainable_variables)}
+        weights = self.model.trainable_variables
+        optimizers = list(filter(None, (self.optimizer, getattr(self.optimizer, "inner_optimizer", None))))
+        spared = [
+            [weight for weight in weights if of._var_key(weight) in getattr(of, "_exclude_from_weight_decay", ())]
+            for of in optimizers
+        ]
+        slots = slots_of(self.optimizer, len(weights)) if self.optimizer is not None else {}
+        places = {id(variable): place for place, variable in enumerate(weights)}
         for name, stage in zip(self.names, self.plan.stages):
             own = {places[id(variable)] for variable in stage.model.trainable_variables}
             for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
@@ -142,11 +148,13 @@ class Pipeline:
                         variable._value, dtype=variable._value.dtype, trainable=variable.trainable, name=variable.name
                     )
         # Optimizers know variables by what was just replaced.
-        for optimizer in filter(None, (self.optimizer, getattr(self.optimizer, "inner_optimizer", None))):
-            weights = self.model.trainable_variables
+        for optimizer, without_decay in zip(optimizers, spared):
             optimizer._trainable_variables_indices = {
                 optimizer._var_key(weight): place for place, weight in enumerate(weights)
             }
+            if without_decay:
+                optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
+                optimizer._exclude_from_weight_decay_cache = {}
 
     def _forward(
         self, inputs: Any, num_rows: int, training: bool, tape: tf.GradientTape | None = None

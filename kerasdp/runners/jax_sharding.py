@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
+from kerasdp.data.order import PASSED_OVER
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, placed

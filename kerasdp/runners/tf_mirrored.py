@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.feed import PASSED_OVER
-from kerasdp.data.order import replica_rows
+from kerasdp.data.order import PASSED_OVER, replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
 

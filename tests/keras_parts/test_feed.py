@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.data.feed import PASSED_OVER, BatchReader, Feed, SampleReader
-from kerasdp.data.order import Order
+from kerasdp.data.feed import BatchReader, Feed, SampleReader
+from kerasdp.data.order import PASSED_OVER, Order
 from kerasdp.data.sources import ArraySource
 
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)

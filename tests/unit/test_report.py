@@ -14,6 +14,7 @@ def facts(tmp_path, **changes):
         "devices": "2 virtual CPU devices (no GPU found)",
         "device_kind": "cpu",
         "num_devices": 2,
+        "num_replicas": 2,
         "num_processes": 1,
         "model": "lenet",
         "global_batch_size": 61,
@@ -43,6 +44,8 @@ def test_lines(tmp_path):
     assert report.start_line(of, 0.03) == (
         "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
     )
+    # The stages of a pipeline share the batch, but cut it by themselves.
+    assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
     assert report.end_line(of, result(of)) == (
         f"test accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); files in {tmp_path}"
     )

@@ -11,6 +11,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kerasdp"
 FRAMEWORKS = {"torch", "jax", "tensorflow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
+# How the names of a backend's modules begin, in the two folders that have such.
+PREFIXES = {"torch_": "torch", "jax_": "jax", "tf_": "tensorflow"}
+ENGINES = {
+    path for path in FILES if path.parent.name in ("runners", "pipeline") and path.name.startswith(tuple(PREFIXES))
+}
 
 
 def imports(path, *, anywhere):
@@ -30,27 +35,36 @@ def roots(modules):
     return {module.partition(".")[0] for module in modules}
 
 
+def backend_of(path):
+    """The backend that a module is for; None if it is for all."""
+    return next((name for prefix, name in PREFIXES.items() if path in ENGINES and path.name.startswith(prefix)), None)
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def loaded_by(name):
+    """All that is imported, at the top of one file or another, when a module of this package is."""
+    files = {module_name(path): path for path in FILES}
+    found, new = set(), {name}
+    while new:
+        found |= new
+        new |= {module.rpartition(".")[0] for module in new} - {""}  # the packages that they are in
+        new = set().union(*(imports(files[module], anywhere=False) for module in new if module in files)) - found
+    return found
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports(path):
     name = str(path.relative_to(PACKAGE))
     everything = imports(path, anywhere=True)
-    allowed = {
-        "runners/torch_ddp.py": {"torch"},
-        "runners/torch_collectives.py": {"torch"},
-        "runners/torch_elastic.py": {"torch"},
-        "runners/jax_sharding.py": {"jax"},
-        "runners/tf_mirrored.py": {"tensorflow"},
-        "runners/tf_reductions.py": {"tensorflow"},
-    }
-    assert roots(everything) & FRAMEWORKS <= allowed.get(name, set())
+    own = backend_of(path)
+    assert roots(everything) & FRAMEWORKS <= {own}
     assert not roots(everything) & {"recipes", "tests", "benchmarks"}
-    # A runner may use what all share, and its backend's other modules; never another backend's.
-    if name.startswith("runners/"):
-        backend = path.stem.partition("_")[0]
-        others = {
-            path.stem for path in (PACKAGE / "runners").glob("*_*.py") if not path.stem.startswith((backend, "_"))
-        }
-        assert not {module for module in everything if any(f".{other}" in module for other in others)}
+    # A runner or engine may use what all share, and its backend's other modules; what all share uses none of them.
+    others = {module_name(engine) for engine in ENGINES if backend_of(engine) != own}
+    assert not everything & others
     if name != "cli.py":
         assert "absl" not in roots(everything)
     if name in ("config.py", "spec.py", "errors.py", "backend.py", "launch.py", "cli.py", "replica_context.py"):
@@ -63,6 +77,14 @@ def test_importing_the_package_loads_nothing_heavy():
     code = "import sys, kerasdp; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not set(loaded) & (FRAMEWORKS | {"keras", "numpy", "absl", "matplotlib"})
+
+
+@pytest.mark.parametrize("path", sorted(ENGINES), ids=lambda path: path.stem)
+def test_a_runner_loads_no_keras(path):
+    """It is imported to say how many GPUs there are, and `Replicas` sets what Keras asks but once, at its import."""
+    loaded = loaded_by(module_name(path))
+    assert "kerasdp.config" in loaded
+    assert "keras" not in roots(loaded)
 
 
 def test_recipes_use_public_names_only():

@@ -1,0 +1,308 @@
+"""How batch and model are cut, and who works on what when: the same on every backend."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.pipeline.plan import MicroBatches, actions, make_plan, slots_of
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 61, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 61, 100])
+def test_each_row_is_in_one_micro_batch(num_rows, size):
+    cut = MicroBatches(num_rows=num_rows, size=size)
+    parts = [np.arange(num_rows)[cut.rows(number)] for number in range(len(cut))]
+    np.testing.assert_array_equal(np.concatenate(parts), np.arange(num_rows))
+    sizes = [cut.num_rows_of(number) for number in range(len(cut))]
+    assert sizes == [len(part) for part in parts]
+    assert set(sizes[:-1]) <= {size} and 0 < sizes[-1] <= size
+
+
+def net(optimizer="sgd"):
+    inputs = x = keras.Input((3,), name="x")
+    for number in range(4):
+        x = layers.Dense(4, name=f"layer{number}")(x)
+    model = keras.Model(inputs, x)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def with_loss(loss):
+    model = net()
+    model.compile("sgd", loss)
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 4)))
+    return model
+
+
+def two_outputs(**losses):
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, {name: layers.Dense(4, name=name)(inputs) for name in ("kind", "size")})
+    model.compile("sgd", losses)
+    model.train_on_batch(np.ones((4, 3)), {"kind": np.ones((4, 4)), "size": np.ones((4, 4))})
+    return model
+
+
+UNEVEN = MicroBatches(num_rows=10, size=4)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_loss("mse"),
+        lambda: with_loss(keras.losses.MeanAbsoluteError(reduction="mean")),
+        lambda: two_outputs(kind="mse", size="mae"),
+        lambda: two_outputs(kind="mse", size=keras.losses.MeanAbsoluteError(reduction="mean")),
+    ],
+)
+def test_means_count_by_rows(make, is_weighted):
+    shares = UNEVEN.shares(make(), is_weighted=is_weighted)
+    assert shares == pytest.approx([0.4, 0.4, 0.2])
+    assert sum(shares) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+def test_the_shares_add_up_to_the_loss(reduction):
+    """What they are for, with numbers."""
+    rows = np.random.RandomState(0)
+    targets, outputs = rows.rand(10, 4), rows.rand(10, 4)
+    model = with_loss(keras.losses.MeanSquaredError(reduction=reduction))
+    parts = [UNEVEN.rows(number) for number in range(3)]
+    losses = [float(model.loss(targets[part], outputs[part])) for part in parts]
+    shares = UNEVEN.shares(model, is_weighted=False)
+    assert np.dot(shares, losses) == pytest.approx(float(model.loss(targets, outputs)))
+
+
+def loss_of(reduction):
+    return keras.losses.MeanSquaredError(reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_weighted", "words"),
+    [
+        (
+            lambda: with_loss(loss_of("mean_with_sample_weight")),
+            True,
+            "reduced by mean_with_sample_weight, which needs",
+        ),
+        (lambda: two_outputs(kind="mse", size=loss_of("sum")), False, "reduced by sum, sum_over_batch_size"),
+    ],
+)
+def test_a_loss_that_needs_the_whole_batch(make, is_weighted, words):
+    with pytest.raises(UserError, match=words) as caught:
+        UNEVEN.shares(make(), is_weighted=is_weighted)
+    assert str(caught.value).endswith("use --schedule=gpipe")
+
+
+SIZES = [(num_stages, num_micro_batches) for num_stages in (1, 2, 3, 5) for num_micro_batches in (1, 2, 3, 5, 8, 13)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
+def test_what_a_stage_does(schedule, num_stages, num_micro_batches):
+    for stage in range(num_stages):
+        order = actions(schedule, stage, num_stages, num_micro_batches)
+        numbers = range(num_micro_batches)
+        assert sorted(order) == sorted((kind, number) for kind in ("forward", "backward") for number in numbers)
+        for kind in ("forward", "backward"):
+            assert [number for other, number in order if other == kind] == list(numbers)
+        in_flight = np.cumsum([1 if kind == "forward" else -1 for kind, _ in order])
+        assert in_flight.min() >= 0
+        assert all(order.index(("forward", number)) < order.index(("backward", number)) for number in numbers)
+        limit = num_stages - stage if schedule == "1f1b" else num_micro_batches
+        assert in_flight.max() == min(limit, num_micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
+def test_no_stage_waits_for_ever(schedule, num_stages, num_micro_batches):
+    """Each stage does what it has the input for: the output of the stage before, or the gradient of the next one."""
+    orders = [actions(schedule, stage, num_stages, num_micro_batches) for stage in range(num_stages)]
+    done = set()
+    seconds = 0
+    while any(orders):
+        now = []
+        for stage, order in enumerate(orders):
+            if order:
+                kind, number = order[0]
+                needed = {("forward", number, stage - 1)} if kind == "forward" and stage else set()
+                if kind == "backward":
+                    is_last = stage == num_stages - 1
+                    needed = {("forward", number, stage) if is_last else ("backward", number, stage + 1)}
+                    # With gpipe the loss is that of all micro-batches.
+                    if is_last and schedule == "gpipe":
+                        needed = {("forward", other, stage) for other in range(num_micro_batches)}
+                if needed <= done:
+                    now.append((kind, number, stage))
+        assert now, f"all wait: {orders}"
+        for *_, stage in now:
+            orders[stage].pop(0)
+        done |= set(now)
+        seconds += 1
+    # Both are as fast as a pipeline can be: Huang et al. 2019, section 2.3.
+    assert seconds == 2 * (num_micro_batches + num_stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda: keras.optimizers.SGD(0.1), set()),
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9), {"momentums"}),
+        (lambda: keras.optimizers.Adam(), {"_momentums", "_velocities"}),
+        (lambda: keras.optimizers.Adam(use_ema=True), {"_momentums", "_velocities", "_model_variables_moving_average"}),
+        (lambda: keras.optimizers.Adafactor(), {"_r", "_c", "_v"}),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion()), {"_momentums"}),
+        (lambda: keras.optimizers.Nadam(), {"_momentums", "_velocities"}),
+        (lambda: keras.optimizers.Muon(), {"momentums", "adam_velocities"}),
+    ],
+    ids=["sgd", "momentum", "adam", "ema", "adafactor", "loss-scale", "nadam", "muon"],
+)
+def test_slots_of_each_weight(make, kinds):
+    """By the place of their weight; all others of the optimizer's variables are single numbers, for all weights."""
+    model = net(make())
+    weights, optimizer = model.trainable_variables, model.optimizer
+    optimizer.build(weights)
+    slots = slots_of(optimizer, len(weights))
+    assert {name for name, _ in slots} == kinds
+    for (_, place), slot in slots.items():
+        assert slot.shape in ((), weights[place].shape, weights[place].shape[:-1], weights[place].shape[1:])
+    held = {id(slot) for slot in slots.values()}
+    assert all(variable.shape == () for variable in optimizer.variables if id(variable) not in held)
+
+
+def plan(model, num_devices=2, **choices):
+    config = Config(strategy="pipeline", **({"balance": "parameters"} | choices))
+    return make_plan(model, config, num_devices, lambda costs: costs)
+
+
+def test_a_plan():
+    made = plan(net(), 4, num_stages=2, batch_size=61, split_size="5")
+    assert [stage.layers for stage in made.stages] == [["layer0", "layer1"], ["layer2", "layer3"]]
+    assert (made.num_pipelines, made.size, made.schedule) == (2, 10, "gpipe")
+    assert len(made.micro_batches(61)) == 7
+    assert str(made).endswith("micro-batches of 10 in 2 pipelines, gpipe")
+    assert str(plan(net(), split_size="5")).endswith("micro-batches of 5, gpipe")
+
+
+def test_where_it_is_cut():
+    made = plan(net(), 3, cut_at="layer0, layer2")
+    assert [stage.layers[-1] for stage in made.stages] == ["layer0", "layer2", "layer3"]
+    assert plan(net(), split_size="auto", batch_size=64).size == 16  # until it is found: two a stage
+
+
+def test_a_rest_of_few_rows():
+    """Torch's other schedules need as many micro-batches as stages."""
+    made = plan(net(), schedule="1f1b")
+    assert [made.schedule_for(count) for count in (1, 2, 3)] == ["gpipe", "1f1b", "1f1b"]
+
+
+class OwnTrainStep(keras.Model):
+    def train_step(self, *args):
+        return super().train_step(*args)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = layers.Dense(2)
+
+    def call(self, x):
+        return self.layer(x)
+
+
+def of_kind(kind):
+    inputs = keras.Input((3,))
+    return kind(inputs, layers.Dense(2)(layers.Dense(2)(inputs)))
+
+
+def masked():
+    inputs = keras.Input((4,), dtype="int32")
+    x = layers.Dense(3, name="words")(layers.Rescaling(1.0)(inputs))
+    return keras.Model(inputs, [x, layers.Embedding(5, 3, mask_zero=True)(inputs)])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: of_kind(OwnTrainStep), "passes over the train_step of OwnTrainStep; use --strategy=data"),
+        (lambda: of_kind(OwnLoss), "passes over the compute_loss of OwnLoss; use --strategy=data"),
+        (Subclassed, "functional, or Sequential with an Input. Received: Subclassed"),
+        (masked, "carry a mask, which its micro-batches would lose"),
+    ],
+)
+def test_what_is_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        plan(make())
+
+
+def test_stages_and_devices_that_do_not_go_together():
+    with pytest.raises(UserError, match="--gpus: expected a multiple of the 2 stages"):
+        plan(net(), 3, num_stages=2)
+
+
+def of_inputs(structure):
+    tensors = keras.tree.map_structure(lambda name: keras.Input((3,), name=name), structure)
+    x = layers.Concatenate()(keras.tree.flatten(tensors)) if not isinstance(structure, str) else tensors
+    return plan(keras.Model(tensors, layers.Dense(2)(layers.Dense(2)(x))))
+
+
+@pytest.mark.parametrize(
+    ("structure", "given", "expected"),
+    [
+        ("left", 1, [1]),
+        ("left", {"left": 1}, [1]),
+        ("left", {"left": 1, "other": 2}, [1]),  # as Keras does, it takes what it knows
+        (["left", "right"], [1, 2], [1, 2]),
+        (["left", "right"], (1, 2), [1, 2]),
+        (["right", "left"], {"left": 1, "right": 2}, [2, 1]),
+        ({"b": "left", "a": "right"}, {"b": 1, "a": 2}, [2, 1]),
+        ({"b": "left", "a": "right"}, {"a": 2, "b": 1, "other": 3}, [2, 1]),
+    ],
+)
+def test_inputs(structure, given, expected):
+    """In the order of the first stage's inputs."""
+    made = of_inputs(structure)
+    assert made.inputs(given) == expected
+    names = [tensor.name for tensor in made.model.inputs]
+    assert [names[place] for place in range(len(expected))] == [{1: "left", 2: "right"}[number] for number in expected]
+
+
+@pytest.mark.parametrize(
+    ("structure", "given", "expected"),
+    [
+        ("only", [1], 1),
+        (["only"], [1], 1),  # as Keras does
+        (["kind", "size"], [1, 2], [1, 2]),
+        ({"size": "size", "kind": "kind"}, [1, 2], {"kind": 1, "size": 2}),
+    ],
+)
+def test_outputs(structure, given, expected):
+    inputs = keras.Input((3,))
+    x = layers.Dense(4)(inputs)
+    outputs = keras.tree.map_structure(lambda name: layers.Dense(2, name=name)(x), structure)
+    made = plan(keras.Model(inputs, outputs))
+    assert made.outputs(given) == expected
+
+
+def test_a_plan_computes_what_the_model_computes():
+    """With dictionaries at both ends, whose order is not that in which they were made."""
+    tensors = {"b": keras.Input((3,), name="left"), "a": keras.Input((3,), name="right")}
+    x = layers.Dense(4)(layers.Concatenate()([tensors["b"], tensors["a"]]))
+    outputs = {"size": layers.Dense(1, name="size")(x), "kind": layers.Dense(2, name="kind")(x)}
+    made = plan(model := keras.Model(tensors, outputs))
+    data = {name: keras.ops.convert_to_tensor(np.random.RandomState(0).rand(5, 3).astype("float32")) for name in "ab"}
+    values = made.inputs(data)
+    for stage in made.stages:
+        values = stage(values)
+    received, expected = made.outputs(values), model(data)
+    assert received.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (received[name], value)))
