@@ -138,7 +138,11 @@ def parse(arguments: list[str]) -> Config:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    _read(arguments, without=GROUPS[_COMPARISON] + GROUPS[_STUDY], instead="it belongs to another recipe, see --help")
+    _read(
+        arguments,
+        without=dict.fromkeys(GROUPS[_COMPARISON], "it belongs to recipes/parity.py")
+        | dict.fromkeys(GROUPS[_STUDY], "it belongs to recipes/pipeline.py"),
+    )
     return _config()
 
 
@@ -147,7 +151,11 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
 
     Args and errors as in `parse`.
     """
-    _read(arguments, without=["backend", "gpus", *GROUPS[_STUDY]], instead="use --backends and --device_counts")
+    _read(
+        arguments,
+        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        | dict.fromkeys(GROUPS[_STUDY], "it belongs to recipes/pipeline.py"),
+    )
     backends = FLAGS["backends"].value
     names = None if backends is None else [choose_backend(name.strip()) for name in backends.split(",")]
     numbers = _numbers("device_counts")
@@ -162,7 +170,11 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
 
     Args and errors as in `parse`.
     """
-    _read(arguments, without=[*GROUPS[_COMPARISON], *_OF_ONE_PIPELINE], instead="the study tries all there are")
+    _read(
+        arguments,
+        without=dict.fromkeys(GROUPS[_COMPARISON], "it belongs to recipes/parity.py")
+        | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions"),
+    )
     sizes = _numbers("split_sizes")
     if FLAGS["repetitions"].value < 2:
         raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
@@ -179,8 +191,8 @@ def _numbers(flag: str) -> list[int]:
     return numbers
 
 
-def _read(arguments: list[str], without: list[str], instead: str) -> None:
-    """Sets `FLAGS` from a command line, on which the flags `without` are refused."""
+def _read(arguments: list[str], without: dict[str, str]) -> None:
+    """Sets `FLAGS` from a command line, on which the flags `without` are refused, with what to do instead."""
     FLAGS.unparse_flags()
     for name in FLAGS:
         FLAGS[name].present = 0
@@ -193,7 +205,7 @@ def _read(arguments: list[str], without: list[str], instead: str) -> None:
         raise SystemExit(0)
     if len(rest) > 1:
         raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
-    for name in without:
+    for name, instead in without.items():
         if FLAGS[name].present:
             raise UserError(f"--{name} has no effect here: {instead}")
 

@@ -144,6 +144,23 @@ class Runner:
         if self.is_chief and self.config.verbose != 0:
             print(line, flush=True)
 
+    def measured(self, model: keras.Model, x: Any = None, y: Any = None) -> dict[str, Any]:
+        """What the last `fit` took, for `kerasdp.pipeline.study`; the model is then trained on for two steps.
+
+        Args as in `stage_work`.
+
+        Returns:
+            The `seconds` of each epoch but the first, which compiles; `memory`, most bytes that each device has used
+            (empty where devices share a process); the `table` of stages and their `work`, if it is a pipeline.
+        """
+        is_pipeline = self.config.strategy == "pipeline"
+        return {
+            "seconds": self.epoch_seconds[1:],
+            "memory": self.replicas.peak_memory_by_device(),
+            "table": self.replicas.description(model),
+            "work": self.stage_work(model, x, y) if is_pipeline else [],
+        }
+
     def stage_work(self, model: keras.Model, x: Any = None, y: Any = None) -> list[tuple[int, str, int, float, float]]:
         """Which stage worked on which micro-batch when, in a training step that is watched.
 

@@ -41,13 +41,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(kerasdp.make_optimizer(config), squared_error)
     runner.fit(model, data.train, epochs=config.epochs)
-    seconds = runner.epoch_seconds[1:]
-    return {
-        "seconds": seconds,
-        "memory": runner.replicas.peak_memory_by_device(),
-        "table": runner.replicas.description(model),
-        "work": runner.stage_work(model, data.train) if config.strategy == "pipeline" else [],
-    }
+    return runner.measured(model, data.train)
 
 
 def study(config: kerasdp.Config, split_sizes: list[int], repetitions: int) -> None:

@@ -15,7 +15,7 @@ from kerasdp.data.order import epoch_order
 from tests.conftest import BACKENDS, ROOT, environment, run
 from tests.keras_parts.test_datasets import make_images, some_images, write_idx
 
-FLAGFILES = sorted((ROOT / "flags").glob("*.flags"))
+FLAGFILES = sorted(file for file in (ROOT / "flags").glob("*.flags") if not file.stem.startswith("pipeline"))
 README = (ROOT / "README.md").read_text()
 BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -194,6 +194,39 @@ def test_a_backend_that_is_missing_is_named(tmp_path):
     )
     done = run("-c", code, f"--backend={missing}", f"--workdir={tmp_path}/run")
     assert_one_line_and_exit_code_2(done, rf"{missing} is not installed .* pip install 'kerasdp\[{missing}\]'")
+
+
+def test_pipeline_recipe(tmp_path):
+    """The toy model in all ways: a line each, three pictures, the figures in JSON; the flagfiles parse elsewhere."""
+    name = BACKENDS[0]
+    flags = ["--model=recipes/pipeline.py:toy", "--dataset=synthetic(shape=(10,), num_classes=5, num_samples=16)"]
+    flags += ["--batch_size=8", "--split_sizes=2,3,100", "--repetitions=2", "--device=cpu", f"--workdir={tmp_path}"]
+    done = run("recipes/pipeline.py", f"--backend={name}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^single device +\S+ s \+- \S+", done.stdout, re.M)
+    assert re.search(r"^layer split .* bubble +\d+% \(ideal +50%\)", done.stdout, re.M)
+    assert len(re.findall(r"^pipelined, split size [23] ", done.stdout, re.M)) == 2  # 100 is above the batch
+    ways = json.loads((tmp_path / "pipeline.json").read_text())["ways"]
+    assert [(way["name"], way["split_size"], len(way["seconds"])) for way in ways] == [
+        ("single device", None, 2), ("layer split", None, 2), ("pipelined", 2, 2), ("pipelined", 3, 2),
+    ]  # fmt: skip
+    # Each stage works once forwards and once backwards on each of the micro-batches: of 3, 3 and 2 samples.
+    assert sorted(tuple(event[:3]) for event in ways[3]["work"]) == [
+        (stage, kind, number) for stage in (0, 1) for kind in ("backward", "forward") for number in (0, 1, 2)
+    ]
+    for picture in ("bars.png", "sweep.png", "timeline.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def test_a_pipeline_from_the_command_line(tmp_path):
+    """It says how the model is cut and which micro-batches it tried."""
+    flags = ["--strategy=pipeline", "--stages=2", "--split_size=auto", "--model=mlp", "--max_steps=3", "--device=cpu"]
+    done = train(f"--backend={BACKENDS[-1]}", *flags, f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^split size \d+ is the fastest; tried .*: \d+ ms", done.stdout, re.M)
+    assert re.search(r"^    0 +flatten \.\.\. ", done.stdout, re.M) or "stage  layers" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["num_devices"], report["steps"]) == (2, 3)
 
 
 def test_custom_model_recipe(backend):

@@ -6,8 +6,12 @@ import pytest
 from tests.conftest import BACKENDS, PROGRAMS, result_of, run
 
 DEVICE_COUNTS = (1, 2, 4)
-COMBINATIONS = [(backend, count) for backend in BACKENDS for count in DEVICE_COUNTS]
-NAMES = [f"{backend}-{count}" for backend, count in COMBINATIONS]
+# Two devices are a part of the slow proofs, but for the backend where each is a process.
+COMBINATIONS = [
+    pytest.param((backend, count), marks=pytest.mark.proof if count == 2 and place else [], id=f"{backend}-{count}")
+    for place, backend in enumerate(BACKENDS)
+    for count in DEVICE_COUNTS
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def learned(tmp_path_factory):
     return get
 
 
-@pytest.fixture(params=COMBINATIONS, ids=NAMES)
+@pytest.fixture(params=COMBINATIONS)
 def pair(request, learned):
     """Each combination beside the first one on one device."""
     return learned(BACKENDS[0], 1), learned(*request.param)
@@ -82,7 +86,7 @@ def test_batch_norm_of_many_numbers(learned):
         assert learned(backend, 1)["batch_norm"]["round_off"] < 1e-5
 
 
-@pytest.mark.parametrize("count", DEVICE_COUNTS)
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.proof), 4])
 def test_replica_batch_norm_is_the_same_on_all_backends(learned, count):
     expected, *others = (learned(backend, count)["batch_norm"]["replica"] for backend in BACKENDS)
     for received in others:

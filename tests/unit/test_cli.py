@@ -77,9 +77,10 @@ def test_the_flags_are_these():
 @pytest.mark.parametrize("file", FLAGFILES, ids=lambda file: file.stem)
 def test_flagfiles(file):
     """Each parses, and its header tells the command, the expected result and time, and where they were measured."""
-    assert parse(f"--flagfile={file}")
+    recipe = "pipeline" if file.stem.startswith("pipeline") else "train"
+    assert (cli.parse_study if recipe == "pipeline" else cli.parse)(["", f"--flagfile={file}"])
     header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
-    for word in (f"python recipes/train.py --flagfile=flags/{file.name}", "Expected:", "Measured on:"):
+    for word in (f"python recipes/{recipe}.py --flagfile=flags/{file.name}", "Expected:", "Measured on:"):
         assert word in header
 
 
@@ -98,7 +99,7 @@ def test_a_comparison():
         ("--gpus=2", "--gpus has no effect here"),
         ("--backends=torch,theano", "expected one of torch, jax, tensorflow"),
         ("--device_counts=1,two", "--device_counts: expected numbers such as 1,2,4"),
-        ("--device_counts=0", "expected a whole number of at least 1"),
+        ("--device_counts=0", "--device_counts: expected numbers of at least 1. Received: 0"),
         ("--device_counts=100", "expected at least 100"),
     ],
 )
@@ -112,3 +113,27 @@ def test_flags_of_a_comparison_are_refused_in_training():
     with pytest.raises(UserError, match="--backends has no effect here: it belongs to recipes/parity.py"):
         parse("--backends=torch")
     parse()  # and is forgotten
+
+
+def test_a_study():
+    config, sizes, repetitions = cli.parse_study(["pipeline.py", "--model=resnet50", "--split_sizes=2, 4"])
+    assert (config.model, config.num_devices, sizes, repetitions) == ("resnet50", None, [2, 4], 10)
+    with pytest.raises(UserError, match="--split_sizes has no effect here: it belongs to recipes/pipeline.py"):
+        parse("--split_sizes=2")
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--split_size=4", "--split_size has no effect here: use --split_sizes"),
+        ("--epochs=4", "use --split_sizes and --repetitions"),
+        ("--split_sizes=1,two", "--split_sizes: expected numbers such as 1,2,4"),
+        ("--split_sizes=0", "--split_sizes: expected numbers of at least 1"),
+        ("--repetitions=1", "--repetitions: expected at least 2"),
+        ("--backends=jax", "it belongs to recipes/parity.py"),
+    ],
+)
+def test_a_wrong_study(flag, words):
+    with pytest.raises(UserError) as caught:
+        cli.parse_study(["pipeline.py", flag])
+    assert words in str(caught.value)
