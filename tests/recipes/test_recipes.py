@@ -253,6 +253,8 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
         extra = ["--device=cpu", "--max_steps=2", f"--workdir={tmp_path}/run"]
         if "fashion" in line:
             extra.append(f"--data_dir={idx_folder}")
+    if words[1] == "recipes/pipeline.py":
+        extra = ["--device=cpu", "--model=mlp", "--split_sizes=12", "--repetitions=2", f"--workdir={tmp_path}/run"]
     if words[1] == "recipes/parity.py":
         extra = ["--max_steps=2", f"--workdir={tmp_path}/run"]
     words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]
