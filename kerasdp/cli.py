@@ -21,7 +21,8 @@ FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
-_OF_ONE_PIPELINE = ["strategy", "split_size", "micro_batches", "epochs"]
+_OF_ONE_PIPELINE = ["strategy", "split_size", "micro_batches", "epochs", "max_steps"]
+_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
 _COMPARISON = "Comparison (recipes/parity.py only)"
 _STUDY = "Study of a pipeline (recipes/pipeline.py only)"
 
@@ -173,12 +174,13 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     _read(
         arguments,
         without=dict.fromkeys(GROUPS[_COMPARISON], "it belongs to recipes/parity.py")
-        | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions"),
+        | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions")
+        | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
     sizes = _numbers("split_sizes")
     if FLAGS["repetitions"].value < 2:
         raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
-    return _config(), sizes, FLAGS["repetitions"].value
+    return _config(strategy="pipeline"), sizes, FLAGS["repetitions"].value
 
 
 def _numbers(flag: str) -> list[int]:
@@ -210,7 +212,7 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
             raise UserError(f"--{name} has no effect here: {instead}")
 
 
-def _config() -> Config:
+def _config(**choices: Any) -> Config:
     of_recipes = (_COMPARISON, _STUDY)
     values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group not in of_recipes}
     values["num_devices"] = values.pop("gpus")
@@ -218,7 +220,7 @@ def _config() -> Config:
     if values["workdir"] is None and not values["resume"]:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
-    return Config(**values)
+    return Config(**(values | choices))
 
 
 def main(train: Callable[..., Any]) -> None:

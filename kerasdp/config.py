@@ -178,6 +178,12 @@ class Config:
             raise UserError(
                 f"--split_size: expected auto, or a whole number of at least 1. Received: {self.split_size!r}"
             )
+        if self.split_size == "auto" and (self.resume or self.max_restarts):
+            flag = "resume" if self.resume else "max_restarts"
+            raise UserError(
+                f"--split_size=auto may find another size each time, and --{flag} goes on with the same one; give the "
+                "size that was found, which the first lines of a run say"
+            )
         if self.cut_at is not None:
             named = len(self.cut_at.split(",")) + 1
             if self.num_stages not in (None, named):

@@ -178,7 +178,7 @@ class Runner:
         Raises:
             UserError: if the run is no pipeline.
         """
-        pipeline = getattr(self.replicas, "pipeline", None)
+        pipeline = self.replicas.engine_of(model)
         if pipeline is None:
             raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
         pipeline.timeline = []
@@ -351,7 +351,8 @@ class Runner:
         `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics)
+        engine = self.replicas.engine_of(model)
+        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, engine)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             known = made_for, self.replicas.step_functions(model, self.hooks)

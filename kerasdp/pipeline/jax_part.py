@@ -168,12 +168,16 @@ class Part:
 
         metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
 
-        def loss_of(outputs: Any) -> Any:
-            joined = [jnp.concatenate(leaves) for leaves in zip(*outputs)]
+        def loss_of(floats: Any) -> Any:
+            floats = iter(floats)
+            merged = [[next(floats) if _is_float(leaf.dtype) else leaf for leaf in leaves] for leaves in outputs]
+            joined = [jnp.concatenate(leaves) for leaves in zip(*merged)]
             with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
                 return self._compiled_loss(joined, targets, sample_weight) * scale
 
-        return jax.grad(loss_of)(outputs)
+        # A whole number beside the logits, the class say, has no gradient.
+        found = iter(jax.grad(loss_of)([leaf for leaves in outputs for leaf in leaves if _is_float(leaf.dtype)]))
+        return [[next(found) if _is_float(leaf.dtype) else None for leaf in leaves] for leaves in outputs]
 
     def _weight_penalty(self, trainable: Any) -> Any:
         import keras

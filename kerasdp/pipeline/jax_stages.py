@@ -3,8 +3,8 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER
+from kerasdp.pipeline.cut_model import CutModel
 from kerasdp.pipeline.jax_part import Part
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, jax_sharding, placed
 
 count_gpus, start = jax_sharding.count_gpus, jax_sharding.start
 
 
-class Replicas(jax_sharding.Replicas):
+class Replicas(CutModel, jax_sharding.Replicas):
     """The stages of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
 
     cuts_batches = True
@@ -28,48 +29,30 @@ class Replicas(jax_sharding.Replicas):
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.pipeline: Pipeline | None = None
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made: on the first device. The stages are brought to theirs when they are known."""
-        with jax.default_device(self.devices[0]):
+        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        with jax.default_device(jax.devices("cpu")[0]):
             yield
 
     def place(self, batch: Any) -> PlacedBatch:
         """Leaves the batch where it is: each stage takes what it needs."""
         return PlacedBatch(batch.inputs, batch.targets, batch.sample_weight, batch.indices)
 
-    def description(self, model: Any) -> str:
-        """The cut, in words."""
-        return str(self._pipeline(model).plan)
-
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
-        """Finds the size of micro-batches, if it is to be found."""
-        from kerasdp.pipeline.plan import find_size
-
-        if self.config.split_size == "auto" and not self._pipeline(model).is_tuned:
-            self.pipeline.is_tuned = True
-            find_size(self.pipeline, self.place(batch), report)
-
-    def rows_at_once(self, model: Any) -> int | None:
-        """Rows of a micro-batch."""
-        return self._pipeline(model).plan.size
-
-    def _pipeline(self, model: Any) -> "Pipeline":
-        if self.pipeline is None or self.pipeline.made_for != _made_for(model):
-            self.pipeline = Pipeline(model, self.config, self.devices, self.agree)
-        return self.pipeline
+    def make_pipeline(self, model: Any) -> "Pipeline":
+        """An engine for a model."""
+        return Pipeline(model, self.config, self.devices, self.agree)
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Around Keras' `fit`, `evaluate` and `predict`: brings each stage to its devices, where it stays."""
-        self._pipeline(model).bring_home()
+        self.engine_of(model).bring_home()
         yield
 
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
-        pipeline = self._pipeline(model)
+        pipeline = self.engine_of(model)
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             if (batch := next(iterator)) is PASSED_OVER:
@@ -122,6 +105,11 @@ class Pipeline:
         # Whose optimizer gives what belongs to all stages, as the number of the step: one that has weights to train.
         self.counting = next((part for part in self.parts if part.trainable.variables), None)
         self.last_state: Any = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model was compiled anew since."""
+        return any(old is not new for old, new in zip(self.made_for, _made_for(self.model)))
 
     def bring_home(self) -> None:
         """Brings all variables to the devices of their stages."""
@@ -238,7 +226,7 @@ class _Step:
         running = [self.pipeline.threads.submit(self._work, part, order) for part, order in zip(self._parts, orders)]
         errors = [error for error in (future.exception() for future in running) if error is not None]
         for error in errors:
-            if not isinstance(error, _OtherFailed):
+            if not isinstance(error, (_OtherFailed, InvalidStateError)):  # the latter follows from the former
                 raise error
 
     @property

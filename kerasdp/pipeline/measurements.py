@@ -45,35 +45,35 @@ class Measurement:
         """Standard deviation of the repetitions' seconds."""
         return statistics.stdev(self.seconds)
 
+    @property
+    def bubble(self) -> float:
+        """The share of the watched step in which stages wait, from 0 to 1."""
+        stages = {event[0] for event in self.work}
+        span = max(event[4] for event in self.work) - min(event[3] for event in self.work)
+        # Pieces of a stage's work may overlap where its device runs several at once: that time is not idle twice.
+        busy = 0.0
+        for stage in stages:
+            until = float("-inf")
+            for begin, end in sorted(event[3:] for event in self.work if event[0] == stage):
+                busy += max(end - max(begin, until), 0.0)
+                until = max(until, end)
+        return 1.0 - busy / (len(stages) * span)
+
+    @property
+    def ideal_bubble(self) -> float:
+        """What it would be with stages of equal length and free transport (Huang et al. 2019, arXiv:1811.06965)."""
+        stages, micro_batches = (len({event[place] for event in self.work}) for place in (0, 2))
+        return (stages - 1) / (micro_batches + stages - 1)
+
     def __str__(self) -> str:
         name = self.name if self.split_size is None else f"{self.name}, split size {self.split_size}"
         if self.error:
             return f"{name:28} {self.error}"
         memory = ", ".join(f"{number / 2**20:,.0f}" for number in self.memory)
-        overlap = f"   bubble {bubble(self.work):4.0%} (ideal {ideal_bubble(self.work):4.0%})" if self.work else ""
+        overlap = f"   bubble {self.bubble:4.0%} (ideal {self.ideal_bubble:4.0%})" if self.work else ""
         return f"{name:28} {self.mean:8.3f} s +- {self.deviation:.3f}{overlap}" + (
             f"   peak MiB a device {memory}" if memory else ""
         )
-
-
-def bubble(work: list[tuple[int, str, int, float, float]]) -> float:
-    """The share of a step in which stages wait, from 0 to 1."""
-    stages = {event[0] for event in work}
-    span = max(event[4] for event in work) - min(event[3] for event in work)
-    # Pieces of a stage's work may overlap where its device runs several at once: that time is not idle twice.
-    busy = 0.0
-    for stage in stages:
-        until = float("-inf")
-        for begin, end in sorted(event[3:] for event in work if event[0] == stage):
-            busy += max(end - max(begin, until), 0.0)
-            until = max(until, end)
-    return 1.0 - busy / (len(stages) * span)
-
-
-def ideal_bubble(work: list[tuple[int, str, int, float, float]]) -> float:
-    """What it would be with stages of equal length and free transport (Huang et al. 2019, arXiv:1811.06965)."""
-    stages, micro_batches = (len({event[place] for event in work}) for place in (0, 2))
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def study(
@@ -96,14 +96,16 @@ def study(
     """
     config = dataclasses.replace(config, epochs=repetitions + 1, checkpoint_every="never", verbose=0)
     workdir, config = config.workdir, dataclasses.replace(config, workdir=None)
-    stages = config.num_stages or (None if config.cut_at else config.num_devices or 2)
     whole = dataclasses.replace(
         config, strategy="data", num_devices=1, num_stages=None, cut_at=None, balance="time", schedule="gpipe"
     )
-    cut = dataclasses.replace(config, strategy="pipeline", num_stages=stages)
+    is_open = not (config.num_stages or config.cut_at or config.num_devices)
+    cut = dataclasses.replace(config, strategy="pipeline", num_stages=2 if is_open else config.num_stages)
     size = config.batch_size
-    # One micro-batch has nothing to overlap with, whatever the schedule.
-    ways = [("single device", None, whole), ("layer split", None, dataclasses.replace(cut, micro_batches=1))]
+    in_turn = dataclasses.replace(cut, micro_batches=1, schedule="gpipe")  # one has nothing to overlap with
+    if cut.schedule == "interleaved1f1b":
+        in_turn = dataclasses.replace(in_turn, num_stages=None)
+    ways = [("single device", None, whole), ("layer split", None, in_turn)]
     ways += [("pipelined", n, dataclasses.replace(cut, split_size=str(n))) for n in split_sizes if n <= size]
     found = []
     for name, split_size, settings in ways:

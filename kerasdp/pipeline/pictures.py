@@ -50,8 +50,6 @@ def draw_sweep(measurements: list[Any], best: Any, path: str) -> None:
 
 def draw_timeline(measured: Any, path: str) -> None:
     """Which stage works on which micro-batch when. Args as in `draw_bars`."""
-    from kerasdp.pipeline.measurements import bubble, ideal_bubble
-
     stages = sorted({event[0] for event in measured.work})
     figure, axes = _figure(9.0, 1.4 + 0.7 * len(stages))
     total = max(event[4] for event in measured.work)
@@ -64,8 +62,8 @@ def draw_timeline(measured: Any, path: str) -> None:
         axes.barh([stages[0]], [0], color=colour, label=kind)
     axes.set(xlabel="seconds", ylabel="stage", yticks=stages, ylim=(stages[-1] + 0.6, stages[0] - 0.6), xlim=(0, total))
     axes.set_title(
-        f"A step in micro-batches of {measured.split_size}: stages wait {bubble(measured.work):.0%} of the time "
-        f"(ideal {ideal_bubble(measured.work):.0%})",
+        f"A step in micro-batches of {measured.split_size}: stages wait {measured.bubble:.0%} of the time "
+        f"(ideal {measured.ideal_bubble:.0%})",
         fontsize=10,
     )
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.28 if len(stages) < 3 else -0.18))

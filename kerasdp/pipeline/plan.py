@@ -48,7 +48,15 @@ class MicroBatches:
             UserError: if the loss of the global batch is not a sum over the micro-batches.
         """
         # Those that Keras has made of all that `compile` takes, in each of its outputs.
-        reductions = {loss.reduction for _, loss, _, _ in model._compile_loss._flat_losses}
+        losses = [loss for _, loss, _, _ in model._compile_loss._flat_losses]
+        for loss in losses:
+            # They divide by what they found in the batch, whatever their `reduction` says (Keras 3.15).
+            divides = isinstance(loss, (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle))
+            if divides or getattr(loss, "ignore_class", None) is not None:
+                raise UserError(
+                    f"the loss {loss.name} of {model.name} needs the whole batch at once; use --schedule=gpipe"
+                )
+        reductions = {loss.reduction for loss in losses}
         if reductions == {"sum"}:
             return [1.0] * len(self)
         means = {"sum_over_batch_size", "mean"} if is_weighted else {
@@ -124,8 +132,16 @@ def make_plan(
     if config.split_size == "auto":  # until it is found, by `find_size`
         config = dataclasses.replace(config, split_size=None)
     size = config.micro_batch_size(num_stages, num_pipelines)
+    _check_sizes(config, num_stages, num_pipelines, num_devices, size)
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if config.backend != "tensorflow" and inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
+        raise UserError(
+            "a pipeline clips the gradients of each step, and would not clip what gradient_accumulation_steps has "
+            "accumulated; use a larger --batch_size instead, or clipnorm"
+        )
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
-    stages = split(model, num_stages, cut_at=cut_at, balance=config.balance, batch_size=min(size, 8), agree=agree)
+    stages = split(model, num_stages, cut_at=cut_at, balance=config.balance, batch_size=min(size, 32), agree=agree)
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in stages[-1].model.outputs):
         raise UserError(f"a pipeline: the outputs of {model.name} carry a mask, which its micro-batches would lose")
     return Plan(
@@ -166,7 +182,37 @@ def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
     report(f"split size {best} is the fastest; tried {tried} a step without its update")
 
 
+def _check_sizes(config: Config, num_stages: int, num_pipelines: int, num_devices: int, size: int) -> None:
+    """Raises `UserError` if the batch cannot be cut just as was asked."""
+    rows = config.replica_batch_size(num_pipelines)
+    count = -(-rows // size)
+    if config.split_size is not None and int(config.split_size) > rows:
+        raise UserError(f"--split_size: expected at most {rows}, a pipeline's samples. Received: {config.split_size}")
+    if config.micro_batches not in (None, count):
+        raise UserError(
+            f"--micro_batches: {rows} samples cannot be cut into {config.micro_batches} of one size, but for the last; "
+            "give --split_size, the samples of each"
+        )
+    if config.schedule != "gpipe" and count < num_stages:
+        raise UserError(
+            f"--schedule={config.schedule}: expected at least {num_stages} micro-batches, one a stage. Received: "
+            f"{count}; give a smaller --split_size, or use gpipe"
+        )
+    rounds = max(1, count // num_devices)
+    if config.schedule == "interleaved1f1b" and count % rounds:
+        raise UserError(
+            f"--schedule=interleaved1f1b: expected a multiple of {rounds} micro-batches. Received: {count}; give "
+            "another --split_size"
+        )
+
+
 def _check(model: keras.Model) -> None:
+    for tensor in functional(model).inputs:
+        if None in tensor.shape[1:]:
+            raise UserError(
+                f"a pipeline: expected inputs of known shape. Received: {tensor.name} with {tuple(tensor.shape)}; give "
+                "keras.Input all sizes but that of the batch"
+            )
     names = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
     own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
     if own:

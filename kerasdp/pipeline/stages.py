@@ -171,10 +171,19 @@ class _Graph:
 
     def why_not(self, place: int) -> str:
         """Why the model cannot be cut at a place; empty if it can."""
-        both = {id(node.operation) for node in self.nodes[:place]} & {id(node.operation) for node in self.nodes[place:]}
-        for node in self.nodes[:place]:
-            if id(node.operation) in both and getattr(node.operation, "variables", []):
-                return f"layer {node.operation.name} has weights and is used on both sides"
+
+        def holders(nodes: list[Any]) -> dict[int, str]:
+            return {
+                id(variable): node.operation.name
+                for node in nodes
+                for variable in getattr(node.operation, "variables", [])
+            }
+
+        before, behind = holders(self.nodes[:place]), holders(self.nodes[place:])
+        for variable in before.keys() & behind.keys():
+            if before[variable] == behind[variable]:
+                return f"layer {before[variable]} has weights and is used on both sides"
+            return f"layers {before[variable]} and {behind[variable]}, on both sides, share weights"
         if any(getattr(tensor, "_keras_mask", None) is not None for tensor in self.crossing(place)):
             return "a tensor with a mask would cross it, and lose the mask"
         return ""

@@ -10,13 +10,14 @@ import tensorflow as tf
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER
+from kerasdp.pipeline.cut_model import CutModel
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, tf_mirrored
 
 count_gpus, start = tf_mirrored.count_gpus, tf_mirrored.start
 
 
-class Replicas(tf_mirrored.Replicas):
+class Replicas(CutModel, tf_mirrored.Replicas):
     """The stages of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
 
     cuts_batches = True
@@ -26,7 +27,12 @@ class Replicas(tf_mirrored.Replicas):
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.names = tf_mirrored.make_devices(devices, config)
         self.strategy = tf.distribute.get_strategy()
-        self.pipeline: Pipeline | None = None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        with tf.device("CPU:0"):
+            yield
 
     def place(self, batch: Any) -> PlacedBatch:
         """Brings the inputs to the first stage's device, all else to the last one's."""
@@ -40,31 +46,13 @@ class Replicas(tf_mirrored.Replicas):
         rest = (batch.targets, batch.sample_weight, batch.indices)
         return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self.names[-1]), rest))
 
-    def description(self, model: Any) -> str:
-        """The cut, in words."""
-        return str(self._pipeline(model).plan)
-
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
-        """Finds the size of micro-batches, if it is to be found."""
-        from kerasdp.pipeline.plan import find_size
-
-        if self.config.split_size == "auto" and not self._pipeline(model).is_tuned:
-            self.pipeline.is_tuned = True
-            find_size(self.pipeline, self.place(batch), report)
-
-    def rows_at_once(self, model: Any) -> int | None:
-        """Rows of a micro-batch."""
-        return self._pipeline(model).plan.size
-
-    def _pipeline(self, model: Any) -> "Pipeline":
-        known = self.pipeline
-        if known is None or known.model is not model or known.optimizer is not getattr(model, "optimizer", None):
-            self.pipeline = Pipeline(model, self.config, self.names, self.agree)
-        return self.pipeline
+    def make_pipeline(self, model: Any) -> "Pipeline":
+        """An engine for a model."""
+        return Pipeline(model, self.config, self.names, self.agree)
 
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
-        pipeline = self._pipeline(model)
+        pipeline = self.engine_of(model)
         train_step, watched_step, test_step, predict_step = (
             self._graph(model, step)
             for step in (pipeline.train_step, pipeline.train_step, pipeline.test_step, pipeline.predict_step)
@@ -147,6 +135,7 @@ class Pipeline:
                     variable._value = tf.Variable(
                         variable._value, dtype=variable._value.dtype, trainable=variable.trainable, name=variable.name
                     )
+        self._values = [(variable, variable._value) for variable in self.model.variables]
         # Optimizers know variables by what was just replaced.
         for optimizer, without_decay in zip(optimizers, spared):
             optimizer._trainable_variables_indices = {
@@ -155,6 +144,13 @@ class Pipeline:
             if without_decay:
                 optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
                 optimizer._exclude_from_weight_decay_cache = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model was compiled anew since, or shares a layer with one whose engine was made later."""
+        return self.optimizer is not getattr(self.model, "optimizer", None) or any(
+            variable._value is not value for variable, value in self._values
+        )
 
     def _forward(
         self, inputs: Any, num_rows: int, training: bool, tape: tf.GradientTape | None = None
@@ -226,6 +222,10 @@ class Pipeline:
         with tf.control_dependencies([leaf for leaf in gradients[len(own) :] if leaf is not None]):
             return tf.identity(loss), batch, own
 
+    def _dense(self, *data: Any) -> list[Any]:
+        """The gradients; that of an embedding is rows and their places."""
+        return [tf.convert_to_tensor(gradient) for gradient in self._passes(*data)[-1] if gradient is not None]
+
     def _marked(self, values: list[Any], stage: int, number: int, is_begin: bool) -> list[Any]:
         """The tensors as they are; the timeline learns when they, and later their gradients, are there."""
         if self.timeline is None:
@@ -257,11 +257,12 @@ class Pipeline:
         kept = [(variable, tf.identity(variable.value)) for variable in self.model.non_trainable_variables]
         passes = self._timed.get(self.plan.size)
         if passes is None:
-            step = tf.autograph.experimental.do_not_convert(lambda *data: self._passes(*data)[-1])
+            step = tf.autograph.experimental.do_not_convert(lambda *data: self._dense(*data))
             passes = self._timed[self.plan.size] = tf.function(step, jit_compile=False)
         metrics = [(variable, tf.identity(variable.value)) for variable in self.model.metrics_variables]
         begin = time.perf_counter()
-        tf.nest.map_structure(lambda gradient: gradient.numpy(), passes(*batch))
+        for gradient in passes(*batch):
+            gradient.numpy()
         seconds = time.perf_counter() - begin
         for variable, value in kept + metrics:
             variable.assign(value)

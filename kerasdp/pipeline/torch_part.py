@@ -28,6 +28,8 @@ class Step:
         self._outputs: dict[int, list[torch.Tensor]] = {}
         self._gathered: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}
+        if training and not pipeline.is_whole(len(micro_batches)):
+            self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
 
     def context(self, number: int) -> ReplicaContext:
         """The place of this pipeline's rows of a micro-batch."""
@@ -71,11 +73,10 @@ class Step:
         import keras
 
         rows, batch = self.micro_batches.rows(number), self.batch
-        shares = self.micro_batches.shares(self.pipeline.model, is_weighted=batch.sample_weight is not None)
         targets, weights = keras.tree.map_structure(
             lambda leaf: None if leaf is None else leaf[rows], (batch.targets, batch.sample_weight)
         )
-        self._compute_gradients([number], batch._replace(targets=targets, sample_weight=weights), shares[number])
+        self._compute_gradients([number], batch._replace(targets=targets, sample_weight=weights), self.shares[number])
         return self._gradients.pop(number)
 
     @torch.enable_grad()
@@ -83,17 +84,21 @@ class Step:
         import keras
 
         pipeline = self.pipeline
-        leaves = [[leaf.detach().requires_grad_() for leaf in self.gathered(number)] for number in numbers]
+        # A whole number beside the logits, the class say, has no gradient.
+        leaves = [
+            [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in self.gathered(number)]
+            for number in numbers
+        ]
         outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
         with keras.StatelessScope():  # the losses of several outputs are metrics, too
             loss = pipeline._compiled_loss(batch, outputs) * (share * self.scale)
-        flat = [leaf for parts in leaves for leaf in parts]
+        flat = [leaf for parts in leaves for leaf in parts if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
         first = pipeline.copy * pipeline.size
         for number, parts in zip(numbers, leaves):
             self._gradients[number] = []
             for leaf in parts:
-                gradient = next(found)
+                gradient = next(found) if leaf.requires_grad else None
                 own = leaf.new_zeros((pipeline.size, *leaf.shape[1:]))
                 if gradient is not None:
                     part = gradient[first : first + pipeline.size]
@@ -107,7 +112,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, number: int, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.step, ctx.number = step, number
-        return outputs[0].new_zeros(())
+        return next(leaf for leaf in outputs if leaf.is_floating_point()).new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """PyTorch: a process a device, with the schedules of torch.distributed.pipelining."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER
+from kerasdp.pipeline.cut_model import CutModel
 from kerasdp.pipeline.torch_part import Part, Step, to_torch_dtype
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, placed, torch_ddp
 
 count_gpus, start = torch_ddp.count_gpus, torch_ddp.start
 
 
-class Replicas(torch_ddp.Replicas):
+class Replicas(CutModel, torch_ddp.Replicas):
     """The stages of a run, as seen by one of its processes. See `kerasdp.runners.torch_ddp.Replicas`.
 
     Attributes:
@@ -30,7 +32,7 @@ class Replicas(torch_ddp.Replicas):
         """Joins the process groups. Call before Keras is imported."""
         super().__init__(devices, config)
         self.config, self.num_replicas, self.part, self.cuts_batches = config, 1, (0, 1), True
-        if devices.count == 1:
+        if devices.count == 1 and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         length = devices.count // config.num_pipelines(devices.count)
         ranks = torch.arange(devices.count).reshape(-1, length)
@@ -38,7 +40,14 @@ class Replicas(torch_ddp.Replicas):
             next(group for group in [dist.new_group(part.tolist()) for part in parts] if dist.get_rank(group) >= 0)
             for parts in (ranks, ranks.T)
         )
-        self.pipeline: Pipeline | None = None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        import keras
+
+        with keras.device("cpu"):
+            yield
 
     def place(self, batch: Any) -> PlacedBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
@@ -46,31 +55,13 @@ class Replicas(torch_ddp.Replicas):
         is_first = dist.get_rank(self.stage_group) == 0
         return placed_batch if is_first else placed_batch._replace(inputs=None)
 
-    def description(self, model: Any) -> str:
-        """The cut, in words."""
-        return str(self._pipeline(model).plan)
-
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
-        """Finds the size of micro-batches, if it is to be found."""
-        from kerasdp.pipeline.plan import find_size
-
-        if self.config.split_size == "auto" and not self._pipeline(model).is_tuned:
-            self.pipeline.is_tuned = True
-            find_size(self.pipeline, self.place(batch), report)
-
-    def rows_at_once(self, model: Any) -> int | None:
-        """Rows of a micro-batch."""
-        return self._pipeline(model).plan.size
-
-    def _pipeline(self, model: Any) -> "Pipeline":
-        known = self.pipeline
-        if known is None or known.model is not model or known.optimizer is not getattr(model, "optimizer", None):
-            self.pipeline = Pipeline(model, self)
-        return self.pipeline
+    def make_pipeline(self, model: Any) -> "Pipeline":
+        """An engine for a model."""
+        return Pipeline(model, self)
 
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
-        pipeline = self._pipeline(model)
+        pipeline = self.engine_of(model)
 
         def train_function(data: Any) -> dict[str, Any]:
             if data[0] is PASSED_OVER:
@@ -88,11 +79,11 @@ class Replicas(torch_ddp.Replicas):
 
     def collect(self, model: Any) -> None:
         """Gives each process the values of all variables, of which it computes only those of its stages."""
-        self._pipeline(model).collect()
+        self.engine_of(model).collect()
 
     def differing_weights(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""
-        return self._differing(self._pipeline(model).own_variables(), self.copy_group)
+        return self._differing(self.engine_of(model).own_variables(), self.copy_group)
 
 
 class Pipeline:
@@ -108,7 +99,8 @@ class Pipeline:
         from kerasdp.pipeline.plan import make_plan
 
         self.model, self.optimizer, self.replicas = model, getattr(model, "optimizer", None), replicas
-        self.plan = make_plan(model, replicas.config, replicas.num_devices, replicas.agree)
+        with replicas.scope():  # where the weights still are
+            self.plan = make_plan(model, replicas.config, replicas.num_devices, replicas.agree)
         self.group, self.copies = replicas.stage_group, replicas.copy_group
         self.place, self.length = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.copy, self.num_copies = dist.get_rank(self.copies), dist.get_world_size(self.copies)
@@ -118,13 +110,24 @@ class Pipeline:
             for number, stage in enumerate(self.plan.stages)
             if number % self.length == self.place
         }
+        for number in self.parts:
+            for variable in self.variables_of(number):
+                variable.value.data = variable.value.data.to(replicas.device)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
             layer.activity_regularizer is not None for layer in model._flatten_layers()
         )
+        # Variables of the optimizer that belong to all weights, as the number of the step. A process that has nothing
+        # to train, and so never asks the optimizer for anything, gets them from one that has.
+        self.shared, self.idle_source = self._shared()
         self.timeline: list[Any] | None = None
         self.is_tuned = False
         self.step: Step | None = None
         self._schedules: dict[tuple[int, int, bool], Any] = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model was compiled anew since."""
+        return self.optimizer is not getattr(self.model, "optimizer", None)
 
     @property
     def size(self) -> int:
@@ -261,18 +264,19 @@ class Pipeline:
             if is_scaled and not total.isfinite():  # one stage's overflow is everybody's
                 gradients = [gradient if gradient is None else torch.full_like(gradient, torch.nan)
                              for gradient in gradients]  # fmt: skip
-        if all(gradient is None for gradient in gradients):
-            optimizer.iterations.assign_add(1)
-            return total_penalty
-        with without_global_clipping(optimizer):
-            optimizer.apply(gradients, weights)
+        if any(gradient is not None for gradient in gradients):
+            with without_global_clipping(optimizer):
+                optimizer.apply(gradients, weights)
+        if self.idle_source is not None:
+            for variable in self.shared:
+                self._send(variable, self.idle_source)
         return total_penalty
 
     def _totals(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Sums over the stages."""
-        values = torch.stack([value.float() for value in values])
-        dist.all_reduce(values, group=self.group)
-        return values
+        totals = torch.stack([value.double() for value in values])
+        dist.all_reduce(totals, group=self.group)
+        return totals.to(values[-1].dtype)
 
     def _outputs(self) -> Any:
         """The outputs of the global batch, from the last stage, on every process: each computes loss and metrics."""
@@ -297,17 +301,40 @@ class Pipeline:
         self.model._loss_tracker.update_state(loss, sample_weight=len(batch.indices))
         return self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
 
-    def collect(self) -> None:
-        """Gives each process of the pipeline the values of all variables."""
+    def _shared(self) -> tuple[list[Any], int | None]:
         from kerasdp.pipeline.plan import slots_of
 
-        weights = self.model.trainable_variables
+        if self.optimizer is None:
+            return [], None
+        slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
+        busy = {
+            number % self.length
+            for number, stage in enumerate(self.plan.stages)
+            if stage.model.trainable_variables
+        }  # fmt: skip
+        source = dist.get_global_rank(self.group, min(busy)) if 0 < len(busy) < self.length else None
+        return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
+
+    def variables_of(self, number: int) -> list[Any]:
+        """The variables of a stage, and what the optimizer keeps for each of its weights."""
+        from kerasdp.pipeline.plan import slots_of
+
+        weights, model = self.model.trainable_variables, self.plan.stages[number].model
         slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))
         places = {id(weight): place for place, weight in enumerate(weights)}
-        for number, stage in enumerate(self.plan.stages):
-            own = {places[id(weight)] for weight in stage.model.trainable_variables}
+        own = {places[id(weight)] for weight in model.trainable_variables}
+        return [*model.variables, *(slot for (_, place), slot in slots.items() if place in own)]
+
+    def collect(self) -> None:
+        """Gives each process of the pipeline the values of all variables."""
+        for number in range(len(self.plan.stages)):
             source = dist.get_global_rank(self.group, number % self.length)
-            for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
-                value = variable.value.detach()
-                dist.broadcast(copy := value.contiguous(), source, group=self.group)
-                value.copy_(copy)
+            for variable in self.variables_of(number):
+                self._send(variable, source)
+
+    def _send(self, variable: Any, source: int) -> None:
+        """Gives all processes of the pipeline the value that one of them has."""
+        value = variable.value.detach()
+        copy = value.to(self.replicas.device).contiguous()
+        dist.broadcast(copy, source, group=self.group)
+        value.copy_(copy)

@@ -59,6 +59,28 @@ class PlacedBatch(NamedTuple):
     indices: Any
 
 
+class WholeModel:
+    """What `Replicas` answer when each of them holds the whole model."""
+
+    def engine_of(self, model: Any) -> Any:
+        """What trains the model in stages: nothing."""
+        return None
+
+    def description(self, model: Any) -> str:
+        """What there is to say of how the work is shared."""
+        return ""
+
+    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+        """Finds what is to be found by trying."""
+
+    def rows_at_once(self, model: Any) -> int | None:
+        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
+        return None
+
+    def collect(self, model: Any) -> None:
+        """Gives each process the values of all variables."""
+
+
 def placed(batch: Any) -> PlacedBatch:
     """The batch, if it comes from a feed.
 

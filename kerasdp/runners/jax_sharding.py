@@ -16,7 +16,7 @@ from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, placed
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, WholeModel, all_variables, placed
 
 if TYPE_CHECKING:
     from kerasdp.observation import Detail
@@ -51,7 +51,7 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
     return worker(devices, *args)
 
 
-class Replicas:
+class Replicas(WholeModel):
     """The replicas of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
 
     rank, num_processes, part = 0, 1, (0, 1)
@@ -93,20 +93,6 @@ class Replicas:
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), batch.inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
         return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
-
-    def description(self, model: Any) -> str:
-        """What there is to say of how the work is shared."""
-        return ""
-
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
-        """Finds what is to be found by trying: here nothing."""
-
-    def rows_at_once(self, model: Any) -> int | None:
-        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
-        return None
-
-    def collect(self, model: Any) -> None:
-        """There is one process, which has all variables."""
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""

@@ -13,7 +13,16 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER, replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed, tf_reductions
+from kerasdp.runners import (
+    Hooks,
+    PlacedBatch,
+    StepFunctions,
+    WholeModel,
+    all_variables,
+    own_steps,
+    placed,
+    tf_reductions,
+)
 
 
 def count_gpus(config: Config) -> int:
@@ -42,7 +51,7 @@ def make_devices(devices: Devices, config: Config) -> list[str]:
     return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
 
 
-class Replicas:
+class Replicas(WholeModel):
     """The replicas of a run. See `kerasdp.runners.torch_ddp.Replicas` for the meaning of each name."""
 
     rank, num_processes, part = 0, 1, (0, 1)
@@ -84,20 +93,6 @@ class Replicas:
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, True), batch.inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices)
         return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest))
-
-    def description(self, model: Any) -> str:
-        """What there is to say of how the work is shared."""
-        return ""
-
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
-        """Finds what is to be found by trying: here nothing."""
-
-    def rows_at_once(self, model: Any) -> int | None:
-        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
-        return None
-
-    def collect(self, model: Any) -> None:
-        """There is one process, which has all variables."""
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER, replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, all_variables, own_steps, placed
+from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, WholeModel, all_variables, own_steps, placed
 from kerasdp.runners.torch_collectives import gather_rows, gather_statistics
 from kerasdp.runners.torch_elastic import start
 
@@ -28,7 +28,7 @@ def count_gpus(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-class Replicas:
+class Replicas(WholeModel):
     """The replicas of a run, as seen by one of its processes.
 
     Attributes:
@@ -75,20 +75,6 @@ class Replicas:
 
         data = (batch.inputs, batch.targets, batch.sample_weight)
         return PlacedBatch(*keras.tree.map_structure(to_device, data), batch.indices)
-
-    def description(self, model: Any) -> str:
-        """What there is to say of how the work is shared."""
-        return ""
-
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
-        """Finds what is to be found by trying: here nothing."""
-
-    def rows_at_once(self, model: Any) -> int | None:
-        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
-        return None
-
-    def collect(self, model: Any) -> None:
-        """Gives each process the values of all variables: here they have them."""
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""

@@ -110,6 +110,21 @@ def shared():
     return keras.Model(inputs, layers.Dense(1, name="end")(layer(layers.ReLU(name="between")(layer(inputs)))))
 
 
+def tied():
+    """The head has the weights of the first layer, as language models do."""
+    table = layers.Embedding(11, 4, name="table")
+
+    class Head(layers.Layer):
+        def build(self, shape):
+            self.table = table
+
+        def call(self, x):
+            return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+
+    inputs = keras.Input((5,), dtype="int32")
+    return keras.Model(inputs, Head(name="head")(layers.Dense(4, name="middle")(table(inputs))))
+
+
 def masked():
     inputs = keras.Input((4,), dtype="int32")
     x = layers.LSTM(3, name="lstm")(layers.Embedding(5, 3, mask_zero=True, name="words")(inputs))
@@ -121,6 +136,7 @@ def masked():
     [
         (shared, {"cut_at": ["between"]}, "cannot be cut behind between: layer twice has weights and is used on both"),
         (shared, {"num_stages": 3}, "--stages: expected from 1 to 2, the parts of this model. Received: 3"),
+        (tied, {"cut_at": ["middle"]}, "layers table and head, on both sides, share weights"),
         (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross it"),
         (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their work"),
         (small, {"cut_at": ["relu9"]}, "expected names of layers. Received: 'relu9'"),

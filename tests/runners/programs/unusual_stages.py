@@ -35,20 +35,46 @@ def spared(keras):
     return model, optimizer
 
 
+def with_a_class(keras):
+    """Beside the number that is learned, a whole number, which has no gradient."""
+    inputs = keras.Input((8,))
+    x = keras.layers.Dense(8, "tanh", name="first")(inputs)
+    x = keras.layers.Dense(2, name="second")(x)
+    model = keras.Model(inputs, {"number": x[:, :1], "class": keras.ops.argmax(x, axis=-1)})
+    return model, keras.optimizers.Adam(0.01)
+
+
+def two_models(keras, runner, x):
+    """One beside the other, in turns: each keeps its stages."""
+    pair = [net(keras, keras.layers.Dense(8, "tanh", name="first")) for _ in range(2)]
+    losses = []
+    for model in pair:
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.set_weights([np.full(weight.shape, 0.1, "float32") for weight in model.weights])
+    for model in (pair[0], pair[1], pair[0], pair[1]):
+        losses.append(runner.fit(model, x, x[:, :1], shuffle=False, verbose=0).history["loss"])
+        runner.predict(pair[0], x)
+    return losses[::2], losses[1::2], 6
+
+
 def train(runner):
     import keras
 
     x = np.random.RandomState(0).randn(32, 8).astype("float32")
     choices = {"epochs": 3, "shuffle": False, "verbose": 0}
     results = {}
-    for make in (frozen, without_weights, spared):
+    for make in (frozen, without_weights, spared, with_a_class):
         (model, optimizer), (plain, other) = make(keras), make(keras)
-        model.compile(optimizer, "mse")
-        plain.compile(other, "mse")
+        loss, y = "mse", x[:, :1]
+        if make is with_a_class:
+            loss, y = {"number": "mse", "class": None}, {"number": y}
+        model.compile(optimizer, loss)
+        plain.compile(other, loss)
         plain.set_weights(model.get_weights())
-        in_stages = runner.fit(model, x, x[:, :1], **choices).history["loss"]
-        by_keras = plain.fit(x, x[:, :1], batch_size=16, **choices).history["loss"]
+        in_stages = runner.fit(model, x, y, **choices).history["loss"]
+        by_keras = plain.fit(x, y, batch_size=16, **choices).history["loss"]
         results[make.__name__] = in_stages, by_keras, int(optimizer.iterations)
+    results["two_models"] = two_models(keras, runner, x)
     return results
 
 
