@@ -179,6 +179,8 @@ class Part(torch.nn.Module):
                 seed.assign(value)  # so that a micro-batch draws what its rows draw in the whole batch
         with use(context), self.penalties.active():
             outputs = self.keras_stage(list(inputs), training=step.training)
+        # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
+        outputs = [output.contiguous() for output in outputs]
         if context.penalties:
             share = step.micro_batches.num_rows_of(number) / step.micro_batches.num_rows
             penalty = sum(context.penalties) * share
