@@ -126,7 +126,7 @@ class Replicas(WholeModel):
         optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
         optimizer_variables = [] if optimizer is None else optimizer.variables
         shardings = tuple(
-            [variable.value.sharding for variable in variables]
+            [self._home(variable) for variable in variables]
             for variables in (
                 model.trainable_variables,
                 model.non_trainable_variables,
@@ -161,19 +161,37 @@ class Replicas(WholeModel):
         jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
+        left = None  # what the last step left
+
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            nonlocal left
             if (batch := next(iterator)) is PASSED_OVER:
                 return hooks.passed_over_logs, state
             data = placed(batch)
-            (loss, logs, seen), state = jitted_train_step[hooks.detail](state, data)
+            if state is not left:  # a callback has set variables, or a metric was set back
+                state = jax.device_put(state, shardings)
+            (loss, logs, seen), left = jitted_train_step[hooks.detail](state, data)
             hooks.after_step(loss, data[-1], seen)
-            return logs, state
+            return logs, left
 
         return StepFunctions(
             train=train_function,
-            test=lambda state, iterator: jitted_test_step(state, placed(next(iterator))),
-            predict=lambda state, iterator: jitted_predict_step(state, placed(next(iterator))),
+            test=lambda state, iterator: jitted_test_step(
+                jax.device_put(state, (trainable, non_trainable, metrics)), placed(next(iterator))
+            ),
+            predict=lambda state, iterator: jitted_predict_step(
+                jax.device_put(state, (trainable, non_trainable)), placed(next(iterator))
+            ),
         )
+
+    def _home(self, variable: Any) -> NamedSharding:
+        """Where a variable's values belong.
+
+        Of a value that is on one device without having been sent there, as a fresh variable's or a metric's that was
+        set back, JAX (0.10.2) compiles another program: the first training step three times over.
+        """
+        sharding = variable.value.sharding
+        return sharding if isinstance(sharding, NamedSharding) else self._copied
 
     def made_outside(self, model: Any) -> list[str]:
         """Paths of the variables that are not on all devices."""
