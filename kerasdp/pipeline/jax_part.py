@@ -193,7 +193,7 @@ class Part:
         return gradients, penalty, (squares, jnp.isfinite(squares))
 
     def _update(self, trainable: Any, slots: Any, gradients: Any, totals: Any) -> tuple[Any, Any]:
-        from kerasdp.pipeline.plan import global_clipnorm, without_global_clipping
+        from kerasdp.pipeline.plan import global_clipnorm, updating_some
 
         if not trainable:
             return trainable, slots
@@ -206,7 +206,7 @@ class Part:
             gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
         by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
         ordered = [by_variable[id(variable)] for variable in self.optimizer.variables]
-        with without_global_clipping(self.optimizer):
+        with updating_some(self.optimizer, self.trainable.variables):
             trainable, ordered = self.optimizer.stateless_apply(ordered, gradients, trainable)
         new = {id(variable): value for variable, value in zip(self.optimizer.variables, ordered)}
         return trainable, [new[id(variable)] for variable in self.clone_variables]

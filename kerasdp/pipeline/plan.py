@@ -265,11 +265,14 @@ def global_clipnorm(optimizer: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def without_global_clipping(optimizer: Any) -> Iterator[None]:
+def updating_some(optimizer: Any, weights: list[Any]) -> Iterator[None]:
     """Around an update of a stage's weights alone, whose gradients are clipped already."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kept, inner.global_clipnorm = inner.global_clipnorm, None
+    kept = inner.global_clipnorm, inner.weight_decay
+    inner.global_clipnorm = None
+    if inner.weight_decay is not None and not any(inner._use_weight_decay(weight) for weight in weights):
+        inner.weight_decay = None  # on torch, Keras (3.15) fails where nothing decays
     try:
         yield
     finally:
-        inner.global_clipnorm = kept
+        inner.global_clipnorm, inner.weight_decay = kept

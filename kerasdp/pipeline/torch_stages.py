@@ -248,7 +248,7 @@ class Pipeline:
         """Updates this process's weights; the penalties of all stages."""
         import keras
 
-        from kerasdp.pipeline.plan import global_clipnorm, without_global_clipping
+        from kerasdp.pipeline.plan import global_clipnorm, updating_some
 
         optimizer, scale = self.model.optimizer, self.step.scale
         gradients = [weight.value.grad for weight in weights]
@@ -265,7 +265,7 @@ class Pipeline:
                 gradients = [gradient if gradient is None else torch.full_like(gradient, torch.nan)
                              for gradient in gradients]  # fmt: skip
         if any(gradient is not None for gradient in gradients):
-            with without_global_clipping(optimizer):
+            with updating_some(optimizer, weights):
                 optimizer.apply(gradients, weights)
         if self.idle_source is not None:
             for variable in self.shared:

@@ -37,6 +37,7 @@ def largest_difference(comparison, steps):
     return max(outcome.differences[:steps].max() for outcome in comparison.outcomes)
 
 
+@pytest.mark.proof
 def test_convnet_in_short():
     """Batch norm and dropout, on a batch that does not divide, one step beyond the end of an epoch."""
     build_model = functools.partial(models.digits_model, "convnet", "sgd")

@@ -35,6 +35,14 @@ def spared(keras):
     return model, optimizer
 
 
+def nothing_decays(keras):
+    """In the first stage."""
+    model = net(keras, keras.layers.Dense(8, "tanh", name="first"))
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=20.0)
+    optimizer.exclude_from_weight_decay(var_list=model.get_layer("first").weights)
+    return model, optimizer
+
+
 def with_a_class(keras):
     """Beside the number that is learned, a whole number, which has no gradient."""
     inputs = keras.Input((8,))
@@ -63,7 +71,7 @@ def train(runner):
     x = np.random.RandomState(0).randn(32, 8).astype("float32")
     choices = {"epochs": 3, "shuffle": False, "verbose": 0}
     results = {}
-    for make in (frozen, without_weights, spared, with_a_class):
+    for make in (frozen, without_weights, spared, nothing_decays, with_a_class):
         (model, optimizer), (plain, other) = make(keras), make(keras)
         loss, y = "mse", x[:, :1]
         if make is with_a_class:
