@@ -155,7 +155,7 @@ class Checkpointer(keras.callbacks.Callback):
 
     def _save(self, epoch: int, batch: int, *, is_best: bool = False, wait: bool = False) -> None:
         """`epoch` and `batch` are where the run goes on. If one is still being written, it waits or does nothing."""
-        self.runner.replicas.collect(self.model)
+        self.runner.replicas.collect(self._model)  # not `model`: with jax, to ask for it brings back all values
         if self.writer is None or (self.writer.is_busy and not wait):
             return
         if self.recorder.step == self._last_step and not is_best and batch:

@@ -134,8 +134,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the epoch's row, and brings the model together for the callbacks that save it."""
-        if self.runner.replicas.num_processes > 1:
-            self.runner.replicas.collect(self.model)
+        self.runner.replicas.collect(self._model)
         self._stop_clock()
         self.epoch_seconds.append(self._seconds)
         self.runner.epoch_seconds = self.epoch_seconds

@@ -118,7 +118,7 @@ class Runner:
             size = validation_batch_size or batch_size
             validation = Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place)
             validation_data = self._adapter(validation, size)
-        self.replicas.tune(model, reader.first(), self._say)
+        self.replicas.tune(model, reader.first, self._say)
         run_callbacks = RunCallbacks(
             self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
         )
@@ -143,53 +143,6 @@ class Runner:
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
             print(line, flush=True)
-
-    def measured(self, model: keras.Model, x: Any = None, y: Any = None) -> dict[str, Any]:
-        """What the last `fit` took, for `kerasdp.pipeline.study`; the model is then trained on for two steps.
-
-        Args as in `stage_work`.
-
-        Returns:
-            The `seconds` of each epoch but the first, which compiles; `memory`, most bytes that each device has used
-            (empty where devices share a process); the `table` of stages and their `work`, if it is a pipeline.
-        """
-        is_pipeline = self.config.strategy == "pipeline"
-        return {
-            "seconds": self.epoch_seconds[1:],
-            "memory": self.replicas.peak_memory_by_device(),
-            "table": self.replicas.description(model),
-            "work": self.stage_work(model, x, y) if is_pipeline else [],
-        }
-
-    def stage_work(self, model: keras.Model, x: Any = None, y: Any = None) -> list[tuple[int, str, int, float, float]]:
-        """Which stage worked on which micro-batch when, in a training step that is watched.
-
-        To watch costs time: each piece of work is waited for. The model is trained on.
-
-        Args:
-            model: one that `fit` has trained as a pipeline.
-            x: as for `fit`, of at least one batch.
-            y: as for `fit`.
-
-        Returns:
-            `(stage, "forward" or "backward", micro-batch, begin, end)` of each piece of work, by its begin, in seconds
-            from that of the first.
-
-        Raises:
-            UserError: if the run is no pipeline.
-        """
-        pipeline = self.replicas.engine_of(model)
-        if pipeline is None:
-            raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
-        pipeline.timeline = []
-        try:
-            self.fit(model, x, y, epochs=2, steps_per_epoch=1, verbose=0)  # the first step may compile
-            events = [event for part in self.replicas.everyones(pipeline.timeline) for event in part]
-        finally:
-            pipeline.timeline = None
-        last = {event[:3]: event for event in sorted(events, key=lambda event: event[3])}
-        first = min(event[3] for event in last.values())
-        return sorted(((*event[:3], event[3] - first, event[4] - first) for event in last.values()), key=lambda e: e[3])
 
     def next_folder(self) -> str | None:
         """Where a `fit` puts its files: a second one leaves the first one's alone."""

@@ -157,8 +157,8 @@ def _architecture(model: keras.Model) -> str:
 def _arguments(thing: Any) -> dict[str, Any]:
     """Of a Keras object; none where it does not tell them, as a layer of the user's that cannot be saved."""
     try:
-        return thing.get_config()
-    except (AttributeError, NotImplementedError):  # it is no Keras object, or one without a `get_config` of its own
+        return getattr(thing, "get_config", dict)()
+    except NotImplementedError:  # what Keras raises where a class has none of its own
         return {}
 
 

@@ -41,7 +41,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(kerasdp.make_optimizer(config), squared_error)
     runner.fit(model, data.train, epochs=config.epochs)
-    return runner.measured(model, data.train)
+    return kerasdp.pipeline.measured(runner, model, data.train)
 
 
 def study(config: kerasdp.Config, split_sizes: list[int], repetitions: int) -> None:

@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kerasdp.pipeline.measurements import Measurement, study
+    from kerasdp.pipeline.measurements import Measurement, measured, stage_work, study
     from kerasdp.pipeline.stages import Stage, split, table
 
-__all__ = ["Measurement", "Stage", "split", "study", "table"]
+__all__ = ["Measurement", "Stage", "measured", "split", "stage_work", "study", "table"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,8 @@ def costs_of(nodes: list[Any], inputs: list[Any], kind: str, batch_size: int) ->
         # Called one by one, as here, most of a small layer's time goes into its start, which is no part of a compiled
         # program. What more samples add is.
         started = _seconds(nodes, inputs, 1)
-        return [max(whole - start, 0.0) for whole, start in zip(seconds, started)]
+        added = [max(whole - start, 0.0) for whole, start in zip(seconds, started)]
+        return added if any(added) else seconds
     counted: set[int] = set()
     costs = []
     for node in nodes:

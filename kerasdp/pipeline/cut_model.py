@@ -19,14 +19,14 @@ class CutModel:
         """The cut, in words."""
         return str(self.engine_of(model).plan)
 
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+    def tune(self, model: Any, first_batch: Callable[[], Any], report: Callable[[str], None]) -> None:
         """Finds the size of micro-batches, if it is to be found."""
         from kerasdp.pipeline.plan import find_size
 
         pipeline = self.engine_of(model)
         if self.config.split_size == "auto" and not pipeline.is_tuned:
             pipeline.is_tuned = True
-            find_size(pipeline, self.place(batch), report)
+            find_size(pipeline, self.place(first_batch()), report)
 
     def rows_at_once(self, model: Any) -> int | None:
         """Rows of a micro-batch."""

@@ -158,20 +158,25 @@ class Pipeline:
 
     def test_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
         """Keras' logs, and the state."""
+        if state is not self.last_state:
+            state = self._at_home((*state[:2], [], state[2]))
+            state = state[0], state[1], state[3]
         trainable, non_trainable, metrics = state
-        step = self._forward((trainable, non_trainable, [], metrics), batch)
+        step = self._infer((trainable, non_trainable, [], metrics), batch)
         penalties = [part.penalty(part.trainable.of(trainable)) for part in self.parts]
         _, logs, metrics = self.parts[-1].measure(step.outputs(), penalties + step.penalties(), batch, metrics)
-        return logs, (trainable, non_trainable, metrics)
+        self.last_state = trainable, non_trainable, metrics
+        return logs, self.last_state
 
     def predict_step(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
         """The outputs of the global batch, and the state."""
-        step = self._forward((*state, [], []), batch)
-        return self.plan.outputs(step.outputs()), state
+        if state is not self.last_state:
+            self.last_state = state = self._at_home((*state, [], []))[:2]
+        return self.plan.outputs(self._infer((*state, [], []), batch).outputs()), state
 
-    def _forward(self, state: Any, batch: PlacedBatch) -> "_Step":
+    def _infer(self, state: Any, batch: PlacedBatch) -> "_Step":
         micro_batches = self.plan.micro_batches(len(batch.indices))
-        step = _Step(self, self._at_home(state), batch, micro_batches, is_whole=True)
+        step = _Step(self, state, batch, micro_batches, is_whole=True)
         step.run([[("infer", number) for number in range(len(micro_batches))] for _ in self.parts])
         return step
 
@@ -264,9 +269,8 @@ class _Step:
             values[0], values[1], inputs, np.int32(self.micro_batches.rows(number).start)
         )
         values[1] = list(values[1])
-        share = self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows
         self.pullbacks[part.number][number] = pullback
-        self.penalties_of[part.number].append((share, penalty))
+        self.penalties_of[part.number].append((self.micro_batches.share_of_rows(number), penalty))
         self.activations[part.number + 1][number].set_result(outputs)
         if part.is_last:
             self._measure(part, number)
@@ -276,9 +280,7 @@ class _Step:
         inputs, begin = self._received(part, self.activations[part.number], number)
         trainable, non_trainable, _ = self.values[part.number]
         outputs, penalty = part.infer(trainable, non_trainable, inputs)
-        self.penalties_of[part.number].append(
-            (self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows, penalty)
-        )
+        self.penalties_of[part.number].append((self.micro_batches.share_of_rows(number), penalty))
         self.activations[part.number + 1][number].set_result(outputs)
         return begin, outputs
 
@@ -300,7 +302,7 @@ class _Step:
     def _backward(self, part: Part, number: int) -> tuple[float, Any]:
         gradients, begin = self._received(part, self.gradients[part.number], number)
         pullback = self.pullbacks[part.number].pop(number)
-        share = np.float32(self.micro_batches.num_rows_of(number) / self.micro_batches.num_rows)
+        share = np.float32(self.micro_batches.share_of_rows(number))
         share = share * part.loss_scale(self.values[part.number][2])
         self.sums[part.number], passed_on = part.backward(pullback, gradients, share, self.sums[part.number])
         if not part.is_first:

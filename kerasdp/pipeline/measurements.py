@@ -5,12 +5,17 @@ import json
 import os
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError
+from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 from kerasdp.processes import call_in_new_process
+
+if TYPE_CHECKING:
+    import keras
+
+    from kerasdp.runner import Runner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,58 @@ class Measurement:
         return f"{name:28} {self.mean:8.3f} s +- {self.deviation:.3f}{overlap}" + (
             f"   peak MiB a device {memory}" if memory else ""
         )
+
+
+def measured(runner: "Runner", model: "keras.Model", x: Any = None, y: Any = None) -> dict[str, Any]:
+    """What the last `fit` took, for `study`; a pipeline is then trained on for two steps.
+
+    Args as in `stage_work`.
+
+    Returns:
+        The `seconds` of each epoch but the first, which compiles; `memory`, most bytes that each device has used
+        (empty where devices share a process); the `table` of stages and their `work`, if it is a pipeline.
+    """
+    is_pipeline = runner.config.strategy == "pipeline"
+    return {
+        "seconds": runner.epoch_seconds[1:],
+        "memory": runner.replicas.peak_memory_by_device(),
+        "table": runner.replicas.description(model),
+        "work": stage_work(runner, model, x, y) if is_pipeline else [],
+    }
+
+
+def stage_work(
+    runner: "Runner", model: "keras.Model", x: Any = None, y: Any = None
+) -> list[tuple[int, str, int, float, float]]:
+    """Which stage worked on which micro-batch when, in a training step that is watched.
+
+    To watch costs time: each piece of work is waited for. The model is trained on.
+
+    Args:
+        runner: that of the run.
+        model: one that `runner.fit` has trained as a pipeline.
+        x: as for `fit`, of at least one batch.
+        y: as for `fit`.
+
+    Returns:
+        `(stage, "forward" or "backward", micro-batch, begin, end)` of each piece of work, by its begin, in seconds
+        from that of the first.
+
+    Raises:
+        UserError: if the run is no pipeline.
+    """
+    pipeline = runner.replicas.engine_of(model)
+    if pipeline is None:
+        raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
+    pipeline.timeline = []
+    try:
+        runner.fit(model, x, y, epochs=2, steps_per_epoch=1, verbose=0)  # the first step may compile
+        events = [event for part in runner.replicas.everyones(pipeline.timeline) for event in part]
+    finally:
+        pipeline.timeline = None
+    last = {event[:3]: event for event in sorted(events, key=lambda event: event[3])}
+    first = min(event[3] for event in last.values())
+    return sorted(((*event[:3], event[3] - first, event[4] - first) for event in last.values()), key=lambda e: e[3])
 
 
 def study(

@@ -37,6 +37,10 @@ class MicroBatches:
         rows = self.rows(number)
         return rows.stop - rows.start
 
+    def share_of_rows(self, number: int) -> float:
+        """Of one of them in the batch."""
+        return self.num_rows_of(number) / self.num_rows
+
     def shares(self, model: keras.Model, *, is_weighted: bool) -> list[float]:
         """What the loss of each of them, computed for itself, counts in that of the global batch.
 
@@ -67,7 +71,7 @@ class MicroBatches:
                 f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
                 "needs the whole batch at once; use --schedule=gpipe"
             )
-        return [self.num_rows_of(number) / self.num_rows for number in range(len(self))]
+        return [self.share_of_rows(number) for number in range(len(self))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,11 +99,10 @@ class Plan:
     def inputs(self, inputs: Any) -> list[Any]:
         """The inputs of the first stage, in its order, from what `fit` takes."""
         structure = self.model._inputs_struct
-        if isinstance(inputs, dict):
-            names = structure if isinstance(structure, dict) else [tensor.name for tensor in self.model.inputs]
-            inputs = {name: inputs[name] for name in names} if isinstance(structure, dict) else [
-                inputs[name] for name in names
-            ]  # fmt: skip
+        if isinstance(inputs, dict) and isinstance(structure, dict):
+            inputs = {name: inputs[name] for name in structure}
+        elif isinstance(inputs, dict):
+            inputs = [inputs[tensor.name] for tensor in self.model.inputs]
         return keras.tree.flatten(inputs)
 
     def outputs(self, outputs: list[Any]) -> Any:

@@ -184,7 +184,7 @@ class Pipeline:
                     values = stage(values, training=training)
                     values = self._marked(values, place, number, is_begin=False) if training else values
             outputs.append(values)
-            penalties += [penalty * ((rows.stop - rows.start) / num_rows) for penalty in context.penalties]
+            penalties += [penalty * micro_batches.share_of_rows(number) for penalty in context.penalties]
         with tf.device(self.names[-1]):
             return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*outputs)]), penalties
 
@@ -254,17 +254,17 @@ class Pipeline:
 
     def seconds_without_update(self, batch: PlacedBatch) -> float:
         """What the passes of a training step take; no variable keeps a trace of it."""
-        kept = [(variable, tf.identity(variable.value)) for variable in self.model.non_trainable_variables]
+        variables = self.model.non_trainable_variables + self.model.metrics_variables
+        kept = [(variable, tf.identity(variable.value)) for variable in variables]
         passes = self._timed.get(self.plan.size)
         if passes is None:
-            step = tf.autograph.experimental.do_not_convert(lambda *data: self._dense(*data))
+            step = tf.autograph.experimental.do_not_convert(self._dense)
             passes = self._timed[self.plan.size] = tf.function(step, jit_compile=False)
-        metrics = [(variable, tf.identity(variable.value)) for variable in self.model.metrics_variables]
         begin = time.perf_counter()
         for gradient in passes(*batch):
             gradient.numpy()
         seconds = time.perf_counter() - begin
-        for variable, value in kept + metrics:
+        for variable, value in kept:
             variable.assign(value)
         return seconds
 

@@ -182,8 +182,7 @@ class Part(torch.nn.Module):
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]
         if context.penalties:
-            share = step.micro_batches.num_rows_of(number) / step.micro_batches.num_rows
-            penalty = sum(context.penalties) * share
+            penalty = sum(context.penalties) * step.micro_batches.share_of_rows(number)
             if self.pipeline.copy == 0:
                 step.penalties.append(penalty.detach())
             outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))

@@ -70,7 +70,7 @@ class WholeModel:
         """What there is to say of how the work is shared."""
         return ""
 
-    def tune(self, model: Any, batch: Any, report: Callable[[str], None]) -> None:
+    def tune(self, model: Any, first_batch: Callable[[], Any], report: Callable[[str], None]) -> None:
         """Finds what is to be found by trying."""
 
     def rows_at_once(self, model: Any) -> int | None:

@@ -138,9 +138,18 @@ class Replicas(WholeModel):
 
         def jit(step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
             # JAX's own compiler, or eagerly, just as Keras decides it for its own functions.
-            if model.run_eagerly or not model.jit_compile:
-                return step
-            return jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
+            if not model.run_eagerly and model.jit_compile:
+                step = jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
+            left = None  # the state behind the last step, which Keras hands back as it is
+
+            def run(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+                nonlocal left
+                if state is not left:  # the first one; or a callback has set variables
+                    state = jax.device_put(state, state_shardings)
+                outputs, left = step(state, data)
+                return outputs, left
+
+            return run
 
         def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
             with use(context):
@@ -161,27 +170,18 @@ class Replicas(WholeModel):
         jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
-        left = None  # what the last step left
-
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            nonlocal left
             if (batch := next(iterator)) is PASSED_OVER:
                 return hooks.passed_over_logs, state
             data = placed(batch)
-            if state is not left:  # a callback has set variables, or a metric was set back
-                state = jax.device_put(state, shardings)
-            (loss, logs, seen), left = jitted_train_step[hooks.detail](state, data)
+            (loss, logs, seen), state = jitted_train_step[hooks.detail](state, data)
             hooks.after_step(loss, data[-1], seen)
-            return logs, left
+            return logs, state
 
         return StepFunctions(
             train=train_function,
-            test=lambda state, iterator: jitted_test_step(
-                jax.device_put(state, (trainable, non_trainable, metrics)), placed(next(iterator))
-            ),
-            predict=lambda state, iterator: jitted_predict_step(
-                jax.device_put(state, (trainable, non_trainable)), placed(next(iterator))
-            ),
+            test=lambda state, iterator: jitted_test_step(state, placed(next(iterator))),
+            predict=lambda state, iterator: jitted_predict_step(state, placed(next(iterator))),
         )
 
     def _home(self, variable: Any) -> NamedSharding:

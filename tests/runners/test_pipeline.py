@@ -1,8 +1,8 @@
 """The promise: a model cut into stages learns what it learns whole."""
 
+import functools
 import json
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -86,13 +86,11 @@ STAGES = {"strategy": "pipeline", "num_stages": 2, "split_size": "4", "balance":
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What a pipeline of each backend gives if nothing happens, and its files."""
-    kept = {}
 
+    @functools.cache
     def get(backend):
-        if backend not in kept:
-            folder = tmp_path_factory.mktemp(backend) / "run"
-            kept[backend] = result_of(train(folder, backend, 2, checkpoint_every="never", **STAGES)), files(folder)
-        return kept[backend]
+        folder = tmp_path_factory.mktemp(backend) / "run"
+        return result_of(train(folder, backend, 2, checkpoint_every="never", **STAGES)), files(folder)
 
     return get
 
@@ -119,11 +117,8 @@ def test_a_pipeline_goes_on_on_another_backend(old, new, undisturbed, tmp_path):
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a stage")
 def test_a_stage_that_is_killed_ends_the_run(undisturbed, tmp_path):
-    begin = time.monotonic()
     done = train(tmp_path / "run", "torch", 2, trouble="kill", at_step=17, checkpoint_every="5", **STAGES)
     assert done.returncode == 1
     assert "rank 1 was ended by SIGKILL" in done.stderr
-    seconds = time.monotonic() - begin
     resumed = result_of(train(tmp_path / "run", "torch", 2, resume=True, **STAGES))
     assert resumed["weights"] == undisturbed("torch")[0]["weights"]
-    assert seconds < 60  # with the start of the program; the end itself is measured where nothing else runs

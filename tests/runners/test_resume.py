@@ -1,6 +1,7 @@
 """The promise: stopped anywhere, resumed anywhere, the same curve."""
 
 import csv
+import functools
 import json
 import os
 import re
@@ -42,15 +43,13 @@ def files(workdir):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What each backend gives if nothing happens."""
-    kept = {}
 
+    @functools.cache
     def get(backend):
-        if backend not in kept:
-            folder = tmp_path_factory.mktemp(backend) / "run"
-            export = str(folder.parent / "model.keras")
-            result = result_of(train(folder, backend, checkpoint_every="never", export=export))
-            kept[backend] = (result, *files(folder), export)
-        return kept[backend]
+        folder = tmp_path_factory.mktemp(backend) / "run"
+        export = str(folder.parent / "model.keras")
+        result = result_of(train(folder, backend, checkpoint_every="never", export=export))
+        return (result, *files(folder), export)
 
     return get
 
@@ -58,17 +57,15 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """The workdir of a run that got SIGUSR1 in its second epoch."""
-    kept = {}
 
+    @functools.cache
     def get(backend):
-        if backend not in kept:
-            folder = tmp_path_factory.mktemp(f"{backend}-stopped") / "run"
-            done = train(folder, backend, trouble="signal", at_step=STOP)
-            assert done.returncode == 99, done.stderr
-            # The ranks agree on the step one step later.
-            assert re.search(rf"stopped by .* behind step ({STOP}|{STOP + 1}), saved in", done.stderr)
-            kept[backend] = folder
-        return kept[backend]
+        folder = tmp_path_factory.mktemp(f"{backend}-stopped") / "run"
+        done = train(folder, backend, trouble="signal", at_step=STOP)
+        assert done.returncode == 99, done.stderr
+        # The ranks agree on the step one step later.
+        assert re.search(rf"stopped by .* behind step ({STOP}|{STOP + 1}), saved in", done.stderr)
+        return folder
 
     return get
 

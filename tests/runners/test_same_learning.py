@@ -1,5 +1,7 @@
 """The promise: one device or many, on any backend, a model learns the same."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -17,13 +19,11 @@ COMBINATIONS = [
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     """What each combination gave; each runs once, when it is first asked for."""
-    kept = {}
 
+    @functools.cache
     def get(backend, count):
-        if (backend, count) not in kept:
-            folder = tmp_path_factory.mktemp(f"{backend}-{count}")
-            kept[backend, count] = result_of(run(PROGRAMS / "learn.py", backend, count, folder))
-        return kept[backend, count]
+        folder = tmp_path_factory.mktemp(f"{backend}-{count}")
+        return result_of(run(PROGRAMS / "learn.py", backend, count, folder))
 
     return get
 
