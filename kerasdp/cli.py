@@ -43,6 +43,9 @@ def _define_flags() -> None:
     _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
     _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
 
+    _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
+            "on torch, in runs of 1,000 steps or more. jax and tensorflow always compile.")  # fmt: skip
+
     group = "Models cut over several devices"
     _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data); the model, cut "
             "into stages (pipeline); or each layer's output channels (tensor: jax only).")  # fmt: skip

@@ -14,6 +14,7 @@ STRATEGIES = ("data", "pipeline", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
+COMPILES = ("auto", "on", "off")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 CHECKPOINTS = "checkpoints"  # folder in the workdir
@@ -53,6 +54,9 @@ class Config:
         batch_norm: statistics over the global batch (`"sync"`) or each replica's part (`"replica"`).
         precision: of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
             telling round-off from mistakes.
+        compile: whether training steps run as one compiled graph, on torch: `"on"`, `"off"`, or `"auto"`: in runs of at
+            least 1,000 steps. What cannot be captured is trained without, with a warning. On jax and tensorflow the
+            model's own `jit_compile` decides, as in Keras.
         seed: of initial weights, sample order and dropout.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
@@ -92,6 +96,7 @@ class Config:
     kernel_initializer: str | None = None
     batch_norm: str = "sync"
     precision: str = "float32"
+    compile: str = "auto"
     seed: int = 0
     workdir: str | None = None
     log_every: int = 10
@@ -112,6 +117,7 @@ class Config:
         _one_of("balance", self.balance, BALANCES)
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("compile", self.compile, COMPILES)
         _one_of("verbose", self.verbose, (None, 0, 1, 2))
         for flag, value in (
             ("gpus", self.num_devices),

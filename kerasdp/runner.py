@@ -111,13 +111,16 @@ class Runner:
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True)
-        self._prepare(model, reader)
+        num_rows = self._prepare(model, reader)
         feed = Feed(reader, self.replicas.place)
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
             validation = Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place)
             validation_data = self._adapter(validation, size)
+        self.hooks.batch_size = num_rows
+        steps = feed.num_batches and feed.num_batches * epochs
+        self.hooks.num_steps = min(filter(None, [steps, self.config.max_steps]), default=None)
         self.replicas.tune(model, reader.first, self._say)
         run_callbacks = RunCallbacks(
             self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
@@ -247,8 +250,8 @@ class Runner:
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
 
-    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> None:
-        """Builds whatever is not built, from the shapes of the first batch, and makes batch norm portable."""
+    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> int:
+        """Builds whatever is not built, from the first batch, makes batch norm portable; that batch's rows."""
         if model.steps_per_execution != 1:
             raise UserError(f"steps_per_execution: expected 1. Received: {model.steps_per_execution}; leave it out")
         batch = reader.first()
@@ -278,6 +281,7 @@ class Runner:
                 f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
                 "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
             )
+        return num_rows
 
     @contextlib.contextmanager
     def _training(self, callbacks: RunCallbacks) -> Iterator[None]:

@@ -29,6 +29,8 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """As `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
+        if whole_batch and training and self.trainable and mask is None and not self.renorm and _is_torch():
+            return self._by_torch(inputs)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
         if as_keras or not (training and self.trainable):
@@ -37,8 +39,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
             raise ValueError("batch renormalization on several devices is not supported; set renorm=False")
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         mean, variance, moving_mean, moving_variance = self._statistics(x, mask, None if whole_batch else context)
-        for variable, value in ((self.moving_mean, moving_mean), (self.moving_variance, moving_variance)):
-            variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
+        self._move(moving_mean, moving_variance)
         scale = ops.rsqrt(variance + self.epsilon)
         if self.scale:
             scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
@@ -46,6 +47,19 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if self.center:
             outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
         return ops.cast(outputs, self.compute_dtype)
+
+    def _by_torch(self, inputs: Any) -> Any:
+        from kerasdp.layers import torch_batch_norm
+
+        scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
+        axis = self.axis % len(inputs.shape)
+        outputs, mean, variance = torch_batch_norm.normalize(inputs, axis, scale, offset, self.epsilon)
+        self._move(mean, variance)
+        return outputs
+
+    def _move(self, mean: Any, variance: Any) -> None:
+        for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
     def _statistics(
         self, x: Any, mask: Any, context: replica_context.ReplicaContext | None
@@ -89,8 +103,14 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
     def _sums(self, x: Any, mask: Any) -> tuple[Any, Any, Any]:
         """Count, mean and sum of squared deviations a channel, each of shape `(channels,)`; zeros if `x` is empty."""
-        weights = ops.ones_like(x) if mask is None else ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x))
-        weights = ops.cast(weights, x.dtype)
+        if mask is None:
+            count = ops.cast(1.0, x.dtype)
+            for axis in self._reduction_axes:
+                count = count * ops.cast(ops.shape(x)[axis], x.dtype)
+            mean = self._sum(x) / ops.maximum(count, 1.0)
+            squares = self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
+            return ops.broadcast_to(count, ops.shape(mean)), mean, squares
+        weights = ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
         count = self._sum(weights)
         mean = self._sum(x * weights) / ops.maximum(count, 1.0)
         return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))
@@ -120,3 +140,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         shape = [1] * (len(self._reduction_axes) + 1)
         shape[self.axis] = -1
         return ops.reshape(values, shape)
+
+
+def _is_torch() -> bool:
+    return keras.backend.backend() == "torch"

@@ -29,11 +29,15 @@ class Hooks:
     Args:
         on_step: called behind each step with the loss of its global batch, a scalar tensor, and the number of its rows.
         observer: is told more of each step, if there is one.
+        batch_size: rows of a full batch of this run.
+        num_steps: that the run trains from its first to its last, if that is known.
         passed_over_logs: what Keras is told of a batch that a resumed run passes over (`kerasdp.data.feed`).
     """
 
     on_step: Callable[[Any, int], None] = lambda loss, num_rows: None
     observer: Any = None
+    batch_size: int | None = None
+    num_steps: int | None = None
     passed_over_logs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # its operations, too
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -11,6 +13,11 @@ def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     # torch 2.13 renamed it, and warns of the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     tensor = tensor.contiguous()
+    if isinstance(tensor, FakeTensor):  # a step is being captured: the same, as a function
+        name, size = (group or dist.group.WORLD).group_name, dist.get_world_size(group)
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        rows = torch.ops._c10d_functional.all_gather_into_tensor(rows, size, name)
+        return torch.ops._c10d_functional.wait_tensor(rows).reshape(size, *tensor.shape)
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=group)
     return gathered
@@ -52,5 +59,10 @@ class _GatherStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
+        if isinstance(gradient, FakeTensor):
+            name = (ctx.group or dist.group.WORLD).group_name
+            gradient = torch.ops._c10d_functional.all_reduce(gradient, "sum", name)
+            gradient = torch.ops._c10d_functional.wait_tensor(gradient)
+        else:
+            dist.all_reduce(gradient, group=ctx.group)
         return gradient[dist.get_rank(ctx.group)], None

@@ -19,6 +19,10 @@ from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, WholeModel, all_variables, own_steps, placed
 from kerasdp.runners.torch_collectives import gather_rows, gather_statistics
 from kerasdp.runners.torch_elastic import start
+from kerasdp.runners.torch_graph import CompiledSteps
+
+# Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
+_WORTH_COMPILING = 1000
 
 __all__ = ["Replicas", "count_gpus", "start"]
 
@@ -43,6 +47,7 @@ class Replicas(WholeModel):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
         self.num_devices = self.num_replicas = self.num_processes = devices.count
+        self.config = config
         self.rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
         self.part = self.rank, self.num_processes
         self.cuts_batches = self.num_replicas > 1
@@ -124,10 +129,10 @@ class Replicas(WholeModel):
 
         own = own_steps(model, self.num_replicas)
         whole_batch = WholeBatchPenalties(model)
-        parallel = None
+        parallel = compiled = None
 
         def train_function(data: Any) -> dict[str, Any]:
-            nonlocal parallel
+            nonlocal parallel, compiled
             if data[0] is PASSED_OVER:
                 return hooks.passed_over_logs
             inputs, targets, sample_weight, indices = placed(data[0])
@@ -135,9 +140,15 @@ class Replicas(WholeModel):
                 logs = model.train_step((inputs, targets, sample_weight))
                 hooks.after_step(logs.get("loss"), indices, {})
                 return logs
+            detail = hooks.detail
+            if self._compiles(model, hooks, len(indices)):
+                compiled = compiled or CompiledSteps(self, model, whole_batch)
+                if (done := compiled(data[0], detail)) is not None:
+                    loss, logs, seen = done
+                    hooks.after_step(loss, indices, seen)
+                    return logs
             # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
             parallel = parallel or self._parallel(model, data[0])
-            detail = hooks.detail
             context = self.context(len(indices))
             with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
                 outputs, penalties = self._forward(model, parallel, whole_batch, inputs, len(indices), training=True)
@@ -175,6 +186,15 @@ class Replicas(WholeModel):
                 return self._forward(model, model, whole_batch, inputs, len(indices), training=False)[0]
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+
+    def _compiles(self, model: Any, hooks: Hooks, num_rows: int) -> bool:
+        """Whether a batch of so many rows is trained on by a compiled step: the smaller one that ends an epoch is not.
+
+        A run that is resumed must answer as the one that was stopped, or they would differ in round-off.
+        """
+        if model.run_eagerly or self.config.compile == "off" or num_rows != hooks.batch_size:
+            return False
+        return self.config.compile == "on" or hooks.num_steps is None or hooks.num_steps >= _WORTH_COMPILING
 
     def _parallel(self, model: Any, batch: PlacedBatch) -> Any:
         """The model in DistributedDataParallel, exactly once whatever the version of Keras.

@@ -1,0 +1,262 @@
+"""The training step as one graph: captured from Keras' Python, and compiled by Inductor.
+
+Forward pass, loss, gradients, their mean over the replicas, update and metrics: no Python runs between them. What Keras
+does on torch by itself (3.15: eager layer calls, or `torch.compile` of them, which breaks at each layer) is slower.
+"""
+
+import contextlib
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kerasdp import report
+from kerasdp.replica_context import use
+from kerasdp.runners import PlacedBatch, all_variables
+
+# As large as those of DistributedDataParallel.
+_BUCKET_BYTES = 25 * 2**20
+# Batches of many shapes (texts, say) would be compiled forever.
+_MOST_GRAPHS = 8
+
+
+class CompiledSteps:
+    """Training steps of one model, a graph for each kind of batch.
+
+    Attributes:
+        reason: why there are none for the next kind of batch; empty if there may be.
+    """
+
+    def __init__(self, replicas: Any, model: Any, whole_batch: Any):
+        """`replicas` of `torch_ddp`; `whole_batch`: the `WholeBatchPenalties` of the model."""
+        self.replicas, self.model, self.whole_batch = replicas, model, whole_batch
+        self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
+        # Keras assigns in place, so these stay the variables' own memory.
+        self.values = [variable.value.detach() for variable in self.variables]
+        if replicas.is_gpu:
+            for value in self.values:
+                torch._dynamo.mark_static_address(value, guard=False)  # else CUDA graphs copy them in each step
+        self.graphs: dict[Any, Callable[..., Any]] = {}
+        self.reason = ""
+
+    def __call__(self, batch: PlacedBatch, detail: Any) -> tuple[Any, dict[str, Any], dict[str, Any]] | None:
+        """Trains a step: its loss, Keras' logs, and what `observed` gave; None if it cannot."""
+        import keras
+
+        data = tuple(batch[:3])
+        shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
+        key = (detail, len(batch.indices), *shapes)
+        if key not in self.graphs:
+            return self._first(key, data, detail)
+        return self._run(self.graphs[key], data)
+
+    def _run(self, graph: Callable[..., Any], data: Any) -> Any:
+        with torch.no_grad():
+            result = graph(self.values, data)
+        if not self.replicas.is_gpu:
+            return result
+        import keras
+
+        # A CUDA graph gives the same memory each time, and losses are read later.
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf.clone(), result)
+
+    def _first(self, key: Any, data: Any, detail: Any) -> Any:
+        if self.reason:
+            return None
+        if len(self.graphs) == _MOST_GRAPHS:
+            self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
+            return None
+        try:
+            graph = self._captured(data, detail, key[1])
+            options = {
+                # Inductor takes every tensor of four axes for NCHW, and Keras' NHWC would be turned about (2.13).
+                "layout_optimization": False,
+                "triton.cudagraphs": self.replicas.is_gpu and self.replicas.num_replicas == 1,
+            }
+            graph = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
+        except Exception as error:  # whatever a layer's Python does with tensors that hold no numbers
+            self._give_up(f"{_place(error)} cannot be captured as a graph ({_line(error)})")
+            return None
+        try:
+            result = self._run(graph, data)
+        except torch._dynamo.exc.TorchDynamoException as error:  # compiles, which comes before it does anything
+            self._give_up(f"the step cannot be compiled ({_line(error)})")
+            return None
+        self.graphs[key] = graph
+        return result
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        if self.replicas.rank == 0:
+            report.warn(f"{reason}: trained without --compile, which is slower")
+
+    def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
+        def step(values: list[torch.Tensor], data: Any) -> Any:
+            return self._step(values, data, detail, num_rows)
+
+        with _traceable(self.model.optimizer):
+            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
+        _drop_detours(graph)
+        return graph
+
+    def _step(self, values: list[torch.Tensor], data: Any, detail: Any, num_rows: int) -> Any:
+        """A step that changes `values` in place; no variable notices."""
+        import keras
+
+        from kerasdp.observation import forward_pass, observed, watched_layers
+
+        model, replicas = self.model, self.replicas
+        inputs, targets, sample_weight = data
+        trained = {id(variable) for variable in model.trainable_weights}
+        leaves = {
+            id(variable): value.detach().requires_grad_()
+            for variable, value in zip(self.variables, values)
+            if id(variable) in trained
+        }
+        averaging = _Averaging(replicas, leaves)
+        # Each layer has a scope of the variables' values; whatever is assigned stays in it.
+        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
+        with torch.enable_grad(), keras.StatelessScope(begun) as passes:
+            context = replicas.context(num_rows)
+            with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
+                outputs, penalties = replicas._forward(model, model, self.whole_batch, inputs, num_rows, training=True)
+            batch = (inputs, targets, outputs, sample_weight)
+            loss = replicas._update_loss(model, batch, penalties, num_rows, training=True)
+            scaled_loss = model.optimizer.scale_loss(loss)
+        variables = model.trainable_weights[:]
+        wanted = [leaves[id(variable)] for variable in variables]
+        gradients = averaging.mean(torch.autograd.grad(scaled_loss, wanted, allow_unused=True), variables)
+        between = [
+            (variable, value if id(variable) in trained else passes.get_current_value(variable).detach())
+            for variable, value in zip(self.variables, values)
+        ]
+        outputs = keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
+        with torch.no_grad(), keras.StatelessScope(between) as updates:
+            seen = observed(detail, gradients, found)
+            model.optimizer.apply(gradients, variables)
+            logs = replicas._metrics(model, (inputs, targets, outputs, sample_weight), num_rows)
+        _refuse_others({*passes.state_mapping, *updates.state_mapping} - {id(variable) for variable in self.variables})
+        for variable, value in zip(self.variables, values):
+            new = updates.get_current_value(variable)
+            if new is not value:
+                value.copy_(new)
+        return loss.detach(), logs, seen
+
+
+class _Averaging:
+    """The mean over the replicas of each gradient, sent off as soon as a bucket of them is there."""
+
+    def __init__(self, replicas: Any, leaves: dict[int, torch.Tensor]):
+        self.replicas, self.bucket, self.sent = replicas, [], []
+        if replicas.num_replicas > 1:
+            for key, leaf in leaves.items():
+                leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
+
+    def _add(self, key: int, gradient: torch.Tensor) -> None:
+        if self.bucket and self.bucket[0][1].dtype != gradient.dtype:
+            self._send()
+        self.bucket.append((key, gradient))
+        if sum(gradient.nbytes for _, gradient in self.bucket) >= _BUCKET_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        bucket, self.bucket = self.bucket, []
+        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket]) / self.replicas.num_replicas
+        # The functional form, which can be captured; nobody waits for it here.
+        flat = torch.ops._c10d_functional.all_reduce(flat, "sum", dist.group.WORLD.group_name)
+        self.sent.append((bucket, flat))
+
+    def mean(self, gradients: tuple[Any, ...], variables: list[Any]) -> list[Any]:
+        """The gradients of these variables, once all are there."""
+        if self.replicas.num_replicas == 1:
+            return list(gradients)
+        if self.bucket:
+            self._send()
+        found = {}
+        for bucket, flat in self.sent:
+            parts = torch.ops._c10d_functional.wait_tensor(flat).split([gradient.numel() for _, gradient in bucket])
+            found |= {key: part.reshape(gradient.shape) for (key, gradient), part in zip(bucket, parts)}
+        return [found.get(id(variable)) for variable in variables]
+
+
+@contextlib.contextmanager
+def _traceable(optimizer: Any) -> Iterator[None]:
+    """Lets an optimizer update variable by variable, and errors keep the frames of the layers that they come from.
+
+    Keras' optimizers for torch update all variables in one call, for which they read the rate as a Python number:
+    that waits for the device, and cannot be captured. In a graph there is nothing to gain by it.
+    """
+    import keras
+
+    optimizers = [optimizer]
+    while (inner := getattr(optimizers[-1], "inner_optimizer", None)) is not None:
+        optimizers.append(inner)
+    for one in optimizers:
+        kind = next(
+            kind
+            for kind in type(one).__mro__
+            if "_backend_update_step" in vars(kind) and ".backend.torch." not in kind.__module__
+        )
+        object.__setattr__(one, "_backend_update_step", types.MethodType(vars(kind)["_backend_update_step"], one))
+    was_filtering = keras.config.is_traceback_filtering_enabled()
+    keras.config.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        for one in optimizers:
+            object.__delattr__(one, "_backend_update_step")
+        if was_filtering:
+            keras.config.enable_traceback_filtering()
+
+
+def _refuse_others(unknown: set[int]) -> None:
+    """Raises if there are variables that are not the model's: the graph would forget what is assigned to them."""
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
+            "without a SeedGenerator"
+        )
+
+
+_KEEPS_LAYOUT = {torch.ops.aten.clone.default}
+_TAKES_ANY_LAYOUT = {
+    torch.ops.aten.clone.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.convolution_backward.default,
+    torch.ops.aten.constant_pad_nd.default,
+}
+
+
+def _drop_detours(graph: torch.fx.GraphModule) -> None:
+    """Drops copies into NCHW that are turned back at once: Keras 3.15 makes one ahead of each convolution."""
+    for node in graph.graph.nodes:
+        is_copy = node.target in _KEEPS_LAYOUT and node.kwargs.get("memory_format") == torch.contiguous_format
+        if is_copy and all(user.target in _TAKES_ANY_LAYOUT for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _place(error: Exception) -> str:
+    """The innermost layer in whose call an error was raised, else the part of the step."""
+    import keras
+
+    place = "the training step"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.Model):
+            place = f"the {frame.f_code.co_name} of {owner.name}"
+        elif isinstance(owner, keras.layers.Layer):
+            place = f"layer {owner.name}"
+        elif isinstance(owner, (keras.metrics.Metric, keras.losses.Loss, keras.optimizers.Optimizer)):
+            place = f"{type(owner).__name__} {owner.name}"
+    return place
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
