@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 import protocol
 
 
@@ -22,16 +23,18 @@ class Fit:
         import kerasdp
 
         choose_precision(args)
-        keras.utils.set_random_seed(0)
-        config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits")
+        config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits", data_dir=args.data_dir)
         if args.dataset is None:
-            self.x, self.y = protocol.make_data(args.model)
-            shape, num_classes = self.x.shape[1:], protocol.NUM_CLASSES
+            x, y = protocol.make_data(args.model)
+            num_classes = protocol.NUM_CLASSES
         else:
             data = kerasdp.load_data(config)
-            self.x, (self.y, _) = (part(slice(None)) for part in (data.train.inputs, data.train.targets))
-            shape, num_classes = data.input_shape, data.num_classes
-        self.model = kerasdp.build_model(config, tuple(shape), num_classes)
+            indices, num_classes = np.arange(data.train.num_samples), data.num_classes
+            x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
+        # Full batches, and as many as an epoch of `--steps` needs: `fit` would end it where the data end.
+        indices = np.resize(np.arange(len(x) // args.batch_size * args.batch_size), args.steps * args.batch_size)
+        self.x, self.y = x[indices], y[indices]
+        self.model = kerasdp.build_model(config, x.shape[1:], num_classes)
         self.model.compile(
             keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -131,6 +134,7 @@ def main() -> None:
     flags = protocol.parser(__doc__)
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--dataset", help="a data set of kerasdp; default: random images")
+    flags.add_argument("--data_dir", help="the folder of its files")
     args = protocol.parse(flags)
     if args.devices > 1:
         flags.error("plain fit: one device")

@@ -41,6 +41,8 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     args = flags.parse_args()
     if args.batch_size % args.devices:
         flags.error(f"--batch_size: expected a multiple of the {args.devices} devices. Received: {args.batch_size}")
+    if args.batch_size > NUM_SAMPLES:
+        flags.error(f"--batch_size: expected at most {NUM_SAMPLES}. Received: {args.batch_size}")
     return args
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import PROGRAMS, run
 
 
-@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+@pytest.mark.parametrize("model", ["convnet", pytest.param("resnet18", marks=pytest.mark.proof)])
 def test_loops_train_the_kits_models(backend, model):
     done = run(PROGRAMS / "benchmark_loop.py", backend, model)
     assert done.returncode == 0, done.stderr
