@@ -20,7 +20,8 @@ from kerasdp.errors import RunError
 # Operations a second at best, by a part of the GPU's name: float32 without TF32, bfloat16 dense (NVIDIA's data sheets).
 PEAKS = {
     "B200": (80e12, 2250e12), "H200": (67e12, 989e12), "H100 PCIe": (51e12, 756e12), "H100": (67e12, 989e12),
-    "A100": (19.5e12, 312e12), "L40S": (91.6e12, 362e12), "L40": (90.5e12, 181e12), "A10": (31.2e12, 125e12), "L4": (30.3e12, 121e12),
+    "A100": (19.5e12, 312e12), "L40S": (91.6e12, 362e12), "L40": (90.5e12, 181e12),
+    "A10": (31.2e12, 125e12), "L4": (30.3e12, 121e12),
 }  # fmt: skip
 FASHION_MNIST = 60_000  # training images
 SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
