@@ -36,12 +36,15 @@ def draw_bars(measurements: list[Any], path: str) -> None:
 
 def draw_scaling(measurements: list[Any], path: str) -> None:
     """Images a second by number of devices, and how the fastest would scale at best. Args as in `draw_bars`."""
-    figure, axes = _figure(6.4, 4.4, grid="y")
+    figure, axes = _figure(8.0, 4.4, grid="y")
     counts = sorted({measured.num_devices for measured in measurements})
-    for name in {measured.name: None for measured in measurements}:
+    names = list({measured.name: None for measured in measurements})
+    for place, name in enumerate(names):
+        shift = 0.02 * (place - len(names) // 2)  # so that error bars stand side by side
         ways = sorted((one for one in measurements if one.name == name), key=lambda one: one.num_devices)
         axes.errorbar(
-            [one.num_devices for one in ways], [one.rate for one in ways], yerr=_errors(ways), capsize=4, marker="o",
+            [one.num_devices + shift for one in ways], [one.rate for one in ways], yerr=_errors(ways), capsize=3,
+            marker="o" if ways[0].is_kit else "s^Dv"[place % 4],
             color=_COLOURS[ways[0].backend], label=name, linestyle="-" if ways[0].is_kit else "--",
         )  # fmt: skip
     first = max((one for one in measurements if one.num_devices == counts[0]), key=lambda one: one.rate, default=None)
@@ -49,7 +52,7 @@ def draw_scaling(measurements: list[Any], path: str) -> None:
         ideal = [first.rate * count / counts[0] for count in counts]
         axes.plot(counts, ideal, color="#bbbbbb", linestyle=":", label="ideal")
     axes.set(xlabel="devices", ylabel="images a second", xticks=counts, ylim=(0, None), title="More devices")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
 
 

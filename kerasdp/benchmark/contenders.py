@@ -183,6 +183,8 @@ def _environment(contender: Contender) -> dict[str, str]:
     processes = contender.num_devices if contender.backend == "torch" else 1
     environment = {
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        # Where anything else runs, threads that wait by spinning make torch ten times slower.
+        "OMP_WAIT_POLICY": "passive",
         # They share a GPU: none may take all of its memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
