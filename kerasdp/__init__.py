@@ -11,8 +11,8 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 
 if TYPE_CHECKING:
-    from kerasdp import layers, parity, pipeline
-    from kerasdp.cli import main, main_comparison, main_study
+    from kerasdp import benchmark, layers, parity, pipeline
+    from kerasdp.cli import main, main_benchmark, main_comparison, main_study
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
     from kerasdp.models import build_model
@@ -33,6 +33,7 @@ _HOMES = {
     "export": "kerasdp.saved_model",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli",
+    "main_benchmark": "kerasdp.cli",
     "main_comparison": "kerasdp.cli",
     "main_study": "kerasdp.cli",
     "make_optimizer": "kerasdp.optimizers",
@@ -47,12 +48,14 @@ __all__ = [
     "RunError",
     "Runner",
     "UserError",
+    "benchmark",
     "build_model",
     "export",
     "launch",
     "layers",
     "load_data",
     "main",
+    "main_benchmark",
     "main_comparison",
     "main_study",
     "make_optimizer",
@@ -63,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("layers", "parity", "pipeline"):
+    if name in ("benchmark", "layers", "parity", "pipeline"):
         return importlib.import_module(f"kerasdp.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -13,6 +13,7 @@ from absl import flags
 
 from kerasdp import config as choices
 from kerasdp.backend import choose_backend
+from kerasdp.benchmark.contenders import PEERS, SHAPES
 from kerasdp.config import Config
 from kerasdp.errors import PreemptedError, RunError, UserError
 from kerasdp.launch import launch
@@ -22,9 +23,12 @@ GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
 _OF_ONE_PIPELINE = ["strategy", "split_size", "micro_batches", "epochs", "max_steps"]
+_NOT_MEASURED = ["strategy", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule", "optimizer"]
+_NOT_MEASURED += ["learning_rate", "lr_base_batch", "kernel_initializer"]
 _NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
-_COMPARISON = "Comparison (recipes/parity.py only)"
+_COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
 _STUDY = "Study of a pipeline (recipes/pipeline.py only)"
+_BENCHMARK = "Benchmark (recipes/benchmark.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -104,6 +108,10 @@ def _define_flags() -> None:
     _define(group, "hang_timeout", real, None, "Seconds without a step after which the run is ended, or restarted. "
             "Longer than the longest step, with the compilation of one. Default: none.")  # fmt: skip
 
+
+def _define_flags_of_recipes() -> None:
+    text, number = flags.DEFINE_string, flags.DEFINE_integer
+
     group = _COMPARISON
     _define(group, "backends", text, None, "Instead of --backend, comma-separated. Default: all that are installed.")
     _define(group, "device_counts", text, "1,2,4", "Instead of --gpus: numbers of devices, comma-separated.")
@@ -112,8 +120,15 @@ def _define_flags() -> None:
     _define(group, "split_sizes", text, "1,3,5,8,10,12,20,40,60", "Samples a micro-batch to try, comma-separated.")
     _define(group, "repetitions", number, 10, "Epochs to measure, of each way; one more, which compiles, comes first.")
 
+    group = _BENCHMARK
+    _define(group, "peers", text, None, "Whom to measure beside the kit, comma-separated: "
+            f"{', '.join(PEERS)}; or none. Default: all that can train the same on --backends.")  # fmt: skip
+    _define(group, "rounds", number, 5, "How often each is measured, in turn.")
+    _define(group, "steps_per_round", number, 20, "Training steps of each round.")
+
 
 _define_flags()
+_define_flags_of_recipes()
 flags.DEFINE_boolean("help", False, "Print this help.", flag_values=FLAGS, short_name="h")
 flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "flagfile", "", ""), FLAGS)
 
@@ -142,11 +157,7 @@ def parse(arguments: list[str]) -> Config:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    _read(
-        arguments,
-        without=dict.fromkeys(GROUPS[_COMPARISON], "it belongs to recipes/parity.py")
-        | dict.fromkeys(GROUPS[_STUDY], "it belongs to recipes/pipeline.py"),
-    )
+    _read(arguments, without=_of_recipes(_COMPARISON, _STUDY, _BENCHMARK))
     return _config()
 
 
@@ -158,11 +169,9 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
     _read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | dict.fromkeys(GROUPS[_STUDY], "it belongs to recipes/pipeline.py"),
+        | _of_recipes(_STUDY, _BENCHMARK),
     )
-    backends = FLAGS["backends"].value
-    names = None if backends is None else [choose_backend(name.strip()) for name in backends.split(",")]
-    numbers = _numbers("device_counts")
+    names, numbers = _backends(), _numbers("device_counts")
     config = _config()
     for number in numbers:
         dataclasses.replace(config, num_devices=number)  # raises if there is no such number
@@ -176,7 +185,7 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     """
     _read(
         arguments,
-        without=dict.fromkeys(GROUPS[_COMPARISON], "it belongs to recipes/parity.py")
+        without=_of_recipes(_COMPARISON, _BENCHMARK)
         | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions")
         | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
@@ -184,6 +193,46 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     if FLAGS["repetitions"].value < 2:
         raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
     return _config(strategy="pipeline"), sizes, FLAGS["repetitions"].value
+
+
+def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
+    """Turns the command line of a benchmark into what is trained, backends, device counts, peers, rounds, their steps.
+
+    None for backends or peers: all there are. Args and errors as in `parse`.
+    """
+    _read(
+        arguments,
+        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        | _of_recipes(_STUDY)
+        | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
+        | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
+        | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
+    )
+    for flag in ("rounds", "steps_per_round"):
+        if FLAGS[flag].value < 1:
+            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {FLAGS[flag].value}")
+    counts = _numbers("device_counts") if FLAGS["device_counts"].present else [1]
+    # Which all contenders can train; and what the frameworks do by themselves.
+    defaults = {"model": "convnet", "batch_norm": "replica"}
+    config = _config(**{name: value for name, value in defaults.items() if not FLAGS[name].present})
+    if config.model in SHAPES and FLAGS["dataset"].present:
+        raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
+    for count in counts:
+        dataclasses.replace(config, num_devices=count)  # raises if there is no such number
+    peers = FLAGS["peers"].value
+    names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
+    return config, _backends(), counts, names, FLAGS["rounds"].value, FLAGS["steps_per_round"].value
+
+
+def _of_recipes(*groups: str) -> dict[str, str]:
+    """The flags of these groups, and where they belong."""
+    homes = {_COMPARISON: "parity", _STUDY: "pipeline", _BENCHMARK: "benchmark"}
+    return {name: f"it belongs to recipes/{homes[group]}.py" for group in groups for name in GROUPS[group]}
+
+
+def _backends() -> list[str] | None:
+    names = FLAGS["backends"].value
+    return None if names is None else [choose_backend(name.strip()) for name in names.split(",")]
 
 
 def _numbers(flag: str) -> list[int]:
@@ -216,7 +265,7 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
 
 
 def _config(**choices: Any) -> Config:
-    of_recipes = (_COMPARISON, _STUDY)
+    of_recipes = (_COMPARISON, _STUDY, _BENCHMARK)
     values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group not in of_recipes}
     values["num_devices"] = values.pop("gpus")
     values["num_stages"] = values.pop("stages")
@@ -239,6 +288,12 @@ def main_study(study: Callable[[Config, list[int], int], Any]) -> None:
     """Calls `study(config, split_sizes, repetitions)` as the flags say, and ends the program as `main`."""
     with _ending_in_one_line():
         study(*parse_study(sys.argv))
+
+
+def main_benchmark(compare: Callable[..., Any]) -> None:
+    """Calls `compare` with what `parse_benchmark` gives, and ends the program as `main`."""
+    with _ending_in_one_line():
+        compare(*parse_benchmark(sys.argv))
 
 
 def main_comparison(compare: Callable[[Config, list[str] | None, list[int]], bool]) -> None:

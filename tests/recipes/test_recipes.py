@@ -218,6 +218,25 @@ def test_pipeline_recipe(tmp_path):
         assert (tmp_path / picture).stat().st_size > 10_000
 
 
+def test_benchmark_recipe(tmp_path):
+    """The kit and its peers on one backend: a table, ratios, the figures in JSON, pictures."""
+    name = BACKENDS[len(BACKENDS) // 2]
+    flags = [f"--backends={name}", f"--peers={name},keras", "--batch_size=8", "--steps_per_round=2", "--rounds=2"]
+    done = run("recipes/benchmark.py", *flags, "--device=cpu", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    names = [f"kerasdp-{name}", name, f"keras-{name}"]
+    for one in names:
+        assert re.search(rf"^{one} +[\d,.]+ +[\d,.]+ \.\. [\d,.]+ +\S+ s +[\d,]+ +\S+ s$", done.stdout, re.M)
+    for one in names[1:]:
+        assert re.search(rf"^{names[0]} / {one} +\d+\.\d\d +\(\d", done.stdout, re.M)
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert [one["name"] for one in found["contenders"]] == names
+    assert all(len(one["seconds"]) == 2 and not one["error"] for one in found["contenders"])
+    assert len({one["ready"]["parameters"] for one in found["contenders"]}) == 1
+    assert (tmp_path / "bars.png").stat().st_size > 10_000
+    assert_one_line_and_exit_code_2(run("recipes/benchmark.py", "--peers=theano"), "--peers: expected some of")
+
+
 def test_a_pipeline_from_the_command_line(tmp_path):
     """It says how the model is cut and which micro-batches it tried."""
     flags = ["--strategy=pipeline", "--stages=2", "--split_size=auto", "--model=mlp", "--max_steps=3", "--device=cpu"]
@@ -255,6 +274,8 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
             extra.append(f"--data_dir={idx_folder}")
     if words[1] == "recipes/pipeline.py":
         extra = ["--device=cpu", "--model=mlp", "--split_sizes=12", "--repetitions=2", f"--workdir={tmp_path}/run"]
+    if words[1] == "recipes/benchmark.py":
+        extra = ["--device=cpu", "--rounds=1", "--steps_per_round=1", "--batch_size=8", f"--workdir={tmp_path}/run"]
     if words[1] == "recipes/parity.py":
         extra = ["--max_steps=2", f"--workdir={tmp_path}/run"]
     words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]

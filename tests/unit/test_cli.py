@@ -69,8 +69,8 @@ def test_the_flags_are_these():
         "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "cut_at", "data_dir",
         "dataset", "device", "device_counts", "epochs", "export", "gpus", "hang_timeout", "keep", "kernel_initializer",
         "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
-        "optimizer", "precision", "repetitions", "resume", "schedule", "seed", "split_size", "split_sizes", "stages",
-        "strategy", "tensorboard", "verbose", "workdir",
+        "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
+            "split_sizes", "stages", "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
 
 

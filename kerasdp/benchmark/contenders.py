@@ -1,0 +1,194 @@
+"""Who takes part in a benchmark, and by which command: each is a program that answers lines with repetitions.
+
+The protocol is that of `benchmarks/protocol.py`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from kerasdp.backend import is_installed
+from kerasdp.config import Config
+from kerasdp.errors import RunError, UserError
+
+# Of each peer: its framework (None: any), its file in the folder benchmarks/, further flags.
+PEERS: dict[str, tuple[str | None, str, list[str]]] = {
+    "torch": ("torch", "torch_loop.py", []),
+    "torch-compile": ("torch", "torch_loop.py", ["--compile"]),
+    "jax": ("jax", "jax_loop.py", []),
+    "tensorflow": ("tensorflow", "tensorflow_loop.py", []),
+    "tensorflow-xla": ("tensorflow", "tensorflow_loop.py", ["--compile"]),
+    "keras": (None, "keras_fit.py", []),
+}
+ONE_DEVICE = ("tensorflow-xla", "keras")
+PRECISIONS = ("float32", "bfloat16")
+# Models that the loops know, and their images; others are trained by the kit and plain Keras alone.
+SHAPES = {"convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3)}
+NUM_SAMPLES = 4096
+OPTIMIZER = "sgd(learning_rate=0.01, momentum=0.9)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A program that trains.
+
+    Args:
+        name: `"kerasdp-jax"`, `"keras-jax"`, `"jax"`.
+        backend: its framework.
+        num_devices: that it trains on.
+        command: that starts it.
+    """
+
+    name: str
+    backend: str
+    num_devices: int
+    command: tuple[str, ...]
+
+    @property
+    def is_kit(self) -> bool:
+        """Whether it is this package."""
+        return self.name.startswith("kerasdp-")
+
+    def __str__(self) -> str:
+        return self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
+
+
+def choose(
+    config: Config, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int, folder: str
+) -> list[Contender]:
+    """The contenders: the kit on each backend and device count, then those peers that can do the same.
+
+    Args:
+        config: what is trained.
+        backends: of the kit; also of the peers, where `peers` does not name them.
+        device_counts: numbers of devices.
+        peers: names in `PEERS`. None: all that fit.
+        steps: of a repetition.
+        folder: of the peers' files.
+
+    Raises:
+        UserError: if a peer that is named cannot take part.
+    """
+    if config.precision not in PRECISIONS:
+        raise UserError(f"--precision: expected {' or '.join(PRECISIONS)} here. Received: {config.precision}")
+    for count in device_counts:
+        if config.batch_size % count:
+            raise UserError(f"--batch_size: expected a multiple of {count} devices. Received: {config.batch_size}")
+    if config.model in SHAPES and config.batch_size > NUM_SAMPLES:
+        raise UserError(f"--batch_size: expected at most {NUM_SAMPLES} here. Received: {config.batch_size}")
+    names = [name for name in peers or PEERS if peers or PEERS[name][0] in (None, *backends)]
+    for name in peers or ():
+        if name not in PEERS:
+            raise UserError(f"--peers: expected some of {', '.join(PEERS)}. Received: {name!r}")
+        framework = PEERS[name][0]
+        if framework and not is_installed(framework):
+            raise UserError(f"--peers: {name} needs {framework}, which is not installed")
+        if framework and config.model not in SHAPES:
+            raise UserError(f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras can take part")
+    if config.model not in SHAPES:
+        names = [name for name in names if name == "keras"]
+    if names and not os.path.isdir(folder):
+        raise UserError(f"--peers: there is no folder {folder!r} with their programs: benchmark in a checkout")
+    found = []
+    for count in device_counts:
+        found += [_kit(config, backend, count, steps) for backend in backends]
+        for name in names:
+            if count == 1 or name not in ONE_DEVICE:
+                found += [_peer(name, backend, config, count, steps, folder) for backend in _backends(name, backends)]
+    return found
+
+
+def _backends(name: str, backends: list[str]) -> list[str]:
+    framework = PEERS[name][0]
+    return [framework] if framework else backends
+
+
+def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
+    changes: dict[str, Any] = {"backend": backend, "num_devices": count, "optimizer": OPTIMIZER}
+    if config.model in SHAPES:
+        size = config.batch_size * (NUM_SAMPLES // config.batch_size)
+        changes["dataset"] = f"synthetic(shape={SHAPES[config.model]}, num_samples={size})"
+    if count == 1:
+        changes["batch_norm"] = "sync"
+    settings = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", **changes)
+    command = (sys.executable, "-m", "kerasdp.benchmark.kit", json.dumps(settings.as_dict()), str(steps))
+    return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
+
+
+def _peer(name: str, backend: str, config: Config, count: int, steps: int, folder: str) -> Contender:
+    _, file, extra = PEERS[name]
+    flags = {
+        "model": config.model, "batch_size": config.batch_size, "devices": count, "steps": steps,
+        "precision": config.precision, "device": config.device, "batch_norm": config.batch_norm,
+    }  # fmt: skip
+    if name == "keras":
+        name, extra = f"keras-{backend}", [f"--backend={backend}"]
+        if config.model not in SHAPES:
+            extra += [f"--dataset={config.dataset}"] + ([f"--data_dir={config.data_dir}"] if config.data_dir else [])
+    words = [os.path.join(folder, file), *(f"--{flag}={value}" for flag, value in flags.items()), *extra]
+    return Contender(name=name, backend=backend, num_devices=count, command=(sys.executable, *words))
+
+
+class Program:
+    """A contender that runs. It is in a process group of its own, so that all its processes can be ended."""
+
+    def __init__(self, contender: Contender):
+        self.contender = contender
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            contender.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env=_environment(contender), start_new_session=True,
+        )  # fmt: skip
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for its next line.
+
+        Raises:
+            RunError: the last line of its errors, if it has ended instead.
+        """
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors if line.strip()]
+        raise RunError(lines[-1] if lines else f"it ended with exit code {code}")
+
+    def repeat(self) -> dict[str, Any]:
+        """What a repetition took. Raises as `answer`."""
+        with contextlib.suppress(BrokenPipeError):  # its errors say why
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """Ends all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+
+def _environment(contender: Contender) -> dict[str, str]:
+    """The same cores and GPU memory for all: what is set stays, but for what chooses a backend."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    cores = os.cpu_count() or 1
+    processes = contender.num_devices if contender.backend == "torch" else 1
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        # Where anything else runs, threads that wait by spinning make torch ten times slower.
+        "OMP_WAIT_POLICY": "passive",
+        # They share a GPU: none may take all of its memory.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    } | {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "KERAS_TORCH_DEVICE")}
+    path = [package, environment.get("PYTHONPATH", "")]
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}

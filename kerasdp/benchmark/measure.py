@@ -1,0 +1,279 @@
+"""Runs contenders in turn, and says how they compare."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from kerasdp import report
+from kerasdp.backend import BACKENDS, is_installed
+from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
+from kerasdp.config import Config
+from kerasdp.errors import RunError
+
+# Operations a second at best, by a part of the GPU's name: float32 without TF32, bfloat16 dense (NVIDIA's data sheets).
+PEAKS = {
+    "B200": (80e12, 2250e12), "H200": (67e12, 989e12), "H100 PCIe": (51e12, 756e12), "H100": (67e12, 989e12),
+    "A100": (19.5e12, 312e12), "L40S": (91.6e12, 362e12), "L40": (90.5e12, 181e12),
+    "A10": (31.2e12, 125e12), "L4": (30.3e12, 121e12),
+}  # fmt: skip
+FASHION_MNIST = 60_000  # training images
+SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
+
+
+@dataclasses.dataclass(kw_only=True)
+class Measured:
+    """What a contender took.
+
+    Args:
+        name: of the contender.
+        backend: its framework.
+        num_devices: that it trained on.
+        seconds: of each round; of one in which it failed, none, and it took no part any more.
+        ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
+        last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
+        rates: samples a second, of each round.
+        share_of_peak: of the operations that the GPUs could do at best; None where that is not known.
+        error: why it could not be measured; empty if it could.
+    """
+
+    name: str
+    backend: str
+    num_devices: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
+    last: dict[str, Any] = dataclasses.field(default_factory=dict)
+    share_of_peak: float | None = None
+    error: str = ""
+
+    @property
+    def is_kit(self) -> bool:
+        """Whether it is this package."""
+        return self.name.startswith("kerasdp-")
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, the median of the rounds."""
+        return statistics.median(self.rates)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = dataclasses.asdict(self)
+        if self.rates:
+            found |= {"images_per_second": spread(self.rates), "seconds_an_epoch_of_60000": FASHION_MNIST / self.rate}
+        return found
+
+    def __str__(self) -> str:
+        name = self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
+        if self.error:
+            return f"{name:24} {self.error}"
+        low, high = min(self.rates), max(self.rates)
+        share = f" {self.share_of_peak:8.1%}" if self.share_of_peak is not None else ""
+        return (
+            f"{name:24} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
+            f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"
+            f" {FASHION_MNIST / self.rate:10,.1f} s{share}"
+        )
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, and lowest and highest."""
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratios(measured: list[Measured]) -> list[dict[str, Any]]:
+    """How the kit compares: with each peer of its framework, and with those of frameworks on which it did not run.
+
+    Returns:
+        A dictionary a pair on equally many devices: names, `of_medians`, the ratio of the medians of samples a second,
+        and `paired`, the spread of the ratios within each round. Above 1 the kit is faster.
+    """
+    done = [one for one in measured if one.rates and not one.error]
+    backends = {one.backend for one in done if one.is_kit}
+    return [
+        {
+            "kit": kit.name, "peer": peer.name, "num_devices": kit.num_devices, "of_medians": kit.rate / peer.rate,
+            "paired": spread(ours / theirs for ours, theirs in zip(kit.rates, peer.rates)),
+        }
+        for kit in done
+        for peer in done
+        if kit.is_kit and not peer.is_kit and kit.num_devices == peer.num_devices
+        and (peer.backend == kit.backend or peer.backend not in backends)
+    ]  # fmt: skip
+
+
+def speedups(measured: list[Measured]) -> dict[str, dict[int, dict[str, float]]]:
+    """By name and number of devices: samples a second over those of the fewest devices, as spread over the rounds."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for name in {one.name: None for one in measured}:
+        ways = [one for one in measured if one.name == name and one.rates and not one.error]
+        first = min(ways, key=lambda one: one.num_devices, default=None)
+        if len(ways) > 1:
+            found[name] = {
+                one.num_devices: spread(rate / alone for rate, alone in zip(one.rates, first.rates)) for one in ways
+            }
+    return found
+
+
+def share_of_peak(measured: Measured, flops: float | None, gpu: str, precision: str) -> float | None:
+    """Operations of training steps (three times those of the forward pass) a second over what the GPUs could do."""
+    peak = next((peaks[precision == "bfloat16"] for name, peaks in PEAKS.items() if name in gpu), None)
+    if flops is None or peak is None or not measured.rates or measured.ready.get("device") == "cpu":
+        return None
+    return 3 * flops * measured.rate / (peak * measured.num_devices)
+
+
+def run(contenders: list[Contender], rounds: int, steps: int, batch_size: int) -> list[Measured]:
+    """Starts them one after the other, then lets each repeat in turn, round after round; says so as it goes.
+
+    One that fails takes no part any more.
+    """
+    found = [Measured(name=one.name, backend=one.backend, num_devices=one.num_devices) for one in contenders]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for contender, measured in zip(contenders, found):
+            program = Program(contender)
+            stack.callback(program.end)
+            try:
+                measured.ready = program.answer()
+                running.append((program, measured))
+                print(f"{contender}: first step after {measured.ready['seconds_to_first_step']:.1f} s", flush=True)
+            except RunError as error:
+                measured.error = str(error)
+                print(f"{contender}: {error}", flush=True)
+        for number in range(rounds):
+            start = time.perf_counter()
+            # To and fro, so that nobody has always the same one before it.
+            for program, measured in running if number % 2 == 0 else running[::-1]:
+                time.sleep(SETTLE_SECONDS)
+                try:
+                    measured.last = program.repeat()
+                except RunError as error:
+                    measured.error = str(error)
+                    print(f"{program.contender}: {error}", flush=True)
+                    continue
+                measured.seconds.append(measured.last["seconds"])
+                measured.rates.append(steps * batch_size / measured.last["seconds"])
+            running = [(program, measured) for program, measured in running if not measured.error]
+            print(f"round {number + 1}/{rounds}: {time.perf_counter() - start:.1f} s", flush=True)
+    return found
+
+
+def compare(
+    config: Config,
+    backends: list[str] | None,
+    device_counts: list[int],
+    peers: list[str] | None,
+    rounds: int,
+    steps: int,
+    folder: str,
+) -> list[Measured]:
+    """Measures the kit and its peers side by side; prints a table, and writes JSON and pictures into the workdir.
+
+    Args:
+        config: what is trained; `workdir` may be None.
+        backends: of the kit; None: all that are installed.
+        device_counts: numbers of devices.
+        peers: names in `PEERS`; None: all that fit; empty: the kit alone.
+        rounds: how often each is measured.
+        steps: training steps of each round.
+        folder: of the peers' programs, `benchmarks/`.
+
+    Returns:
+        A measurement a contender.
+
+    Raises:
+        UserError: if a peer cannot take part.
+        RunError: if nothing could be measured.
+    """
+    backends = backends or [name for name in BACKENDS if is_installed(name)]
+    contenders = choose(config, backends, device_counts, peers, steps, folder)
+    found = run(contenders, rounds, steps, config.batch_size)
+    if all(measured.error for measured in found):
+        raise RunError(f"none of the contenders could be measured: {found[0].error}")
+    flops = next((one.ready["flops"] for one in found if one.ready.get("flops")), None)
+    gpu = gpu_name() if any(one.ready.get("device", "cpu") != "cpu" for one in found) else ""
+    for measured in found:
+        measured.share_of_peak = share_of_peak(measured, flops, gpu, config.precision)
+    print("\n".join(table(config, found, rounds, steps, gpu)), flush=True)
+    if config.workdir is not None:
+        write(config, found, rounds, steps, gpu)
+    return found
+
+
+def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> list[str]:
+    """The lines that people read."""
+    model = config.model if config.model in SHAPES else f"{config.model} on {config.dataset}"
+    norm = f" | batch norm {config.batch_norm}" if any(one.num_devices > 1 for one in measured) else ""
+    lines = [
+        "",
+        f"{model} | batch {config.batch_size} | {config.precision}{norm} | {gpu or f'{os.cpu_count()} CPU cores'} | "
+        f"{rounds} rounds of {steps} steps",
+        f"{'':24} {'images/s':>10} {'lowest .. highest':>23} {'to 1st step':>13} {'peak MiB':>9} {'60,000 in':>12}"
+        + (" of peak" if gpu else ""),
+        *map(str, measured),
+    ]
+    compared = ratios(measured)
+    if compared:
+        lines += ["", "images/s of the kit over the peer's (median of the rounds' ratios, lowest .. highest)"]
+    for pair in compared:
+        names = f"{pair['kit']} / {pair['peer']}" + (f" x {pair['num_devices']}" if pair["num_devices"] > 1 else "")
+        median, low, high = pair["paired"].values()
+        lines.append(f"{names:44} {pair['of_medians']:5.2f}   ({median:.2f}, {low:.2f} .. {high:.2f})")
+    for name, by_count in speedups(measured).items():
+        parts = [f"{found['median']:.2f} on {count}" for count, found in by_count.items()]
+        lines.append(f"{name}: times as fast as on {min(by_count)}: {', '.join(parts)}")
+    lines += ["", *fastest(measured)]
+    return lines
+
+
+def fastest(measured: list[Measured]) -> list[str]:
+    """Of all, and of the kit's backends, for each number of devices."""
+    lines = []
+    for count in sorted({one.num_devices for one in measured}):
+        done = [one for one in measured if one.num_devices == count and one.rates and not one.error]
+        devices = f"{count} device{'s' if count > 1 else ''}"
+        for title, group in (("fastest", done), ("fastest backend of the kit", [one for one in done if one.is_kit])):
+            if len(group) > 1:
+                best = max(group, key=lambda one: one.rate)
+                name = best.backend if group is not done else best.name
+                lines.append(f"{title} on {devices}: {name}, {best.rate:,.1f} images/s")
+    return lines
+
+
+def write(config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> None:
+    """The files of a benchmark."""
+    from kerasdp.benchmark import charts
+
+    os.makedirs(config.workdir, exist_ok=True)
+    machine = {"gpu": gpu, "cores": os.cpu_count(), "platform": platform.platform(), "versions": report.versions()}
+    content = {
+        "config": config.as_dict(), "rounds": rounds, "steps_per_round": steps, "machine": machine,
+        "contenders": [one.as_dict() for one in measured], "ratios": ratios(measured), "speedups": speedups(measured),
+    }  # fmt: skip
+    with open(os.path.join(config.workdir, "benchmark.json"), "w") as file:
+        json.dump(content, file, indent=2)
+    done = [one for one in measured if one.rates and not one.error]
+    charts.draw_bars(done, os.path.join(config.workdir, "bars.png"))
+    several = speedups(measured)
+    if several:
+        scaling = [one for one in done if one.name in several]
+        charts.draw_scaling(scaling, os.path.join(config.workdir, "scaling.png"))
+    print(f"pictures and benchmark.json in {config.workdir}")
+
+
+def gpu_name() -> str:
+    """The first GPU's name, as its driver says it."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "GPU"

@@ -1,0 +1,99 @@
+"""Some steps of a loop of benchmarks/, and of Keras with the same weights: parameters and losses of both, in JSON."""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+BACKEND, MODEL = sys.argv[1:]
+BATCH_SIZE, STEPS = 8, 3
+LEARNING_RATE = 1e-2 if MODEL == "convnet" else 1e-4  # round-off grows with the rate in deep networks
+os.environ |= {"KERAS_BACKEND": BACKEND, "KERAS_TORCH_DEVICE": "cpu"}
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "benchmarks"))
+
+
+def make_args():
+    return argparse.Namespace(
+        model=MODEL, batch_size=BATCH_SIZE, devices=1, precision="float32", device="cpu", batch_norm="sync",
+        compile=False,
+    )  # fmt: skip
+
+
+def arrays_by_name(model):
+    """The weights by layer and kind: `conv1/kernel`."""
+    import keras
+
+    return {weight.path: keras.ops.convert_to_numpy(weight.value).copy() for weight in model.trainable_weights}
+
+
+def torch_loop(weights):
+    import torch
+    import torch_loop
+
+    model = torch_loop.make_model(MODEL)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            layer, kind = path.replace(".", "_").rsplit("_", 1)
+            if weight.requires_grad:
+                names = {"weight": "gamma", "bias": "beta"} if "norm" in layer else {"weight": "kernel", "bias": "bias"}
+                value = weights[f"{layer}/{names[kind]}"]
+                weight.copy_(torch.from_numpy(value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T))
+    if hasattr(model, "dropout"):
+        model.dropout.p = 0.0
+    return torch_loop.Loop(make_args(), model=model)
+
+
+def jax_loop(weights):
+    import functools
+
+    import jax
+    import jax_loop
+
+    loop = jax_loop.Loop(make_args())
+    values = {}
+    for layer, kinds in loop.state["weights"].items():
+        values[layer] = {kind: weights[f"{layer}/{kind}"] for kind in kinds}
+    loop.state["weights"] = jax.device_put(values, loop.copied)
+    loop.step = functools.partial(loop.step, drop=False)
+    return loop
+
+
+def tensorflow_loop(weights):
+    import tensorflow_loop
+
+    loop = tensorflow_loop.Loop(make_args(), drop=False)
+    for name, weight in loop.net.weights.items():
+        weight.assign(weights[name])
+    return loop
+
+
+def main():
+    import keras
+    import protocol
+
+    from kerasdp import Config, build_model
+
+    keras.utils.set_random_seed(0)
+    protocol.LEARNING_RATE = LEARNING_RATE
+    if BACKEND == "jax":  # before Keras starts it
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", 1)
+    model = build_model(Config(model=MODEL), protocol.input_shape(MODEL), protocol.NUM_CLASSES)
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0
+    optimizer = keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loop = {"torch": torch_loop, "jax": jax_loop, "tensorflow": tensorflow_loop}[BACKEND](arrays_by_name(model))
+    images, labels = protocol.make_data(MODEL)
+    batches = protocol.batches(BATCH_SIZE)
+    theirs = [loop.repeat(1)["loss"] for _ in range(STEPS)]
+    ours = [float(model.train_on_batch(images[index], labels[index])) for index, _ in zip(batches, range(STEPS))]
+    parameters = sum(int(keras.ops.size(weight)) for weight in model.trainable_weights)
+    print(json.dumps({"parameters": [int(loop.num_parameters), parameters], "losses": [theirs, ours]}))
+
+
+if __name__ == "__main__":
+    main()

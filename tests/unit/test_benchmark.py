@@ -1,0 +1,131 @@
+"""The figures of a benchmark, who takes part in it, and what its command line refuses."""
+
+import pytest
+
+from kerasdp import cli
+from kerasdp.backend import is_installed
+from kerasdp.benchmark import contenders, measure
+from kerasdp.config import BACKENDS, Config
+from kerasdp.errors import UserError
+
+INSTALLED = [name for name in BACKENDS if is_installed(name)]
+
+
+def measured(name, backend, rates, num_devices=1, **more):
+    return measure.Measured(name=name, backend=backend, num_devices=num_devices, rates=rates, **more)
+
+
+def test_ratios_of_medians_and_of_rounds():
+    kit = measured("kerasdp-jax", "jax", [10.0, 20.0, 90.0])
+    peer = measured("jax", "jax", [40.0, 10.0, 30.0])
+    (pair,) = measure.ratios([kit, peer])
+    assert (pair["kit"], pair["peer"], pair["num_devices"]) == ("kerasdp-jax", "jax", 1)
+    assert pair["of_medians"] == pytest.approx(20 / 30)
+    assert pair["paired"] == {"median": 2.0, "min": 0.25, "max": 3.0}
+
+
+def test_ratios_are_of_equals():
+    kits = [measured("kerasdp-jax", "jax", [1.0]), measured("kerasdp-jax", "jax", [1.0], num_devices=2)]
+    others = [
+        measured("jax", "jax", [1.0], num_devices=2),
+        measured("torch", "torch", [1.0]),  # a framework on which the kit did not run: compared, too
+        measured("keras-jax", "jax", [], error="it broke"),
+        measured("keras-jax", "jax", [1.0], num_devices=2, error="it broke later"),
+    ]
+    pairs = [(pair["peer"], pair["num_devices"]) for pair in measure.ratios(kits + others)]
+    assert pairs == [("torch", 1), ("jax", 2)]
+    kits.append(measured("kerasdp-torch", "torch", [1.0]))
+    pairs = [(pair["kit"], pair["peer"]) for pair in measure.ratios(kits + others)]
+    assert pairs == [("kerasdp-jax", "jax"), ("kerasdp-torch", "torch")]
+
+
+def test_speedups_and_the_fastest():
+    ways = [measured("kerasdp-jax", "jax", [10.0, 20.0]), measured("kerasdp-jax", "jax", [15.0, 40.0], num_devices=4)]
+    ways.append(measured("kerasdp-torch", "torch", [30.0, 30.0]))
+    ways.append(measured("torch", "torch", [99.0, 99.0]))
+    assert measure.speedups(ways) == {
+        "kerasdp-jax": {1: {"median": 1.0, "min": 1.0, "max": 1.0}, 4: {"median": 1.75, "min": 1.5, "max": 2.0}}
+    }
+    assert measure.fastest(ways) == [
+        "fastest on 1 device: torch, 99.0 images/s",
+        "fastest backend of the kit on 1 device: torch, 30.0 images/s",
+    ]
+
+
+def test_share_of_peak():
+    found = measured("torch", "torch", [1000.0], num_devices=2, ready={"device": "NVIDIA H200"})
+    assert measure.share_of_peak(found, 989e9 / 3, "NVIDIA H200", "bfloat16") == pytest.approx(0.5)
+    assert measure.share_of_peak(found, 989e9 / 3, "an unknown GPU", "bfloat16") is None
+    assert measure.share_of_peak(found, None, "NVIDIA H200", "bfloat16") is None
+    found.ready["device"] = "cpu"
+    assert measure.share_of_peak(found, 989e9 / 3, "NVIDIA H200", "bfloat16") is None
+
+
+def test_who_takes_part(tmp_path):
+    config = Config(model="convnet", batch_norm="replica")
+    found = contenders.choose(config, ["jax"], [1, 2], None, 20, str(tmp_path))
+    assert [str(one) for one in found] == ["kerasdp-jax", "jax", "keras-jax", "kerasdp-jax x 2", "jax x 2"]
+    found = contenders.choose(Config(model="mlp"), INSTALLED[:1], [1], None, 20, str(tmp_path))
+    assert [one.name for one in found] == [f"kerasdp-{INSTALLED[0]}", f"keras-{INSTALLED[0]}"]
+    with pytest.raises(UserError, match="--peers: expected some of torch, .* Received: 'theano'"):
+        contenders.choose(config, ["jax"], [1], ["theano"], 20, str(tmp_path))
+    with pytest.raises(UserError, match=f"--peers: {INSTALLED[0]} trains convnet, .*; of mlp only keras"):
+        contenders.choose(Config(model="mlp"), ["jax"], [1], [INSTALLED[0]], 20, str(tmp_path))
+    with pytest.raises(UserError, match="--batch_size: expected a multiple of 3 devices"):
+        contenders.choose(config, ["jax"], [1, 3], None, 20, str(tmp_path))
+    with pytest.raises(UserError, match="--precision: expected float32 or bfloat16"):
+        contenders.choose(Config(model="convnet", precision="float16"), ["jax"], [1], None, 20, str(tmp_path))
+
+
+def test_the_command_line():
+    config, backends, counts, peers, rounds, steps = cli.parse_benchmark(["benchmark.py"])
+    assert (config.model, config.batch_norm, backends, counts, peers) == ("convnet", "replica", None, [1], None)
+    assert (rounds, steps) == (5, 20)
+    flags = ["--device_counts=1,2", "--peers=jax, keras", "--batch_norm=sync", "--model=mlp", "--dataset=mnist"]
+    config, _, counts, peers, _, _ = cli.parse_benchmark(["benchmark.py", *flags])
+    assert (config.model, config.dataset, config.batch_norm, counts) == ("mlp", "mnist", "sync", [1, 2])
+    assert peers == ["jax", "keras"]
+    assert cli.parse_benchmark(["benchmark.py", "--peers=none"])[3] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--backend=torch", "--backend has no effect here: use --backends"),
+        ("--optimizer=adam", "--optimizer has no effect here: all contenders train alike"),
+        ("--epochs=3", "use --rounds and --steps_per_round"),
+        ("--rounds=0", "--rounds: expected a whole number of at least 1"),
+        ("--dataset=mnist", "--dataset has no effect here: convnet is measured on random images"),
+        ("--split_sizes=2", "it belongs to recipes/pipeline.py"),
+    ],
+)
+def test_what_a_benchmark_refuses(flag, words):
+    with pytest.raises(UserError) as caught:
+        cli.parse_benchmark(["benchmark.py", flag])
+    assert words in str(caught.value)
+
+
+def test_a_contender_that_fails_is_reported(capsys):
+    """By the last line of its errors; the others go on."""
+    answers = (
+        "import json, sys\n"
+        "print('noise'); print(json.dumps({'ready': True, 'seconds_to_first_step': 1.0}), flush=True)\n"
+        "for number, line in enumerate(sys.stdin):\n"
+        "    if number == int(sys.argv[1]): sys.exit('a reason\\nthe last line')\n"
+        "    print(json.dumps({'seconds': 2.0 + number, 'peak_memory_bytes': 1}), flush=True)\n"
+    )
+    import sys
+
+    found = measure.run(
+        [
+            contenders.Contender(name=name, backend="jax", num_devices=1, command=(sys.executable, "-c", code, number))
+            for name, code, number in (
+                ("sound", answers, "9"), ("late", answers, "1"), ("early", "raise ValueError('early')", "0"),
+            )
+        ],
+        rounds=2, steps=3, batch_size=4,
+    )  # fmt: skip
+    assert [one.error for one in found] == ["", "the last line", "ValueError: early"]
+    assert [one.seconds for one in found] == [[2.0, 3.0], [2.0], []]
+    assert found[0].rates == [6.0, 4.0]
+    assert "round 2/2" in capsys.readouterr().out
