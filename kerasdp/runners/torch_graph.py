@@ -120,7 +120,7 @@ class CompiledSteps:
         averaging = _Averaging(replicas, leaves)
         # Each layer has a scope of the variables' values; whatever is assigned stays in it.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
-        with torch.enable_grad(), keras.StatelessScope(begun) as passes:
+        with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
             context = replicas.context(num_rows)
             with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
                 outputs, penalties = replicas._forward(model, model, self.whole_batch, inputs, num_rows, training=True)

@@ -1,0 +1,63 @@
+"""Trains nets with layers that can and cannot be captured, and prints what came out.
+
+python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
+    layer: "plain", "reading" (Python asks for a number), "unseeded" (draws without a seed generator), "slower" (a
+        callback changes the rate)
+"""
+
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+CASE = {}
+
+
+def train(runner):
+    import keras
+    from learn_classes import StepLosses
+
+    ops = keras.ops
+    calls = 0
+
+    class Counting(keras.layers.Layer):
+        def call(self, x):
+            nonlocal calls
+            calls += 1
+            if CASE["layer"] == "reading":
+                return x * (2.0 if float(ops.mean(x)) > 0 else 1.0)
+            if CASE["layer"] == "unseeded":
+                return x + 0.0 * keras.random.normal(ops.shape(x))
+            return x
+
+    class Slower(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if CASE["layer"] == "slower":
+                self.model.optimizer.learning_rate = 1e-3
+
+    with runner.scope():
+        layers = [keras.layers.Dense(8, "gelu"), Counting(name="counting"), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    numbers = np.random.RandomState(0)
+    x, y = numbers.rand(61, 6).astype("float32"), numbers.randint(0, 3, 61)
+    losses = StepLosses(runner)
+    calls = 0
+    history = runner.fit(model, x, y, epochs=4, callbacks=[losses, Slower()]).history
+    return {"losses": losses.values, "accuracy": history["accuracy"], "calls": calls}
+
+
+def main():
+    results = []
+    for case in json.loads(sys.argv[1]):
+        globals()["CASE"] = case
+        fields = {name: value for name, value in case.items() if name != "layer"}
+        results.append(kerasdp.launch(train, backend="torch", device="cpu", verbose=0, batch_size=16, **fields))
+    print("RESULT", json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

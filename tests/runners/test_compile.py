@@ -1,0 +1,65 @@
+"""The promise: compiled steps learn what steps in Python learn."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+from tests.runners.test_resume import files, train
+
+pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="jax and tensorflow compile by themselves")
+
+
+def results_of(program, cases, **environment):
+    done = run(PROGRAMS / program, json.dumps(cases), OMP_NUM_THREADS="1", **environment)
+    return result_of(done), done.stderr
+
+
+@pytest.mark.parametrize("net", ["norms", "random"])
+def test_compiled_on_one_and_two_devices(net):
+    """Batch norm; dropout, penalties, clipping, two outputs, uint8 inputs, a last batch of 4."""
+    case = {"backend": "torch", "net": net, "rule": "sgd"}
+    cases = [case | {"num_devices": count, "compile": mode} for count, mode in ((1, "off"), (1, "on"), (2, "on"))]
+    (eager, *compiled), errors = results_of("pipelines.py", cases)
+    assert "warning" not in errors
+    for received in compiled:
+        np.testing.assert_allclose(received["losses"], eager["losses"], rtol=2e-6)
+        for own, other in zip(received["weights"], eager["weights"]):
+            np.testing.assert_allclose(own, other, atol=1e-6)
+        for name, values in eager.get("history", {}).items():
+            assert received["history"][name] == pytest.approx(values, rel=2e-6), name
+
+
+def test_what_is_compiled_and_what_is_not():
+    layers = ["plain", "slower", "reading", "unseeded"]
+    cases = [{"layer": layer, "compile": mode} for layer in layers for mode in ("off", "on")]
+    results, errors = results_of("compiled.py", cases)
+    for layer, eager, compiled in zip(layers, results[::2], results[1::2]):
+        assert eager["calls"] == 16
+        np.testing.assert_allclose(compiled["losses"], eager["losses"], rtol=1e-6, err_msg=layer)
+        np.testing.assert_allclose(compiled["accuracy"], eager["accuracy"], err_msg=layer)
+    plain, slower, reading, unseeded = (result["calls"] for result in results[1::2])
+    assert plain == slower == 1 + 4  # captured once; the last batch of each epoch is smaller
+    assert reading == unseeded == 1 + 16
+    warnings = [line for line in errors.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    assert "layer counting cannot be captured as a graph" in warnings[0]
+    assert "variables are assigned that are not the model's" in warnings[1]
+
+
+def test_a_machine_without_a_compiler():
+    cases = [{"layer": "plain", "compile": mode, "max_steps": 3} for mode in ("off", "on")]
+    (eager, other), errors = results_of("compiled.py", cases, CXX="/nowhere", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    assert eager["losses"] == other["losses"]
+    assert "warning: the step cannot be compiled" in errors
+
+
+def test_a_compiled_run_goes_on_bit_by_bit(tmp_path):
+    choices = {"compile": "on", "checkpoint_every": "7"}
+    whole = result_of(train(tmp_path / "whole", "torch", 2, **choices))
+    done = train(tmp_path / "run", "torch", 2, trouble="signal", at_step=17, **choices)
+    assert done.returncode == 99, done.stderr
+    (tmp_path / "run.trouble").touch()
+    assert result_of(train(tmp_path / "run", "torch", 2, resume=True, **choices)) == whole
+    assert files(tmp_path / "run") == files(tmp_path / "whole")
