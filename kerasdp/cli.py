@@ -21,7 +21,7 @@ FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
-_OF_ONE_PIPELINE = ["strategy", "split_size", "micro_batches", "epochs", "max_steps"]
+_OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
 _NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
 _COMPARISON = "Comparison (recipes/parity.py only)"
 _STUDY = "Study of a pipeline (recipes/pipeline.py only)"
@@ -42,6 +42,8 @@ def _define_flags() -> None:
             "Without any GPU: so many virtual CPU devices.")  # fmt: skip
     _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
     _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
+    _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16: half as much to "
+            "send when devices exchange gradients (torch, tensorflow).")  # fmt: skip
 
     group = "Models cut over several devices"
     _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data); the model, cut "
@@ -67,6 +69,9 @@ def _define_flags() -> None:
 
     group = "Training"
     _define(group, "batch_size", number, _DEFAULTS.batch_size, "Samples a step over all devices: the global batch.")
+    _define(group, "accumulate", number, _DEFAULTS.accumulate, "Parts in which each device works on its samples, one "
+            "after the other, for batches larger than its memory. Same gradient; but batch norm takes its statistics "
+            "from each part.")  # fmt: skip
     _define(group, "epochs", number, _DEFAULTS.epochs, "Passes over the training data.")
     _define(group, "max_steps", number, None, "Ends the run after so many updates.")
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")

@@ -72,10 +72,6 @@ class Replicas(CutModel, jax_sharding.Replicas):
         """Variables may be made anywhere."""
         return []
 
-    def differing_weights(self, model: Any) -> list[str]:
-        """Each weight is there once."""
-        return []
-
 
 def _made_for(model: Any) -> tuple[Any, ...]:
     return model, getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics
