@@ -32,8 +32,8 @@ def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text:
     GROUPS.setdefault(group, []).append(name)
 
 
-def _define_flags() -> None:
-    text, number, real, switch = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_boolean
+def _define_flags_of_training() -> None:
+    text, number, real = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
     names = {key: ", ".join(getattr(choices, key)) for key in ("BACKENDS", "MODELS", "DATASETS", "PRECISIONS")}
 
     group = "Backend and devices"
@@ -84,6 +84,10 @@ def _define_flags() -> None:
             "replica's part of it (replica).")  # fmt: skip
     _define(group, "seed", number, _DEFAULTS.seed, "Of initial weights, sample order and dropout.")
 
+
+def _define_flags_of_files_and_recipes() -> None:
+    text, number, real, switch = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_boolean
+
     group = "Output"
     _define(group, "workdir", text, None, "Folder for what the run leaves. Default: a new one in runs/.")
     _define(group, "log_every", number, _DEFAULTS.log_every, "Steps between two lines of steps.jsonl.")
@@ -115,7 +119,8 @@ def _define_flags() -> None:
     _define(group, "repetitions", number, 10, "Epochs to measure, of each way; one more, which compiles, comes first.")
 
 
-_define_flags()
+_define_flags_of_training()
+_define_flags_of_files_and_recipes()
 flags.DEFINE_boolean("help", False, "Print this help.", flag_values=FLAGS, short_name="h")
 flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "flagfile", "", ""), FLAGS)
 

@@ -57,8 +57,8 @@ class Config:
         batch_norm: statistics over the global batch (`"sync"`) or each replica's part (`"replica"`).
         precision: of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
             telling round-off from mistakes.
-        gradient_precision: in which replicas exchange their gradients: `"bfloat16"` halves what they send (torch,
-            tensorflow).
+        gradient_precision: in which replicas exchange their gradients: `"bfloat16"` halves what they send (torch, and
+            tensorflow, which sends those of an embedding in float32 all the same).
         seed: of initial weights, sample order and dropout.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.

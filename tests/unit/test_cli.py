@@ -66,11 +66,11 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in cli.GROUPS.values() for name in names) == [
-        "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "cut_at", "data_dir",
-        "dataset", "device", "device_counts", "epochs", "export", "gpus", "hang_timeout", "keep", "kernel_initializer",
-        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
-        "optimizer", "precision", "repetitions", "resume", "schedule", "seed", "split_size", "split_sizes", "stages",
-        "strategy", "tensorboard", "verbose", "workdir",
+        "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "cut_at",
+        "data_dir", "dataset", "device", "device_counts", "epochs", "export", "gpus", "gradient_precision",
+        "hang_timeout", "keep", "kernel_initializer", "learning_rate", "log_every", "lr_base_batch", "max_restarts",
+        "max_steps", "micro_batches", "model", "optimizer", "precision", "repetitions", "resume", "schedule", "seed",
+        "split_size", "split_sizes", "stages", "strategy", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
 
 
@@ -127,6 +127,7 @@ def test_a_study():
     [
         ("--split_size=4", "--split_size has no effect here: use --split_sizes"),
         ("--epochs=4", "use --split_sizes and --repetitions"),
+        ("--accumulate=4", "use --split_sizes and --repetitions"),
         ("--split_sizes=1,two", "--split_sizes: expected numbers such as 1,2,4"),
         ("--split_sizes=0", "--split_sizes: expected numbers of at least 1"),
         ("--repetitions=1", "--repetitions: expected at least 2"),
