@@ -22,6 +22,7 @@ GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
 _OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
+_NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
 _NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
 _COMPARISON = "Comparison (recipes/parity.py only)"
 _STUDY = "Study of a pipeline (recipes/pipeline.py only)"
@@ -165,6 +166,7 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
     _read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
         | dict.fromkeys(GROUPS[_STUDY], "it belongs to recipes/pipeline.py"),
     )
     backends = FLAGS["backends"].value

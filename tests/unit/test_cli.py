@@ -97,6 +97,9 @@ def test_a_comparison():
     [
         ("--backend=torch", "--backend has no effect here: use --backends"),
         ("--gpus=2", "--gpus has no effect here"),
+        ("--accumulate=2", "--accumulate has no effect here: what is compared differs in backend and number of"),
+        ("--gradient_precision=bfloat16", "--gradient_precision has no effect here"),
+        ("--strategy=pipeline", "--strategy has no effect here"),
         ("--backends=torch,theano", "expected one of torch, jax, tensorflow"),
         ("--device_counts=1,two", "--device_counts: expected numbers such as 1,2,4"),
         ("--device_counts=0", "--device_counts: expected numbers of at least 1. Received: 0"),
