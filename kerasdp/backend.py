@@ -103,5 +103,5 @@ def choose_devices(config: Config, num_gpus: int) -> Devices:
                 f"ask for at most {num_gpus}, or use --device=cpu for virtual CPU devices"
             )
         devices = Devices(kind="gpu", count=count)
-    config.check_batch(config.num_replicas(devices.count))
+    config.check_replicas(config.num_replicas(devices.count))
     return devices

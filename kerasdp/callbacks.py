@@ -123,7 +123,7 @@ def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> l
             "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir and "
             "--resume"
         )
-    is_cut = runner.replicas.num_processes > 1 and runner.num_replicas == 1
+    is_cut = runner.replicas.num_processes > 1 and runner.config.strategy == "pipeline"
     for callback in callbacks:
         if is_cut and isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise UserError(

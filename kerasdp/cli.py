@@ -22,9 +22,10 @@ FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
-_OF_ONE_PIPELINE = ["strategy", "split_size", "micro_batches", "epochs", "max_steps"]
-_NOT_MEASURED = ["strategy", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule", "optimizer"]
-_NOT_MEASURED += ["learning_rate", "lr_base_batch", "kernel_initializer"]
+_OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
+_NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
+_NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
+_NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
 _NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
 _COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
 _STUDY = "Study of a pipeline (recipes/pipeline.py only)"
@@ -36,8 +37,8 @@ def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text:
     GROUPS.setdefault(group, []).append(name)
 
 
-def _define_flags() -> None:
-    text, number, real, switch = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_boolean
+def _define_flags_of_training() -> None:
+    text, number, real = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
     names = {key: ", ".join(getattr(choices, key)) for key in ("BACKENDS", "MODELS", "DATASETS", "PRECISIONS")}
 
     group = "Backend and devices"
@@ -46,6 +47,8 @@ def _define_flags() -> None:
             "Without any GPU: so many virtual CPU devices.")  # fmt: skip
     _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
     _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
+    _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16: half as much to "
+            "send when devices exchange gradients (torch, tensorflow).")  # fmt: skip
 
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
             "on torch, in runs of 1,000 steps or more. jax and tensorflow always compile.")  # fmt: skip
@@ -74,6 +77,9 @@ def _define_flags() -> None:
 
     group = "Training"
     _define(group, "batch_size", number, _DEFAULTS.batch_size, "Samples a step over all devices: the global batch.")
+    _define(group, "accumulate", number, _DEFAULTS.accumulate, "Parts in which each device works on its samples, one "
+            "after the other, for batches larger than its memory. Same gradient; but batch norm takes its statistics "
+            "from each part.")  # fmt: skip
     _define(group, "epochs", number, _DEFAULTS.epochs, "Passes over the training data.")
     _define(group, "max_steps", number, None, "Ends the run after so many updates.")
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
@@ -85,6 +91,10 @@ def _define_flags() -> None:
     _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "
             "replica's part of it (replica).")  # fmt: skip
     _define(group, "seed", number, _DEFAULTS.seed, "Of initial weights, sample order and dropout.")
+
+
+def _define_flags_of_files() -> None:
+    text, number, real, switch = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_boolean
 
     group = "Output"
     _define(group, "workdir", text, None, "Folder for what the run leaves. Default: a new one in runs/.")
@@ -127,7 +137,8 @@ def _define_flags_of_recipes() -> None:
     _define(group, "steps_per_round", number, 20, "Training steps of each round.")
 
 
-_define_flags()
+_define_flags_of_training()
+_define_flags_of_files()
 _define_flags_of_recipes()
 flags.DEFINE_boolean("help", False, "Print this help.", flag_values=FLAGS, short_name="h")
 flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "flagfile", "", ""), FLAGS)
@@ -169,6 +180,7 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
     _read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
         | _of_recipes(_STUDY, _BENCHMARK),
     )
     names, numbers = _backends(), _numbers("device_counts")

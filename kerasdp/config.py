@@ -16,6 +16,7 @@ BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
 COMPILES = ("auto", "on", "off")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
+GRADIENT_PRECISIONS = ("float32", "bfloat16")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 CHECKPOINTS = "checkpoints"  # folder in the workdir
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
@@ -44,6 +45,9 @@ class Config:
         dataset: a data set of `kerasdp.data`, or the user's own function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
         batch_size: samples a step, over all devices: the global batch.
+        accumulate: in how many parts each device works on its samples, one after the other, so that it holds the
+            activations of one part alone; their gradients, added up, are those of the global batch. Batch norm takes
+            its statistics from each part.
         epochs: passes over the training data.
         max_steps: updates after which the run ends. None: only `epochs` counts.
         optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
@@ -57,6 +61,8 @@ class Config:
         compile: whether training steps run as one compiled graph, on torch: `"on"`, `"off"`, or `"auto"`: in runs of at
             least 1,000 steps. What cannot be captured is trained without, with a warning. On jax and tensorflow the
             model's own `jit_compile` decides, as in Keras.
+        gradient_precision: in which replicas exchange their gradients: `"bfloat16"` halves what they send (torch, and
+            tensorflow, which sends those of an embedding in float32 all the same).
         seed: of initial weights, sample order and dropout.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
@@ -88,6 +94,7 @@ class Config:
     dataset: str = "digits"
     data_dir: str | None = None
     batch_size: int = 64
+    accumulate: int = 1
     epochs: int = 20
     max_steps: int | None = None
     optimizer: str = "sgd(learning_rate=0.03, momentum=0.9)"
@@ -97,6 +104,7 @@ class Config:
     batch_norm: str = "sync"
     precision: str = "float32"
     compile: str = "auto"
+    gradient_precision: str = "float32"
     seed: int = 0
     workdir: str | None = None
     log_every: int = 10
@@ -118,10 +126,12 @@ class Config:
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("compile", self.compile, COMPILES)
+        _one_of("gradient_precision", self.gradient_precision, GRADIENT_PRECISIONS)
         _one_of("verbose", self.verbose, (None, 0, 1, 2))
         for flag, value in (
             ("gpus", self.num_devices),
             ("batch_size", self.batch_size),
+            ("accumulate", self.accumulate),
             ("epochs", self.epochs),
             ("max_steps", self.max_steps),
             ("lr_base_batch", self.lr_base_batch),
@@ -173,8 +183,14 @@ class Config:
                 f"--strategy=tensor: there for --backend=jax only. Received: {self.backend}; use --backend=jax, or "
                 "--strategy=data or pipeline"
             )
+        self._check_gradients()
+        if self.compile != "auto" and (self.backend in ("jax", "tensorflow") or self.engine == "pipeline"):
+            raise UserError(
+                f"--compile: has an effect on torch alone, and not on a model in stages or --accumulate. Received: "
+                f"{self.compile}; leave it out (jax and tensorflow compile by themselves)"
+            )
         if self.num_devices is not None:
-            self.check_batch(self.num_replicas(self.num_devices))
+            self.check_replicas(self.num_replicas(self.num_devices))
 
     def _check_pipeline(self) -> None:
         if self.split_size is not None and self.micro_batches is not None:
@@ -203,13 +219,56 @@ class Config:
                 "--backend=torch or jax"
             )
 
-    def check_batch(self, num_replicas: int) -> None:
-        """Raises `UserError` if the global batch leaves a replica without a sample."""
+    def _check_gradients(self) -> None:
+        if self.accumulate > 1 and self.strategy != "data":
+            instead = "use --micro_batches" if self.strategy == "pipeline" else "leave one of them out"
+            raise UserError(f"--accumulate: there for --strategy=data only. Received: {self.strategy}; {instead}")
+        if self.gradient_precision == "float32":
+            return
+        if self.backend == "jax":
+            raise UserError(
+                f"--gradient_precision={self.gradient_precision}: there for --backend=torch and tensorflow. Received: "
+                "jax, where XLA adds up the gradients within a step's program; use one of those, or leave it out"
+            )
+        if self.engine != "data":
+            other = f"--accumulate={self.accumulate}" if self.accumulate > 1 else f"--strategy={self.strategy}"
+            raise UserError(
+                f"--gradient_precision={self.gradient_precision}: not together with {other}; leave out one of them"
+            )
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
+        if self.gradient_precision != "float32" and num_replicas == 1:
+            raise UserError(
+                f"--gradient_precision={self.gradient_precision}: one device sends no gradients; leave it out, or use "
+                "--gpus=2 or more"
+            )
+        if self.accumulate > 1 and num_replicas > 1 and self.backend == "tensorflow":
+            raise UserError(
+                f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
+                f"Received: {num_replicas}; use --backend=torch or jax"
+            )
         if self.batch_size < num_replicas:
             raise UserError(
                 f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
                 f"for {num_replicas} devices. Received: {self.batch_size}"
             )
+        rows = self.replica_batch_size(num_replicas)
+        if self.accumulate > rows:
+            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
+        count = -(-rows // -(-rows // self.accumulate))
+        if count != self.accumulate:
+            raise UserError(
+                f"--accumulate: {rows} samples, those of a device, cannot be cut into {self.accumulate} parts of one "
+                f"size, but for the last; use {count}, or another --batch_size"
+            )
+
+    @property
+    def engine(self) -> str:
+        """The strategy whose engine trains: parts that are worked on one after the other are a pipeline's, of one
+        stage.
+        """
+        return "pipeline" if self.accumulate > 1 else self.strategy
 
     def num_replicas(self, num_devices: int) -> int:
         """How many copies of the model share the batch on so many devices.
@@ -230,6 +289,8 @@ class Config:
 
     def stages_on(self, num_devices: int) -> int:
         """How many stages a pipeline on so many devices has."""
+        if self.accumulate > 1:
+            return 1
         if self.cut_at is not None:
             return len(self.cut_at.split(",")) + 1
         return self.num_stages or (2 * num_devices if self.schedule == "interleaved1f1b" else num_devices)
@@ -264,7 +325,8 @@ class Config:
         size = self.replica_batch_size(num_pipelines)
         if self.split_size is not None:
             return min(int(self.split_size), size)
-        return -(-size // min(self.micro_batches or 2 * num_stages, size))
+        count = self.accumulate if self.accumulate > 1 else self.micro_batches or 2 * num_stages
+        return -(-size // min(count, size))
 
     def replica_batch_size(self, num_replicas: int) -> int:
         """Samples of a full batch on one replica (the last replica holds fewer if they do not divide)."""

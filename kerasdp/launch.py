@@ -60,7 +60,7 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     backend.set_backend(settings.backend)
     with _native_greetings_hidden():
-        runner_module = importlib.import_module(RUNNERS[settings.backend, settings.strategy])
+        runner_module = importlib.import_module(RUNNERS[settings.backend, settings.engine])
         num_gpus = runner_module.count_gpus(settings)
     devices = backend.choose_devices(settings, num_gpus)
     return runner_module.start(_work, devices, settings, train, folder)
@@ -88,7 +88,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
     """What each worker does."""
     with preemption.noticed():
         backend.set_backend(settings.backend)
-        replicas = importlib.import_module(RUNNERS[settings.backend, settings.strategy]).Replicas(devices, settings)
+        replicas = importlib.import_module(RUNNERS[settings.backend, settings.engine]).Replicas(devices, settings)
         # Only now may Keras be imported.
         from kerasdp.runner import Runner
 

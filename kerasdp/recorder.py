@@ -50,7 +50,7 @@ class Recorder(keras.callbacks.Callback):
             devices=str(runner.devices),
             device_kind=runner.devices.kind,
             num_devices=runner.replicas.num_devices,
-            num_replicas=runner.num_replicas,
+            num_replicas=runner.config.num_replicas(runner.devices.count),
             num_processes=runner.replicas.num_processes,
             model=model.name,
             global_batch_size=batch_size,

@@ -20,10 +20,15 @@ class CutModel:
         return str(self.engine_of(model).plan)
 
     def tune(self, model: Any, first_batch: Callable[[], Any], report: Callable[[str], None]) -> None:
-        """Finds the size of micro-batches, if it is to be found."""
-        from kerasdp.pipeline.plan import find_size
+        """Finds the size of micro-batches, if it is to be found, or that of the parts of these batches."""
+        from kerasdp.pipeline.plan import accumulating, find_size
 
         pipeline = self.engine_of(model)
+        if self.config.accumulate > 1:
+            size = pipeline.plan.size
+            pipeline.plan = accumulating(pipeline.plan, self.config, len(first_batch().indices))
+            if pipeline.plan.size != size:
+                object.__setattr__(model, "_kerasdp_functions", None)  # TensorFlow's graphs hold the size
         if self.config.split_size == "auto" and not pipeline.is_tuned:
             pipeline.is_tuned = True
             find_size(pipeline, self.place(first_batch()), report)

@@ -59,6 +59,8 @@ class Part:
         self.forward = jax.jit(self._forward)
         self.infer = jax.jit(self._infer)
         self.gradients = jax.jit(self._gradients)
+        self.zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self.whole)
+        self.accumulate = jax.jit(self._accumulate, donate_argnums=8)
         self.finish = jax.jit(self._finish, donate_argnums=1)
         self.update = jax.jit(self._update, donate_argnums=(0, 1))
         self.penalty = jax.jit(self._weight_penalty)
@@ -153,6 +155,27 @@ class Part:
         own, passed_on = found[0], iter(() if self.is_first else found[1])
         sums = own if sums is None else jax.tree.map(jnp.add, sums, own)
         return sums, [next(passed_on) if is_float else None for is_float in self.differentiable] if found[1:] else None
+
+    def _accumulate(
+        self, trainable: Any, non_trainable: Any, inputs: Any, targets: Any, sample_weight: Any, first_row: Any,
+        shares: Any, scale: Any, sums: Any,
+    ) -> Any:  # fmt: skip
+        """Outputs and penalty of a part of the batch, with the whole model; its gradients, added to `sums`.
+
+        `shares`: what the part's loss and penalty count in those of the batch.
+        """
+        import keras
+
+        metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
+
+        def loss_of(trainable: Any) -> Any:
+            outputs, penalty, new = self._call(trainable, non_trainable, inputs, first_row, training=True)
+            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
+                loss = self._compiled_loss(outputs, targets, sample_weight)
+            return (loss * shares[0] + penalty * shares[1]) * scale, (outputs, penalty, new)
+
+        gradients, (outputs, penalty, new) = jax.grad(loss_of, has_aux=True)(trainable)
+        return outputs, penalty, new, jax.tree.map(jnp.add, sums, gradients)
 
     def _infer(self, trainable: Any, non_trainable: Any, inputs: Any) -> tuple[Any, Any]:
         return self._call(trainable, non_trainable, inputs, np.int32(0), training=False)[:2]

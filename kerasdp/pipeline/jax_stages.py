@@ -72,10 +72,6 @@ class Replicas(CutModel, jax_sharding.Replicas):
         """Variables may be made anywhere."""
         return []
 
-    def differing_weights(self, model: Any) -> list[str]:
-        """Each weight is there once."""
-        return []
-
 
 def _made_for(model: Any) -> tuple[Any, ...]:
     return model, getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics
@@ -153,6 +149,8 @@ class Pipeline:
         schedule = self.plan.schedule_for(len(micro_batches))
         step = _Step(self, state, batch, micro_batches, is_whole=schedule == "gpipe")
         orders = [actions(schedule, part.number, len(self.parts), len(micro_batches)) for part in self.parts]
+        if self.plan.is_whole_model:
+            orders = [[("accumulate", number) for number in range(len(micro_batches))]]
         step.run([[*order, *end] for order in orders])
         return step
 
@@ -275,6 +273,25 @@ class _Step:
         if part.is_last:
             self._measure(part, number)
         return begin, outputs
+
+    def _accumulate(self, part: Part, number: int) -> tuple[float, Any]:
+        """Forward, loss and backward in one program, which keeps less than two would have to hand on."""
+        inputs, begin = self._received(part, self.activations[part.number], number)
+        micro_batches, values = self.micro_batches, self.values[part.number]
+        rows, share = micro_batches.rows(number), np.float32(micro_batches.share_of_rows(number))
+        for place, seed in zip(part.seeds, self.seeds[part.number]):
+            values[1][place] = seed
+        if self.sums[part.number] is None:
+            self.sums[part.number] = part.zeros(values[0])
+        outputs, penalty, values[1], self.sums[part.number] = part.accumulate(
+            values[0], values[1], inputs, *part.cut((self.batch.targets, self.batch.sample_weight), rows),
+            np.int32(rows.start), (np.float32(self.shares[number]), share), part.loss_scale(values[2]),
+            self.sums[part.number],
+        )  # fmt: skip
+        values[1] = list(values[1])
+        self.penalties_of[part.number].append((share, penalty))
+        self.activations[part.number + 1][number].set_result(outputs)
+        return begin, self.sums[part.number]
 
     def _infer(self, part: Part, number: int) -> tuple[float, Any]:
         inputs, begin = self._received(part, self.activations[part.number], number)

@@ -20,10 +20,12 @@ class MicroBatches:
     Args:
         num_rows: of the global batch.
         size: rows of a micro-batch, over all pipelines; the last one may have fewer.
+        instead: what to do about a loss that cannot be had of each of them alone.
     """
 
     num_rows: int
     size: int
+    instead: str = "use --schedule=gpipe"
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.size)
@@ -55,11 +57,10 @@ class MicroBatches:
         losses = [loss for _, loss, _, _ in model._compile_loss._flat_losses]
         for loss in losses:
             # They divide by what they found in the batch, whatever their `reduction` says (Keras 3.15).
-            divides = isinstance(loss, (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle))
+            function = getattr(loss, "fn", None)  # of a class as of `loss="dice"`
+            divides = function in (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
             if divides or getattr(loss, "ignore_class", None) is not None:
-                raise UserError(
-                    f"the loss {loss.name} of {model.name} needs the whole batch at once; use --schedule=gpipe"
-                )
+                raise UserError(f"the loss {loss.name} of {model.name} needs the whole batch at once; {self.instead}")
         reductions = {loss.reduction for loss in losses}
         if reductions == {"sum"}:
             return [1.0] * len(self)
@@ -69,7 +70,7 @@ class MicroBatches:
         if not reductions <= means:
             raise UserError(
                 f"the losses of {model.name} are reduced by {', '.join(map(str, sorted(map(str, reductions))))}, which "
-                "needs the whole batch at once; use --schedule=gpipe"
+                f"needs the whole batch at once; {self.instead}"
             )
         return [self.share_of_rows(number) for number in range(len(self))]
 
@@ -84,6 +85,7 @@ class Plan:
         size: rows of a micro-batch, over all pipelines.
         num_pipelines: that share a micro-batch.
         schedule: of `kerasdp.config.SCHEDULES`.
+        is_whole_model: whether the only stage is the model, for `Config.accumulate`.
     """
 
     model: keras.Model
@@ -91,10 +93,12 @@ class Plan:
     size: int
     num_pipelines: int
     schedule: str
+    is_whole_model: bool = False
 
     def micro_batches(self, num_rows: int) -> MicroBatches:
         """Of a global batch of `num_rows` rows."""
-        return MicroBatches(num_rows=num_rows, size=self.size)
+        choice = {"instead": "leave out --accumulate"} if self.is_whole_model else {}
+        return MicroBatches(num_rows=num_rows, size=self.size, **choice)
 
     def inputs(self, inputs: Any) -> list[Any]:
         """The inputs of the first stage, in its order, from what `fit` takes."""
@@ -118,6 +122,8 @@ class Plan:
         return self.schedule if num_micro_batches >= len(self.stages) else "gpipe"
 
     def __str__(self) -> str:
+        if self.is_whole_model:
+            return f"gradients add up over parts of {self.size} samples"
         copies = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
         return f"{table(self.stages)}\nmicro-batches of {self.size}{copies}, {self.schedule}"
 
@@ -130,7 +136,8 @@ def make_plan(
     Raises:
         UserError: if that cannot be done.
     """
-    _check(model)
+    user = "--accumulate" if config.accumulate > 1 else "a pipeline"
+    _check(model, user)
     num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
     if config.split_size == "auto":  # until it is found, by `find_size`
         config = dataclasses.replace(config, split_size=None)
@@ -140,20 +147,34 @@ def make_plan(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if config.backend != "tensorflow" and inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
         raise UserError(
-            "a pipeline clips the gradients of each step, and would not clip what gradient_accumulation_steps has "
+            f"{user} clips the gradients of each step, and would not clip what gradient_accumulation_steps has "
             "accumulated; use a larger --batch_size instead, or clipnorm"
         )
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
-    stages = split(model, num_stages, cut_at=cut_at, balance=config.balance, batch_size=min(size, 32), agree=agree)
+    balance = config.balance if num_stages > 1 else "parameters"  # nothing to balance, nothing to measure
+    stages = split(model, num_stages, cut_at=cut_at, balance=balance, batch_size=min(size, 32), agree=agree)
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in stages[-1].model.outputs):
-        raise UserError(f"a pipeline: the outputs of {model.name} carry a mask, which its micro-batches would lose")
+        raise UserError(f"{user}: the outputs of {model.name} carry a mask, which its micro-batches would lose")
     return Plan(
         model=functional(model),
         stages=stages,
         size=size * num_pipelines,
         num_pipelines=num_pipelines,
-        schedule=config.schedule,
+        # Backwards as soon as they can be: with one stage, no more than one micro-batch is in memory.
+        schedule="1f1b" if config.accumulate > 1 else config.schedule,
+        is_whole_model=config.accumulate > 1,
     )
+
+
+def accumulating(plan: Plan, config: Config, num_rows: int) -> Plan:
+    """The plan for batches of `num_rows` rows, whatever `config.batch_size` is.
+
+    Raises:
+        UserError: if they cannot be cut into `config.accumulate` parts.
+    """
+    config = dataclasses.replace(config, num_devices=None, batch_size=num_rows)
+    config.check_replicas(plan.num_pipelines)
+    return dataclasses.replace(plan, size=config.micro_batch_size(1, plan.num_pipelines) * plan.num_pipelines)
 
 
 def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
@@ -209,19 +230,19 @@ def _check_sizes(config: Config, num_stages: int, num_pipelines: int, num_device
         )
 
 
-def _check(model: keras.Model) -> None:
-    for tensor in functional(model).inputs:
+def _check(model: keras.Model, user: str) -> None:
+    for tensor in functional(model, user).inputs:
         if None in tensor.shape[1:]:
             raise UserError(
-                f"a pipeline: expected inputs of known shape. Received: {tensor.name} with {tuple(tensor.shape)}; give "
+                f"{user}: expected inputs of known shape. Received: {tensor.name} with {tuple(tensor.shape)}; give "
                 "keras.Input all sizes but that of the batch"
             )
     names = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
     own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
     if own:
         raise UserError(
-            f"a pipeline calls the stages of a model by itself, and so passes over the {own[0]} of "
-            f"{type(model).__name__}; use --strategy=data"
+            f"{user} calls the layers of a model by itself, and so passes over the {own[0]} of "
+            f"{type(model).__name__}; {'use --strategy=data' if user == 'a pipeline' else 'leave it out'}"
         )
 
 

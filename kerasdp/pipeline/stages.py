@@ -122,8 +122,8 @@ def table(stages: list[Stage]) -> str:
     )  # fmt: skip
 
 
-def functional(model: keras.Model) -> keras.Model:
-    """The model, or that in a Sequential one, whose layers' calls are known.
+def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
+    """The model, or that in a Sequential one, whose layers' calls are known; `user` is who needs that.
 
     Raises:
         UserError: if it is neither.
@@ -132,7 +132,7 @@ def functional(model: keras.Model) -> keras.Model:
         model = model._functional
     if not isinstance(model, keras.src.models.functional.Functional):
         raise UserError(
-            f"a pipeline needs a model whose layers are known: functional, or Sequential with an Input. Received: "
+            f"{user} needs a model whose layers are known: functional, or Sequential with an Input. Received: "
             f"{type(model).__name__} {model.name!r}"
         )
     return model

@@ -48,7 +48,10 @@ class Replicas(CutModel, tf_mirrored.Replicas):
 
     def make_pipeline(self, model: Any) -> "Pipeline":
         """An engine for a model."""
-        return Pipeline(model, self.config, self.names, self.agree)
+        from kerasdp.pipeline.tf_accumulation import Accumulation
+
+        kind = Accumulation if self.config.accumulate > 1 else Pipeline
+        return kind(model, self.config, self.names, self.agree)
 
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
@@ -76,7 +79,8 @@ class Replicas(CutModel, tf_mirrored.Replicas):
         if model.run_eagerly:
             return step
         # XLA (2.21) takes no variables of several devices, whatever `jit_compile` says.
-        return tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=False)
+        compiled = (model.jit_compile or None) if self.config.accumulate > 1 else False
+        return tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=compiled)
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:

@@ -37,12 +37,15 @@ class Step:
         first = rows.start + pipeline.copy * pipeline.size
         whole = rows.stop - rows.start
         several = pipeline.num_copies > 1
+        num_rows = min(max(rows.stop - first, 0), pipeline.size)
+        # Without padding, and with nothing to join, batch norm may be torch's own, which is faster and keeps less.
+        as_torch = pipeline.plan.is_whole_model and not several and num_rows == pipeline.size
         return ReplicaContext(
             num_replicas=pipeline.num_copies,
-            num_rows=min(max(rows.stop - first, 0), pipeline.size),
+            num_rows=num_rows,
             rows=pipeline.size,
             first_row=first,
-            gather=lambda own: gather_statistics(own, pipeline.copies) if several else own[None],
+            gather=None if as_torch else lambda own: gather_statistics(own, pipeline.copies) if several else own[None],
             gather_rows=lambda own: (gather_rows(own, pipeline.copies, 1) if several else own)[:whole],
         )
 

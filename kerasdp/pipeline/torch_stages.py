@@ -275,7 +275,8 @@ class Pipeline:
     def _totals(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Sums over the stages."""
         totals = torch.stack([value.double() for value in values])
-        dist.all_reduce(totals, group=self.group)
+        if self.length > 1:
+            dist.all_reduce(totals, group=self.group)
         return totals.to(values[-1].dtype)
 
     def _outputs(self) -> Any:
@@ -288,7 +289,8 @@ class Pipeline:
             else:
                 shape = (step.micro_batches.num_rows, *step.shapes[place])
                 leaf = torch.empty(shape, dtype=to_torch_dtype(tensor.dtype), device=self.replicas.device)
-            dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
+            if self.length > 1:
+                dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
             outputs.append(leaf)
         return self.plan.outputs(outputs)
 
@@ -327,7 +329,7 @@ class Pipeline:
 
     def collect(self) -> None:
         """Gives each process of the pipeline the values of all variables."""
-        for number in range(len(self.plan.stages)):
+        for number in range(len(self.plan.stages)) if self.length > 1 else ():
             source = dist.get_global_rank(self.group, number % self.length)
             for variable in self.variables_of(number):
                 self._send(variable, source)

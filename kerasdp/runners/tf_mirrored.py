@@ -60,6 +60,7 @@ class Replicas(WholeModel):
         """Makes the virtual devices and the strategy. Call before Keras is imported."""
         self.num_devices = self.num_replicas = devices.count
         self.cuts_batches = devices.count > 1
+        self.gradient_precision = config.gradient_precision
         self.names = make_devices(devices, config)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.strategy = (
@@ -162,7 +163,7 @@ class Replicas(WholeModel):
             variables = model.trainable_weights
             gradients = tape.gradient(scaled_loss, variables)
             if self.num_replicas > 1:
-                gradients = tf_reductions.mean(gradients)
+                gradients = tf_reductions.mean(gradients, self.gradient_precision)
             # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
             dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
             seen = observed(detail, dense, found)

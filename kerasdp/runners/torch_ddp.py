@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp import replica_context
 from kerasdp.backend import Devices
@@ -210,12 +211,17 @@ class Replicas(WholeModel):
         trainer_class = keras.Model.__mro__[1]
         if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
             object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
-        return torch.nn.parallel.DistributedDataParallel(
+        parallel = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[self.device] if self.is_gpu else None,
             # Otherwise the second step fails. To look for them costs a walk through the graph in each step.
             find_unused_parameters=self._has_unused_weights(model, batch),
         )
+        if self.config.gradient_precision == "bfloat16":
+            # By way of a function of another name: torch (2.13) refuses its own by name where there is no NCCL, though
+            # Gloo adds up bfloat16, too.
+            parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+        return parallel
 
     def _has_unused_weights(self, model: Any, batch: PlacedBatch) -> bool:
         """Whether there is a weight that the loss does not depend on, as in an output without a loss."""

@@ -165,7 +165,10 @@ class _Averaging:
 
     def _send(self) -> None:
         bucket, self.bucket = self.bucket, []
-        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket]) / self.replicas.num_replicas
+        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
+        if self.replicas.config.gradient_precision == "bfloat16":
+            flat = flat.to(torch.bfloat16)
+        flat = flat / self.replicas.num_replicas
         # The functional form, which can be captured; nobody waits for it here.
         flat = torch.ops._c10d_functional.all_reduce(flat, "sum", dist.group.WORLD.group_name)
         self.sent.append((bucket, flat))
@@ -178,7 +181,8 @@ class _Averaging:
             self._send()
         found = {}
         for bucket, flat in self.sent:
-            parts = torch.ops._c10d_functional.wait_tensor(flat).split([gradient.numel() for _, gradient in bucket])
+            flat = torch.ops._c10d_functional.wait_tensor(flat).to(bucket[0][1].dtype)
+            parts = flat.split([gradient.numel() for _, gradient in bucket])
             found |= {key: part.reshape(gradient.shape) for (key, gradient), part in zip(bucket, parts)}
         return [found.get(id(variable)) for variable in variables]
 

@@ -7,7 +7,7 @@ from keras import layers
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline.plan import MicroBatches, actions, make_plan, slots_of
+from kerasdp.pipeline.plan import MicroBatches, accumulating, actions, make_plan, slots_of
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 61, 64])
@@ -89,6 +89,8 @@ def loss_of(reduction):
             "reduced by mean_with_sample_weight, which needs",
         ),
         (lambda: two_outputs(kind="mse", size=loss_of("sum")), False, "reduced by sum, sum_over_batch_size"),
+        (lambda: with_loss("dice"), False, "the loss dice of"),
+        (lambda: with_loss(keras.losses.Tversky()), False, "the loss tversky of"),
     ],
 )
 def test_a_loss_that_needs_the_whole_batch(make, is_weighted, words):
@@ -197,6 +199,25 @@ def test_a_rest_of_few_rows():
     """Torch's other schedules need as many micro-batches as stages."""
     made = plan(net(), schedule="1f1b")
     assert [made.schedule_for(count) for count in (1, 2, 3)] == ["gpipe", "1f1b", "1f1b"]
+
+
+def test_parts_of_a_batch():
+    """The whole model works on them, whatever batches `fit` is given."""
+    config = Config(backend="torch", accumulate=4, batch_size=64)
+    made = make_plan(net(), config, 2, lambda costs: costs)
+    assert (len(made.stages), made.num_pipelines, made.size, made.schedule) == (1, 2, 16, "1f1b")
+    assert made.micro_batches(64).instead == "leave out --accumulate"
+    assert str(made) == "gradients add up over parts of 16 samples"
+    other = accumulating(made, config, 61)  # 31 on a device: 8, 8, 8, 7
+    assert (other.size, len(other.micro_batches(61))) == (16, 4)
+    with pytest.raises(UserError, match="--accumulate: 9 samples, those of a device, cannot be cut into 4 parts of"):
+        accumulating(made, config, 18)
+    with pytest.raises(UserError, match="--accumulate needs a model whose layers are known"):
+        make_plan(Unknown(), config, 2, lambda costs: costs)
+
+
+class Unknown(keras.Model):
+    """Its layers' calls are nowhere written down."""
 
 
 class OwnTrainStep(keras.Model):

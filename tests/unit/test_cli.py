@@ -66,11 +66,12 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in cli.GROUPS.values() for name in names) == [
-        "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "cut_at", "data_dir",
-        "dataset", "device", "device_counts", "epochs", "export", "gpus", "hang_timeout", "keep", "kernel_initializer",
-        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
-        "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
-            "split_sizes", "stages", "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
+        "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "compile",
+        "cut_at", "data_dir", "dataset", "device", "device_counts", "epochs", "export", "gpus",
+        "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate", "log_every",
+        "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers", "precision",
+        "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",
+        "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
 
 
@@ -97,6 +98,9 @@ def test_a_comparison():
     [
         ("--backend=torch", "--backend has no effect here: use --backends"),
         ("--gpus=2", "--gpus has no effect here"),
+        ("--accumulate=2", "--accumulate has no effect here: what is compared differs in backend and number of"),
+        ("--gradient_precision=bfloat16", "--gradient_precision has no effect here"),
+        ("--strategy=pipeline", "--strategy has no effect here"),
         ("--backends=torch,theano", "expected one of torch, jax, tensorflow"),
         ("--device_counts=1,two", "--device_counts: expected numbers such as 1,2,4"),
         ("--device_counts=0", "--device_counts: expected numbers of at least 1. Received: 0"),
@@ -127,6 +131,7 @@ def test_a_study():
     [
         ("--split_size=4", "--split_size has no effect here: use --split_sizes"),
         ("--epochs=4", "use --split_sizes and --repetitions"),
+        ("--accumulate=4", "use --split_sizes and --repetitions"),
         ("--split_sizes=1,two", "--split_sizes: expected numbers such as 1,2,4"),
         ("--split_sizes=0", "--split_sizes: expected numbers of at least 1"),
         ("--repetitions=1", "--repetitions: expected at least 2"),

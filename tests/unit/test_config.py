@@ -42,6 +42,35 @@ from kerasdp.errors import UserError
         ({"strategy": "tensor", "backend": "tensorflow"}, "for --backend=jax only. Received: tensorflow"),
         ({"strategy": "tensor", "num_stages": 2}, "have an effect only with --strategy=pipeline"),
         ({"tensorboard": True}, "add --workdir=FOLDER"),
+        ({"accumulate": 0}, "--accumulate: expected a whole number of at least 1. Received: 0"),
+        ({"accumulate": 2.0}, "--accumulate: expected a whole number of at least 1. Received: 2.0"),
+        (
+            {"accumulate": 9, "batch_size": 15, "num_devices": 2},
+            "--accumulate: expected at most 8, a device's samples. Received: 9",
+        ),
+        (
+            {"accumulate": 32, "batch_size": 61, "num_devices": 1},
+            "--accumulate: 61 samples, those of a device, cannot be cut into 32 parts of one size, but for the last; "
+            "use 31",
+        ),
+        (
+            {"accumulate": 2, "strategy": "pipeline"},
+            "--accumulate: there for --strategy=data only. Received: pipeline; use --micro_batches",
+        ),
+        ({"accumulate": 2, "strategy": "tensor"}, "Received: tensor; leave one of them out"),
+        (
+            {"accumulate": 2, "backend": "tensorflow", "num_devices": 2},
+            "--accumulate: expected --gpus=1 with --backend=tensorflow",
+        ),
+        ({"gradient_precision": "float16"}, "--gradient_precision: expected one of float32, bfloat16. Received"),
+        (
+            {"gradient_precision": "bfloat16", "backend": "jax", "num_devices": 2},
+            "--gradient_precision=bfloat16: there for --backend=torch and tensorflow. Received: jax",
+        ),
+        ({"gradient_precision": "bfloat16", "num_devices": 1}, "one device sends no gradients; leave it out"),
+        ({"gradient_precision": "bfloat16", "accumulate": 2}, "not together with --accumulate=2"),
+        ({"gradient_precision": "bfloat16", "strategy": "pipeline"}, "not together with --strategy=pipeline"),
+        ({"gradient_precision": "bfloat16", "strategy": "tensor"}, "not together with --strategy=tensor"),
     ],
 )
 def test_a_wrong_choice_is_one_line(changes, words):
@@ -49,6 +78,29 @@ def test_a_wrong_choice_is_one_line(changes, words):
         Config(**changes)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"accumulate": 9, "batch_size": 16}, "--accumulate: expected at most 8, a device's samples. Received: 9"),
+        ({"accumulate": 2, "backend": "tensorflow"}, "--accumulate: expected --gpus=1"),
+    ],
+)
+def test_a_choice_that_does_not_fit_the_devices_that_are_found(changes, words):
+    with pytest.raises(UserError, match=words):
+        backend.choose_devices(Config(**changes), 2)
+    with pytest.raises(UserError, match="one device sends no gradients"):
+        backend.choose_devices(Config(gradient_precision="bfloat16"), 0)
+
+
+def test_parts_of_a_batch():
+    settings = Config(batch_size=61, accumulate=4)
+    assert (settings.engine, settings.stages_on(2), settings.num_pipelines(2), settings.num_replicas(2)) == (
+        "pipeline", 1, 2, 2,
+    )  # fmt: skip
+    assert (settings.micro_batch_size(1, 1), settings.micro_batch_size(1, 2)) == (16, 8)
+    assert Config().engine == "data"
 
 
 def test_batch_arithmetic():

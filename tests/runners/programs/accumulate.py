@@ -1,0 +1,95 @@
+"""Trains the nets of pipelines.py with gradients that add up over parts of a batch, and prints what came out.
+
+python accumulate.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
+    net: "random" (dropout, penalties, two outputs; sample weights), "norms" (batch norm), or "by_hand": the same, its
+        parts one after another in a plain loop
+    loss: in place of the net's own, one that needs the whole batch: the run fails, and the result is its error
+"""
+
+import functools
+import json
+import sys
+
+import numpy as np
+import pipelines
+
+import kerasdp
+
+NUMBERS = np.random.RandomState(0)
+X, KINDS = NUMBERS.randint(0, 256, (36, 12, 12, 3)), NUMBERS.randint(0, 5, 36)
+WEIGHTS = NUMBERS.rand(36).astype("float32")
+
+
+def with_random_layers(runner, loss):
+    """36 samples in batches of 16: the last one has 4."""
+    import keras
+    from learn_classes import StepLosses
+
+    losses, order = StepLosses(runner), []
+    with runner.scope():
+        model = pipelines.random(keras)
+        model.compile(
+            keras.optimizers.SGD(0.02, momentum=0.9, global_clipnorm=0.5),
+            {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": loss or "mse"},
+            metrics={"kind": "accuracy"},
+            weighted_metrics={"size": "mae"},
+        )
+
+    def note(timeline):
+        engine = runner.replicas.engine_of(model)
+        if engine is not None:
+            engine.timeline = timeline
+
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: note(order), on_test_begin=lambda *_: note(None))
+    y = {"kind": KINDS, "size": KINDS[:, None].astype("float32")}
+    x = X.astype("uint8")
+    data = {"sample_weight": WEIGHTS, "validation_data": (x, y, WEIGHTS)}
+    # A size of its own: the parts are those of these batches.
+    history = runner.fit(model, x, y, batch_size=16, epochs=2, callbacks=[losses, watch], **data).history
+    return {
+        "losses": losses.values,
+        "history": history,
+        "order": [(kind, number) for _, kind, number, *_ in order],
+        "evaluate": runner.evaluate(model, x, y, sample_weight=WEIGHTS, return_dict=True),
+        "outputs": np.asarray(runner.predict(model, x[:7])["kind"]).tolist(),
+        "weights": weights_of(keras, model),
+    }
+
+
+def with_batch_norm(runner, by_hand):
+    import keras
+    from learn_classes import StepLosses
+
+    losses, x = StepLosses(runner), (X / 255).astype("float32")[:32]
+    with runner.scope():
+        model = pipelines.norms(keras)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    if by_hand:
+        losses.values = pipelines.by_hand(keras, model, x, KINDS[:32])
+    else:
+        runner.fit(model, x, KINDS[:32], batch_size=16, epochs=2, shuffle=False, callbacks=[losses])
+    return {"losses": losses.values, "weights": weights_of(keras, model)}
+
+
+def weights_of(keras, model):
+    return [keras.ops.convert_to_numpy(weight).astype("float64").flatten().tolist() for weight in model.weights]
+
+
+def train(runner, net, loss):
+    return with_random_layers(runner, loss) if net == "random" else with_batch_norm(runner, net == "by_hand")
+
+
+def main():
+    results = []
+    for case in json.loads(sys.argv[1]):
+        case = {"device": "cpu", "verbose": 0, "batch_size": 32} | case
+        job = functools.partial(train, net=case.pop("net"), loss=case.pop("loss", None))
+        try:
+            results.append(kerasdp.launch(job, **case))
+        except kerasdp.UserError as error:
+            results.append(str(error))
+    print("RESULT", json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
