@@ -1,8 +1,10 @@
 """Backend and devices, picked before Keras is first imported."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import os
+import platform
 import sys
 
 from kerasdp.config import BACKENDS, Config
@@ -105,3 +107,22 @@ def choose_devices(config: Config, num_gpus: int) -> Devices:
         devices = Devices(kind="gpu", count=count)
     config.check_replicas(config.num_replicas(devices.count))
     return devices
+
+
+def cache_folder(name: str) -> str | None:
+    """A folder of this user for what a backend has compiled; None if nothing can be written there.
+
+    One for each kind of CPU: homes are shared by machines, and programs for one may not run on another.
+    """
+    try:
+        with open("/proc/cpuinfo") as file:
+            kind = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        kind = platform.processor()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(home, "kerasdp", f"{name}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None

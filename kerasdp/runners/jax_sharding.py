@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kerasdp.backend import Devices
+from kerasdp.backend import Devices, cache_folder
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER
 from kerasdp.errors import UserError
@@ -61,6 +61,8 @@ class Replicas(WholeModel):
         self.num_devices = self.num_replicas = devices.count
         # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
         jax.config.update("jax_enable_x64", config.precision == "float64")
+        if jax.config.jax_compilation_cache_dir is None:  # also $JAX_COMPILATION_CACHE_DIR
+            jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
         self.devices = jax.devices(devices.kind)[: devices.count]
         if devices.kind == "gpu":
             # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp import replica_context
-from kerasdp.backend import Devices
+from kerasdp.backend import Devices, cache_folder
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER, replica_rows
 from kerasdp.replica_context import ReplicaContext, use
@@ -55,6 +55,8 @@ class Replicas(WholeModel):
         self.is_gpu = devices.kind == "gpu"
         self._control = self._asked = self._asking = None
         self.device = torch.device("cuda", self.rank) if self.is_gpu else torch.device("cpu")
+        if (folder := cache_folder("torch")) is not None:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         # Keras asks this once, at import.
         os.environ["KERAS_TORCH_DEVICE"] = "cuda" if self.is_gpu else "cpu"
         if self.is_gpu:
