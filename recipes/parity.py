@@ -48,6 +48,7 @@ def compare(config: kerasdp.Config, backends: list[str] | None, device_counts: l
         batch_size=config.batch_size,
         seed=config.seed,
         batch_norm=config.batch_norm,
+        compile=config.compile,
         report=lambda outcome: print(f"{outcome.way}: {outcome.seconds:.1f} s", flush=True),
     )
     print(comparison.table())

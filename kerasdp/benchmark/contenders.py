@@ -116,7 +116,9 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
         changes["dataset"] = f"synthetic(shape={SHAPES[config.model]}, num_samples={size})"
     if count == 1:
         changes["batch_norm"] = "sync"
-    if backend == "torch" and config.compile == "auto":
+    if backend != "torch":
+        changes["compile"] = "auto"
+    elif config.compile == "auto":
         changes["compile"] = "on"  # the rounds stand for a long run
     settings = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", **changes)
     command = (sys.executable, "-m", "kerasdp.benchmark.kit", json.dumps(settings.as_dict()), str(steps))

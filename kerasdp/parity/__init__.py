@@ -126,7 +126,8 @@ def compare(
         precision: `"float32"`, or `"float64"`, in which only mistakes are left.
         tolerance: None: that of `kerasdp.parity.judge.tolerance_for`.
         report: called with each outcome as it comes.
-        **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`.
+        **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`,
+            `compile` (of torch).
 
     Returns:
         The comparison. With `batch_norm="replica"` ways are compared with the first backend on as many devices.

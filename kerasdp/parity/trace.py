@@ -50,6 +50,7 @@ class Job:
         batch_norm: `"sync"` or `"replica"`.
         class_weight: as for `model.fit`.
         device: `"cpu"`, `"gpu"` or `"auto"`.
+        compile: as in `kerasdp.Config`, of torch.
     """
 
     build_model: Callable[[], Any]
@@ -60,6 +61,7 @@ class Job:
     batch_norm: str = "sync"
     class_weight: dict[int, float] | None = None
     device: str = "cpu"
+    compile: str = "auto"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -129,6 +131,7 @@ def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:
         batch_size=job.batch_size,
         seed=job.seed,
         batch_norm=job.batch_norm,
+        compile=job.compile if way.backend == "torch" else "auto",
         verbose=0,
     )
     return launch(functools.partial(_train, job=job, detailed_step=detailed_step), settings)

@@ -118,7 +118,7 @@ class CompiledSteps:
             if id(variable) in trained
         }
         averaging = _Averaging(replicas, leaves)
-        # Each layer has a scope of the variables' values; whatever is assigned stays in it.
+        # Whatever is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
             context = replicas.context(num_rows)
@@ -226,7 +226,6 @@ def _refuse_others(unknown: set[int]) -> None:
         )
 
 
-_KEEPS_LAYOUT = {torch.ops.aten.clone.default}
 _TAKES_ANY_LAYOUT = {
     torch.ops.aten.clone.default,
     torch.ops.aten.convolution.default,
@@ -238,8 +237,9 @@ _TAKES_ANY_LAYOUT = {
 def _drop_detours(graph: torch.fx.GraphModule) -> None:
     """Drops copies into NCHW that are turned back at once: Keras 3.15 makes one ahead of each convolution."""
     for node in graph.graph.nodes:
-        is_copy = node.target in _KEEPS_LAYOUT and node.kwargs.get("memory_format") == torch.contiguous_format
-        if is_copy and all(user.target in _TAKES_ANY_LAYOUT for user in node.users):
+        is_copy = node.target is torch.ops.aten.clone.default
+        into_nchw = is_copy and node.kwargs.get("memory_format") == torch.contiguous_format
+        if into_nchw and all(user.target in _TAKES_ANY_LAYOUT for user in node.users):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     graph.recompile()
