@@ -1,8 +1,8 @@
 """Trains nets with layers that can and cannot be captured, and prints what came out.
 
 python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
-    layer: "plain", "reading" (Python asks for a number), "unseeded" (draws without a seed generator), "slower" (a
-        callback changes the rate)
+    layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
+        "slower" (a callback changes the rate)
 """
 
 import json
@@ -20,6 +20,7 @@ def train(runner):
     from learn_classes import StepLosses
 
     ops = keras.ops
+    foreign = keras.Variable(0.0, trainable=False)
     calls = 0
 
     class Counting(keras.layers.Layer):
@@ -28,11 +29,16 @@ def train(runner):
             calls += 1
             if CASE["layer"] == "reading":
                 return x * (2.0 if float(ops.mean(x)) > 0 else 1.0)
-            if CASE["layer"] == "unseeded":
-                return x + 0.0 * keras.random.normal(ops.shape(x))
+            if CASE["layer"] == "foreign":
+                foreign.assign_add(1.0)
+                return x + 0.0 * foreign
             return x
 
     class Slower(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            nonlocal calls
+            calls = 0  # to find out shapes took some
+
         def on_epoch_end(self, epoch, logs=None):
             if CASE["layer"] == "slower":
                 self.model.optimizer.learning_rate = 1e-3
@@ -45,7 +51,6 @@ def train(runner):
     numbers = np.random.RandomState(0)
     x, y = numbers.rand(61, 6).astype("float32"), numbers.randint(0, 3, 61)
     losses = StepLosses(runner)
-    calls = 0
     history = runner.fit(model, x, y, epochs=4, callbacks=[losses, Slower()]).history
     return {"losses": losses.values, "accuracy": history["accuracy"], "calls": calls}
 
