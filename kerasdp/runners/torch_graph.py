@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kerasdp import report
 from kerasdp.replica_context import use
 from kerasdp.runners import PlacedBatch, all_variables
+from kerasdp.runners.torch_rewrites import drop_detours, fold_padding
 
 # As large as those of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
@@ -100,7 +101,9 @@ class CompiledSteps:
 
         with _traceable(self.model.optimizer):
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
-        _drop_detours(graph)
+        drop_detours(graph.graph)
+        fold_padding(graph.graph)
+        graph.recompile()
         return graph
 
     def _step(self, values: list[torch.Tensor], data: Any, detail: Any, num_rows: int) -> Any:
@@ -224,25 +227,6 @@ def _refuse_others(unknown: set[int]) -> None:
             f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
             "without a SeedGenerator"
         )
-
-
-_TAKES_ANY_LAYOUT = {
-    torch.ops.aten.clone.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.aten.convolution_backward.default,
-    torch.ops.aten.constant_pad_nd.default,
-}
-
-
-def _drop_detours(graph: torch.fx.GraphModule) -> None:
-    """Drops copies into NCHW that are turned back at once: Keras 3.15 makes one ahead of each convolution."""
-    for node in graph.graph.nodes:
-        is_copy = node.target is torch.ops.aten.clone.default
-        into_nchw = is_copy and node.kwargs.get("memory_format") == torch.contiguous_format
-        if into_nchw and all(user.target in _TAKES_ANY_LAYOUT for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def _place(error: Exception) -> str:
