@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 import keras
+from keras.src.utils import is_default
+from keras.src.utils.python_utils import pythonify_logs
 
 from kerasdp import report, training_state
 from kerasdp.checkpointer import Checkpointer, resume
@@ -103,6 +105,23 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.model.stop_training = True
             if self.checkpointer:
                 self.checkpointer.is_cut = passed_over != self.recorder.feed.num_batches
+
+    def _on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._tell("on_train_batch_end", batch, logs)
+
+    def _on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._tell("on_test_batch_end", batch, logs)
+
+    def _tell(self, event: str, batch: int, logs: Any) -> None:
+        """Keras makes numbers of the logs of each step, which waits for the device: here only for those who look."""
+        numbers = None
+        for callback in self.callbacks:
+            method = getattr(callback, event)
+            if isinstance(callback, _READ_BY_THEMSELVES):
+                method(batch, logs=logs)
+            elif not is_default(method):
+                numbers = pythonify_logs(logs) if numbers is None else numbers
+                method(batch, logs=numbers)
 
     def close(self) -> None:
         """Closes the files, also of a run that failed."""
@@ -223,7 +242,13 @@ class Progress(keras.callbacks.Callback):
             )
 
     def _draw(self, step: int | None, logs: dict[str, Any] | None, rate: float, *, finalize: bool) -> None:
-        values = [(name, value) for name, value in report.plain(logs).items() if isinstance(value, float)]
+        values = [
+            (name, value) for name, value in report.plain(pythonify_logs(logs)).items() if isinstance(value, float)
+        ]
         # The trainer's values are already those of the epoch so far: shown as they are, not averaged again.
         self._progress.stateful_metrics = {name for name, _ in values} | {"images/s"}
         self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)
+
+
+# What they show or write of the logs they make numbers of when they do.
+_READ_BY_THEMSELVES = (Recorder, Checkpointer, Agreement, Beating, Progress)

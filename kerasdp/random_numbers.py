@@ -12,6 +12,7 @@ around on all three, where unsigned ones are missing (torch 2.13: no shift of ui
 
 import contextlib
 import contextvars
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -169,7 +170,16 @@ def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> 
     is_part = for_each_sample and context is not None and isinstance(rows, int) and rows == context.rows
     row = ops.expand_dims(ops.arange(rows, dtype="int32"), 1) + (context.first_row if is_part else 0)
     column = ops.expand_dims(ops.arange((per_sample + 1) // 2, dtype="int32"), 0)
-    return threefry((state[0], state[1]), (row + ops.zeros_like(column), column + ops.zeros_like(row)))
+    counter = row + ops.zeros_like(column), column + ops.zeros_like(row)
+    draw = _threefry_as_one() if keras.backend.backend() == "tensorflow" and context is None else threefry
+    return draw((state[0], state[1]), counter)
+
+
+@functools.cache
+def _threefry_as_one() -> Callable[..., Any]:
+    from kerasdp.layers import tf_xla
+
+    return tf_xla.compiled(threefry)
 
 
 def _for_shape(shape: tuple[Any, ...], x: Any, y: Any) -> Any:

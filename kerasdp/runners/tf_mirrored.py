@@ -167,7 +167,7 @@ class Replicas(WholeModel):
             # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
             dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
             seen = observed(detail, dense, found)
-            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            self._update(model, gradients, variables)
             return loss, self._metrics(model, batch, loss, num_rows), seen
 
         def test_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
@@ -241,6 +241,21 @@ class Replicas(WholeModel):
 
         own = getattr(type(model), method) is getattr(keras.Model, method)
         return inputs if own else self.gather(inputs, num_rows)
+
+    def _update(self, model: Any, gradients: list[Any], variables: list[Any]) -> None:
+        """Keras' own update; on one device its small operations, eight a weight, as one."""
+        from kerasdp.layers import tf_xla
+
+        def update(gradients: list[Any]) -> None:
+            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        # Not what a user's own optimizer may do, nor one with loss scaling, nor the rows of an embedding.
+        kind = type(model.optimizer).__module__
+        is_keras = kind.startswith("keras.src.optimizers.") and not hasattr(model.optimizer, "inner_optimizer")
+        is_dense = all(isinstance(gradient, tf.Tensor) for gradient in gradients)
+        if self.num_replicas == 1 and is_keras and is_dense and not tf.executing_eagerly():
+            update = tf_xla.compiled(update)
+        update(gradients)
 
     def made_outside(self, model: Any) -> list[str]:
         """Paths of the variables that are not mirrored; each replica would change them once more."""
