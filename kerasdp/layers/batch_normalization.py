@@ -1,5 +1,7 @@
 """Batch norm with one meaning on every backend and device count."""
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -29,8 +31,15 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """As `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
-        if whole_batch and training and self.trainable and mask is None and not self.renorm and _is_torch():
-            return self._by_torch(inputs)
+        if (
+            whole_batch
+            and training
+            and self.trainable
+            and mask is None
+            and not self.renorm
+            and _normalize() is not None
+        ):
+            return self._in_few_passes(inputs)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
         if as_keras or not (training and self.trainable):
@@ -48,12 +57,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
             outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
         return ops.cast(outputs, self.compute_dtype)
 
-    def _by_torch(self, inputs: Any) -> Any:
-        from kerasdp.layers import torch_batch_norm
-
+    def _in_few_passes(self, inputs: Any) -> Any:
         scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
         axis = self.axis % len(inputs.shape)
-        outputs, mean, variance = torch_batch_norm.normalize(inputs, axis, scale, offset, self.epsilon)
+        outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon)
         self._move(mean, variance)
         return outputs
 
@@ -142,5 +149,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return ops.reshape(values, shape)
 
 
-def _is_torch() -> bool:
-    return keras.backend.backend() == "torch"
+def _normalize() -> Callable[..., Any] | None:
+    """What the backend has for a whole batch; on JAX, XLA makes of Keras' own way what it can."""
+    name = {"torch": "torch_batch_norm", "tensorflow": "tf_batch_norm"}.get(keras.backend.backend())
+    return None if name is None else importlib.import_module(f"kerasdp.layers.{name}").normalize
