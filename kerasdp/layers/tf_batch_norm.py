@@ -8,8 +8,8 @@ import tensorflow as tf
 def normalize(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tuple[Any, Any, Any]:
     """As `kerasdp.layers.torch_batch_norm.normalize`.
 
-    Not `tf.nn.fused_batch_norm`: on the CPU (2.21) outputs, mean, variance and gradients of 61 images of 28x28 are wrong
-    by 3e-6 to 8e-6; here by 1e-7 to 4e-7. Sums are taken one axis after the other: see `BatchNormalization._sum`.
+    Not `tf.nn.fused_batch_norm`: on the CPU (2.21) outputs, mean, variance and gradients of 61 images of 28x28 are
+    wrong by 3e-6 to 8e-6; here by 1e-7 to 4e-7. Sums are taken one axis after the other: see `BatchNormalization._sum`.
     """
     wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
     count = tf.cast(tf.size(wide) / tf.shape(wide)[axis], wide.dtype)

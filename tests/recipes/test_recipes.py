@@ -196,6 +196,7 @@ def test_a_backend_that_is_missing_is_named(tmp_path):
     assert_one_line_and_exit_code_2(done, rf"{missing} is not installed .* pip install 'kerasdp\[{missing}\]'")
 
 
+@pytest.mark.proof  # README's commands run this recipe, too
 def test_pipeline_recipe(tmp_path):
     """The toy model in all ways: a line each, three pictures, the figures in JSON; the flagfiles parse elsewhere."""
     name = BACKENDS[len(BACKENDS) // 2]

@@ -4,10 +4,17 @@ import json
 
 import pytest
 
-from tests.conftest import PROGRAMS, run
+from tests.conftest import BACKENDS, PROGRAMS, run
 
 
-@pytest.mark.parametrize("model", ["convnet", pytest.param("resnet18", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    ("backend", "model"),
+    [
+        pytest.param(name, model, marks=[] if (name, model) == (BACKENDS[0], "convnet") else pytest.mark.proof)
+        for name in BACKENDS
+        for model in ("convnet", "resnet18")
+    ],
+)
 def test_loops_train_the_kits_models(backend, model):
     done = run(PROGRAMS / "benchmark_loop.py", backend, model)
     assert done.returncode == 0, done.stderr
