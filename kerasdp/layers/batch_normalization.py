@@ -79,13 +79,27 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if context.gather is None:
             rows, groups = x.shape[0], context.num_replicas
             size = replica_rows(rows, groups)
-            parts = [(x[i : i + size], None if mask is None else mask[i : i + size]) for i in range(0, rows, size)]
-            counts, means, squares = (ops.stack(values) for values in zip(*[self._sums(*part) for part in parts]))
+            if rows == size * groups:  # a new axis leaves each device its own rows; slices would be sent about
+                parts = [
+                    None if values is None else ops.reshape(values, (groups, size, *values.shape[1:]))
+                    for values in (x, mask)
+                ]
+                if mask is None:
+                    counts, means, squares = ops.vectorized_map(lambda part: self._sums(part, None), parts[0])
+                else:
+                    counts, means, squares = ops.vectorized_map(lambda part: self._sums(*part), tuple(parts))
+            else:
+                parts = [(x[i : i + size], None if mask is None else mask[i : i + size]) for i in range(0, rows, size)]
+                counts, means, squares = (ops.stack(values) for values in zip(*[self._sums(*part) for part in parts]))
             variances = squares / ops.maximum(counts, 1.0)
             shape = ops.shape(self._along_channels(means[0]))
 
             def for_each_row(values: Any) -> Any:
                 """Each group's value for each of its rows."""
+                if rows == size * groups:
+                    values = ops.reshape(values, (groups, 1, *shape[1:]))
+                    values = ops.broadcast_to(values, (groups, size, *shape[1:]))
+                    return ops.reshape(values, (rows, *shape[1:]))
                 return ops.reshape(ops.repeat(values, size, axis=0)[:rows], (rows, *shape[1:]))
 
             mean, variance = for_each_row(means), for_each_row(variances)
