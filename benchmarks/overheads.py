@@ -9,7 +9,9 @@ the training part of an epoch that counts: an evaluation is work that was asked 
 a workdir draws its curves, which takes 0.1 to 0.2 s. A checkpoint is written each 50 steps.
 
 Measured on 2 CPU cores with Keras 3.15.1, torch 2.13.0, jax 0.10.2, tensorflow-cpu 2.21:
-MEASURED
+torch 1.012, 0.998, 0.981 and 1.011 (lines, bar, checkpoints, evaluation), jax 1.073, 0.986, 0.986 and 0.81, tensorflow
+1.004, 0.999, 1.013 and 1.015. On jax steps are handed over ahead of their results, and a line each step waits for each;
+why the epoch before an evaluation is shorter there was not found.
 """
 
 import argparse
