@@ -85,7 +85,7 @@ def spoil_the_kit():
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
         from kerasdp.runners import tf_reductions
 
-        tf_reductions.mean = lambda gradients: gradients
+        tf_reductions.mean = lambda gradients, *_: gradients
 
 
 def data():
