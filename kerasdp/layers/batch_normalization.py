@@ -60,9 +60,11 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _in_few_passes(self, inputs: Any) -> Any:
         scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
         axis = self.axis % len(inputs.shape)
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
+            inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon)
         self._move(mean, variance)
-        return outputs
+        return ops.cast(outputs, self.compute_dtype)
 
     def _move(self, mean: Any, variance: Any) -> None:
         for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):

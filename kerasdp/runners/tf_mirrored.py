@@ -249,9 +249,11 @@ class Replicas(WholeModel):
         def update(gradients: list[Any]) -> None:
             model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-        # Not what a user's own optimizer may do, nor one with loss scaling, nor the rows of an embedding.
-        kind = type(model.optimizer).__module__
-        is_keras = kind.startswith("keras.src.optimizers.") and not hasattr(model.optimizer, "inner_optimizer")
+        # Not what Python of the user's may do, nor an optimizer with loss scaling, nor the rows of an embedding.
+        rate = getattr(model.optimizer, "_learning_rate", None)
+        parts = [model.optimizer, rate, *(variable.constraint for variable in variables)]
+        is_keras = all(part is None or type(part).__module__.startswith("keras.src.") for part in parts)
+        is_keras = is_keras and not hasattr(model.optimizer, "inner_optimizer")
         is_dense = all(isinstance(gradient, tf.Tensor) for gradient in gradients)
         if self.num_replicas == 1 and is_keras and is_dense and not tf.executing_eagerly():
             update = tf_xla.compiled(update)

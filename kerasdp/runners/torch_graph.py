@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kerasdp import report
 from kerasdp.replica_context import use
 from kerasdp.runners import PlacedBatch, all_variables
-from kerasdp.runners.torch_rewrites import drop_detours, fold_padding
+from kerasdp.runners.torch_rewrites import drop_detours, fold_padding, refuse_exchanges
 
 # As large as those of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
@@ -35,6 +35,7 @@ class CompiledSteps:
     def __init__(self, replicas: Any, model: Any, whole_batch: Any):
         """`replicas` of `torch_ddp`; `whole_batch`: the `WholeBatchPenalties` of the model."""
         self.replicas, self.model, self.whole_batch = replicas, model, whole_batch
+        self.layers = list(model._flatten_layers())
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [variable.value.detach() for variable in self.variables]
@@ -50,7 +51,9 @@ class CompiledSteps:
 
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
-        key = (detail, len(batch.indices), *shapes)
+        # Keras on torch obeys at once when a layer is frozen, with or without `compile`.
+        trained = tuple(layer.trainable for layer in self.layers)
+        key = (detail, len(batch.indices), trained, *shapes)
         if key not in self.graphs:
             return self._first(key, data, detail)
         return self._run(self.graphs[key], data)
@@ -96,11 +99,18 @@ class CompiledSteps:
             report.warn(f"{reason}: trained without --compile, which is slower")
 
     def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
+        import keras
+
+        for layer in self.layers:
+            if isinstance(layer, keras.layers.TorchModuleWrapper):  # its weights are torch's own, not variables
+                raise ValueError(f"{layer.name} wraps a torch.nn.Module")
+
         def step(values: list[torch.Tensor], data: Any) -> Any:
             return self._step(values, data, detail, num_rows)
 
         with _traceable(self.model.optimizer):
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
+        refuse_exchanges(graph.graph)
         drop_detours(graph.graph)
         fold_padding(graph.graph)
         graph.recompile()
@@ -134,7 +144,7 @@ class CompiledSteps:
         wanted = [leaves[id(variable)] for variable in variables]
         gradients = averaging.mean(torch.autograd.grad(scaled_loss, wanted, allow_unused=True), variables)
         between = [
-            (variable, value if id(variable) in trained else passes.get_current_value(variable).detach())
+            (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
             for variable, value in zip(self.variables, values)
         ]
         outputs = keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
@@ -148,6 +158,11 @@ class CompiledSteps:
             if new is not value:
                 value.copy_(new)
         return loss.detach(), logs, seen
+
+
+def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
+    """What the update finds in a variable: what the passes assigned, but for the weights, which are still to change."""
+    return value if is_trained or new is value else new.detach()
 
 
 class _Averaging:

@@ -16,6 +16,16 @@ _TAKES_ANY_LAYOUT = {
 _FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
 
 
+def refuse_exchanges(graph: Graph) -> None:
+    """Raises if a variable is given what another held: Inductor (2.13) may read that behind its own change."""
+    for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        source = node.args[1]
+        while source.target in (_aten.clone.default, _aten.detach.default, _aten.alias.default):
+            source = source.args[0]
+        if source.op == "placeholder" and source is not node.args[0]:
+            raise ValueError("a variable is assigned the value of another")
+
+
 def drop_detours(graph: Graph) -> None:
     """Drops copies into NCHW that are turned back at once: there is one ahead of each convolution."""
     for node in graph.nodes:

@@ -2,7 +2,8 @@
 
 python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
     layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
-        "slower" (a callback changes the rate)
+        "slower" (a callback changes the rate), "frozen" (a callback
+        freezes a layer), "swapping" (variables change places)
 """
 
 import json
@@ -24,11 +25,20 @@ def train(runner):
     calls = 0
 
     class Counting(keras.layers.Layer):
+        def build(self, shape):
+            self.one = self.add_weight(name="one", initializer="zeros", trainable=False)
+            self.other = self.add_weight(name="other", initializer="ones", trainable=False)
+
         def call(self, x):
             nonlocal calls
             calls += 1
             if CASE["layer"] == "reading":
                 return x * (2.0 if float(ops.mean(x)) > 0 else 1.0)
+            if CASE["layer"] == "swapping":  # two variables, each of which gets what the other had
+                before = ops.copy(self.other)
+                self.other.assign(self.one)
+                self.one.assign(before)
+                return x + self.one - 0.5 * self.other
             if CASE["layer"] == "foreign":
                 foreign.assign_add(1.0)
                 return x + 0.0 * foreign
@@ -40,6 +50,8 @@ def train(runner):
             calls = 0  # to find out shapes took some
 
         def on_epoch_end(self, epoch, logs=None):
+            if CASE["layer"] == "frozen":
+                self.model.layers[0].trainable = False
             if CASE["layer"] == "slower":
                 self.model.optimizer.learning_rate = 1e-3
 
