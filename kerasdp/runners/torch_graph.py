@@ -74,6 +74,7 @@ class CompiledSteps:
         if len(self.graphs) == _MOST_GRAPHS:
             self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
             return None
+        reason = ""
         try:
             graph = self._captured(data, detail, key[1])
             options = {
@@ -83,7 +84,9 @@ class CompiledSteps:
             }
             graph = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
         except Exception as error:  # whatever a layer's Python does with tensors that hold no numbers
-            self._give_up(f"{_place(error)} cannot be captured as a graph ({_line(error)})")
+            reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
+        if self.replicas.any(bool(reason)):  # or some ranks would wait for others in a step of another kind
+            self._give_up(reason or "another rank cannot capture the step as a graph")
             return None
         try:
             result = self._run(graph, data)
