@@ -11,6 +11,7 @@ torch 978,000 images/s from arrays and 6,500 from the folder (1.1 of what the co
 tensorflow 384,000 and 6,400; resnet18 consumes 64, 41 and 66.
 """
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -48,7 +49,7 @@ def write_images(folder: str) -> None:
 
 
 def train(runner: "kerasdp.Runner") -> dict[str, float]:
-    """Runs in every worker; only the first line of figures counts."""
+    """Runs in every worker: images a second of each kind."""
     import keras
 
     from kerasdp.data.feed import Feed
@@ -95,8 +96,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         write_images(folder)
         config = kerasdp.Config(model="resnet18", data_dir=folder, verbose=0)
-        import argparse
-
         flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         flags.add_argument("--backend")
         flags.add_argument("--gpus", type=int)

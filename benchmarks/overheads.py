@@ -17,6 +17,7 @@ why the epoch before an evaluation is shorter there was not found.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import statistics
 import tempfile
@@ -70,8 +71,6 @@ def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> Non
 
 def main() -> None:
     """Starts the run."""
-    import functools
-
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--backend")
     flags.add_argument("--model", default="convnet")
