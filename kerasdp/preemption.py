@@ -62,7 +62,13 @@ def awaited() -> Iterator[None]:
 
 
 def noted() -> signal.Signals | None:
-    """The signal that came, if one did."""
+    """The signal that came, if one did.
+
+    Raises:
+        KeyboardInterrupt: if it was Ctrl-C, which no step and no checkpoint waits for; see `leave_if_asked`.
+    """
+    if signal.SIGINT in _noted:
+        _raise(signal.SIGINT)
     return signal.Signals(_noted[0]) if _noted else None
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 
@@ -39,3 +40,16 @@ def test_without_checkpoints_the_first_one_ends_the_run():
     with preemption.noticed(), pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_is_no_request_to_save():
+    """Also if its exception was lost in a callback of a framework's native code."""
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with preemption.noticed(), preemption.awaited():
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                preemption.noted()
+    finally:
+        signal.signal(signal.SIGINT, kept)
