@@ -47,24 +47,21 @@ def train(folder: str, steps: int, rounds: int, runner: "kerasdp.Runner") -> Non
     with runner.scope():
         model = kerasdp.build_model(config, x.shape[1:], 10)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    ways = {
-        name: kerasdp.Runner(dataclasses.replace(config, **changes), runner.devices, runner.replicas)
-        for name, changes in WAYS.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for number in range(rounds + 1):  # the first compiles
-        for name, one in ways.items():
-            if one.config.workdir is not None:
-                one.config = dataclasses.replace(one.config, workdir=os.path.join(folder, f"{name} {number}"))
+        for name, changes in WAYS.items():
+            runner.config = dataclasses.replace(config, **changes)
+            if runner.config.workdir is not None:
+                runner.config = dataclasses.replace(runner.config, workdir=os.path.join(folder, f"{name} {number}"))
             validation = (x[:64], y[:64]) if name == "evaluation" else None
             # The bar is drawn, and thrown away.
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                one.fit(model, x, y, epochs=1, validation_data=validation)
-            seconds[name].append(one.epoch_seconds[-1])
+                runner.fit(model, x, y, epochs=1, validation_data=validation)
+            seconds[name].append(runner.epoch_seconds[-1])
     if runner.is_chief:
         bare = seconds["bare"][1:]
         print(f"{config.backend}, {config.model}: {statistics.median(bare) / steps * 1e3:.1f} ms a step")
-        for name in list(ways)[1:]:
+        for name in list(WAYS)[1:]:
             ratios = sorted(own / other for own, other in zip(seconds[name][1:], bare))
             print(f"{name:28} {statistics.median(ratios):.3f}   ({ratios[0]:.3f} .. {ratios[-1]:.3f})")
 

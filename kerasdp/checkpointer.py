@@ -58,10 +58,10 @@ class Checkpointer(keras.callbacks.Callback):
         self.folder = folder
         self.best = resumed.state["best"] if resumed else None
         self._resumed = resumed
-        self._batches_done = resumed.state["batch"] if resumed else 0
         self._begin = [training_state.plain_attributes(callback) for callback in stateful]
         self._last_time = time.monotonic()
         self._last_step = -1
+        self._last_told = recorder.step
         self._train_metrics: dict[str, Any] = {}
         self.is_cut = False
         self.writer = files.Writer(folder, runner.config.keep, report.warn) if runner.is_chief else None
@@ -94,17 +94,18 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes one if it is due; ends the run if a signal has come."""
-        recorder, step = self.recorder, self.recorder.step
-        self._batches_done = batch + 1
-        num_batches = recorder.feed.num_batches
-        self.is_cut = self._model.stop_training and batch + 1 != num_batches
-        place = (recorder.epoch, batch + 1)
+        recorder = self.recorder
+        # A call may train several steps: of these the last one counts.
+        is_due = self.every_steps and recorder.step // self.every_steps > self._last_told // self.every_steps
+        self._last_told = recorder.step
+        self.is_cut = self._model.stop_training and recorder.num_batches != recorder.feed.num_batches
+        place = (recorder.epoch, recorder.num_batches)
         asked = self.runner.replicas.highest_lately(self._asks())
         if asked == _END:
             self._end(place)
         if self.is_cut:
             self._save(*place, wait=True)
-        elif asked == _SAVE or (self.every_steps and step % self.every_steps == 0):
+        elif asked == _SAVE or is_due:
             self._save(*place)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -121,7 +122,7 @@ class Checkpointer(keras.callbacks.Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Ends the run if a signal has come; it will go on with the validation."""
         if self.runner.replicas.highest_lately(self._asks()) == _END:
-            self._end((self.recorder.epoch, self._batches_done))
+            self._end((self.recorder.epoch, self.recorder.num_batches))
 
     def _asks(self) -> int:
         """What this rank wants of all."""
@@ -160,7 +161,7 @@ class Checkpointer(keras.callbacks.Callback):
             return
         if self.recorder.step == self._last_step and not is_best and batch:
             return
-        self.recorder.read_losses()  # raises if one is not a number
+        self.recorder.catch_up()  # raises if one is not a number
         model = self.model  # with jax, Keras here brings back the values from the running step
         arrays = training_state.gather(model) | self._train_metrics
         config = self.runner.config

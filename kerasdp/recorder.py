@@ -1,5 +1,6 @@
 """Counts and measures a run, and writes down what it did."""
 
+import collections
 import dataclasses
 import math
 import time
@@ -37,11 +38,15 @@ class Recorder(keras.callbacks.Callback):
         self._kept = resumed.state["recorder"] if resumed else None
         self.step = resumed.state["step"] if resumed else 0
         self.epoch_images = 0
+        self.num_batches = 0
         self.epoch_seconds: list[float] = self._kept["epoch_seconds"] if resumed else []
         self.epoch_rates: list[float] = self._kept["epoch_rates"] if resumed else []
         self.last_logs = self._kept["last_logs"] if resumed else {}
-        self._waiting: list[tuple[int, Any]] = []
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+        # When the last line was written, at how many images of the epoch; steps and rates of the lines to come.
         self._line = (0.0, 0)
+        self._due: list[tuple[int, Any]] = []
+        self._told = self.step
         # When the epoch began, and how long its training part took; None outside of an epoch, and until it is over.
         self._clock: float | None = None
         self._seconds: float | None = None
@@ -69,12 +74,17 @@ class Recorder(keras.callbacks.Callback):
         # Whether the run that was resumed had come to its end, of itself or because a callback stopped it.
         self.was_over = not state["batch"] and (state["stopped"] or state["epoch"] >= epochs or self.is_at_last_step)
         runner.hooks.on_step = self._on_step
+        runner.hooks.steps_left = self._steps_left
 
     @property
     def is_at_last_step(self) -> bool:
         """Whether `max_steps` are done."""
         last = self.runner.config.max_steps
         return last is not None and self.step >= last
+
+    def _steps_left(self) -> int | None:
+        last = self.runner.config.max_steps
+        return None if last is None else max(last - self.step, 0)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: enough for the files of the run to go on without a gap."""
@@ -88,8 +98,12 @@ class Recorder(keras.callbacks.Callback):
             "seconds": 0.0 if self._clock is None else self._seconds or time.perf_counter() - self._clock,
         }
 
-    def _on_step(self, loss: Any, num_rows: int) -> None:
+    def _on_step(self, loss: Any, learning_rate: Any, num_rows: int) -> None:
+        self.step += 1
+        self.num_batches += 1
         self._waiting.append((self.step, loss))
+        if self.step % self.runner.config.log_every == 0:
+            self._due.append((self.step, learning_rate))
         self.epoch_images += num_rows
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -109,22 +123,17 @@ class Recorder(keras.callbacks.Callback):
         self.feed.current_epoch = self.epoch = epoch
         kept, self._kept = self._kept or {"images": 0, "seconds": 0.0}, None
         self.epoch_images = kept["images"]
+        self.num_batches = self.feed.num_passed_over
         now = time.perf_counter()
         self._clock, self._seconds = now - kept["seconds"], None
         self._line = (now, self.epoch_images)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes a line every `log_every` steps."""
+        """Writes a line every `log_every` steps, when the next step is on its way: the device need not wait."""
         preemption.leave_if_asked()
-        self.step += 1
-        config = self.runner.config
-        if self.step % config.log_every == 0:
-            loss = self.read_losses()
-            now = time.perf_counter()
-            seconds, images = now - self._line[0], self.epoch_images - self._line[1]
-            self._line = (now, self.epoch_images)
-            if self.files:
-                self.files.add_step(self.step, self.epoch, loss, self._learning_rate(), images / seconds)
+        self._write_lines(self._told)
+        self._told = self.step
+        self._due = [(step, self._learning_rate() if rate is None else rate) for step, rate in self._due]
         if self.is_at_last_step:
             self.model.stop_training = True
 
@@ -148,7 +157,8 @@ class Recorder(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the report and says how it went."""
         runner = self.runner
-        runner.hooks.on_step = lambda loss, num_rows: None
+        runner.hooks.on_step = lambda loss, learning_rate, num_rows: None
+        runner.hooks.steps_left = lambda: None
         if not runner.is_chief or not self.epoch_seconds:
             return
         result = report.result(
@@ -171,20 +181,37 @@ class Recorder(keras.callbacks.Callback):
 
     def _stop_clock(self) -> None:
         if self._seconds is None:
-            self.read_losses()  # waits for the last step
+            self.catch_up()  # waits for the last step
             self._seconds = time.perf_counter() - self._clock
 
-    def read_losses(self) -> float:
-        """The loss of the last step; stops the run at the first one that is not a number."""
+    def catch_up(self) -> None:
+        """Waits for the last step, stops the run if a loss is not a number, and writes the line that is due."""
+        self._write_lines(self.step)
+        self._read_losses(self.step)
+
+    def _write_lines(self, last_step: int) -> None:
+        """Those up to this step; with several steps a call they may be several, at the speed of all together."""
+        lines = [(step, self._read_losses(step), float(rate)) for step, rate in self._due if step <= last_step]
+        if not lines:
+            return
+        del self._due[: len(lines)]
+        now = time.perf_counter()
+        seconds, images = now - self._line[0], self.epoch_images - self._line[1]
+        self._line = (now, self.epoch_images)
+        for step, loss, rate in lines if self.files else ():
+            self.files.add_step(step, self.epoch, loss, rate, images / seconds)
+
+    def _read_losses(self, last_step: int) -> float:
+        """The loss of a step; stops the run at the first one up to there that is not a number."""
         last = math.nan
-        waiting, self._waiting = self._waiting, []
-        for step, loss in waiting:
+        while self._waiting and self._waiting[0][0] <= last_step:
+            step, loss = self._waiting.popleft()
             if loss is None:  # a train_step of the user's own that does not tell it
                 continue
             last = float(loss)
             if not math.isfinite(last):
                 raise NonFiniteLossError(
-                    f"the loss became {last} at step {step + 1} (epoch {self.epoch + 1}) with learning rate "
+                    f"the loss became {last} at step {step} (epoch {self.epoch + 1}) with learning rate "
                     f"{self._learning_rate():.3g}; try a lower --learning_rate"
                 )
         return last

@@ -21,6 +21,8 @@ class ReplicaContext:
             replica's tensor is the sum over what all replicas made of it. None on jax.
         gather_rows: the rows of all replicas, padding cut off: a tensor of the global batch. None on jax.
         penalties: losses of the global batch that layers found on the way, to be added to the model's loss.
+        moving: what batch norms with statistics of each replica leave to be added up over the replicas once the pass
+            is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
     """
 
     num_replicas: int
@@ -30,6 +32,7 @@ class ReplicaContext:
     gather: Callable[[Any], Any] | None = None
     gather_rows: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
+    moving: list[tuple[Any, Any]] | None = None
 
 
 # A context variable, not a global: TensorFlow traces each replica in a thread of its own.
@@ -42,10 +45,10 @@ def current() -> ReplicaContext | None:
 
 
 @contextlib.contextmanager
-def use(context: ReplicaContext | None) -> Iterator[None]:
+def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
     """Makes `context` the current one within a `with` block."""
     token = _current.set(context)
     try:
-        yield
+        yield context
     finally:
         _current.reset(token)

@@ -309,7 +309,7 @@ class Runner:
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
         engine = self.replicas.engine_of(model)
-        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, engine)
+        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, engine, self.hooks)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             known = made_for, self.replicas.step_functions(model, self.hooks)

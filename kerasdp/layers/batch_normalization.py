@@ -31,15 +31,14 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """As `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
-        if (
-            whole_batch
-            and training
-            and self.trainable
-            and mask is None
-            and not self.renorm
-            and _normalize() is not None
-        ):
-            return self._in_few_passes(inputs)
+        # Statistics for which no other replica is needed.
+        is_part = not whole_batch and self.statistics == "replica" and context.moving is not None
+        can_be_whole = mask is None and not self.renorm and _normalize() is not None
+        if training and self.trainable and can_be_whole:
+            if whole_batch:
+                return self._in_few_passes(inputs, None)
+            if is_part and context.num_rows == context.rows:  # without padding
+                return self._in_few_passes(inputs, context)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
         if as_keras or not (training and self.trainable):
@@ -47,8 +46,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if self.renorm:
             raise ValueError("batch renormalization on several devices is not supported; set renorm=False")
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        mean, variance, moving_mean, moving_variance = self._statistics(x, mask, None if whole_batch else context)
-        self._move(moving_mean, moving_variance)
+        mean, variance, moving = self._statistics(x, mask, None if whole_batch else context)
+        if moving is not None:
+            self._move(*moving)
         scale = ops.rsqrt(variance + self.epsilon)
         if self.scale:
             scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
@@ -57,13 +57,24 @@ class BatchNormalization(keras.layers.BatchNormalization):
             outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
         return ops.cast(outputs, self.compute_dtype)
 
-    def _in_few_passes(self, inputs: Any) -> Any:
+    def move_together(self, sums: Any) -> None:
+        """Moves the moving statistics by those of all replicas: the sums of what these left in `moving`."""
+        count, total, squares = (sums[place] for place in range(3))
+        count = ops.maximum(count, 1.0)
+        self._move(total / count, squares / count)
+
+    def _in_few_passes(self, inputs: Any, context: replica_context.ReplicaContext | None) -> Any:
         scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
         axis = self.axis % len(inputs.shape)
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon)
-        self._move(mean, variance)
+        if context is None:
+            self._move(mean, variance)
+        else:
+            count = self._count(inputs, mean.dtype)
+            sums = ops.stack([ops.broadcast_to(count, ops.shape(mean)), count * mean, count * variance])
+            context.moving.append((self, sums))
         return ops.cast(outputs, self.compute_dtype)
 
     def _move(self, mean: Any, variance: Any) -> None:
@@ -72,12 +83,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
     def _statistics(
         self, x: Any, mask: Any, context: replica_context.ReplicaContext | None
-    ) -> tuple[Any, Any, Any, Any]:
-        """Mean and variance to normalize with (they broadcast with `x`), and those for the moving statistics."""
+    ) -> tuple[Any, Any, tuple[Any, Any] | None]:
+        """Mean and variance to normalize with (they broadcast with `x`), and those to move by, if they are known."""
         if context is None:
             count, mean, squares = self._sums(x, mask)
             variance = squares / ops.maximum(count, 1.0)
-            return self._along_channels(mean), self._along_channels(variance), mean, variance
+            return self._along_channels(mean), self._along_channels(variance), (mean, variance)
         if context.gather is None:
             rows, groups = x.shape[0], context.num_replicas
             size = replica_rows(rows, groups)
@@ -111,6 +122,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
             if self.statistics == "replica":
                 mean, variance = (self._along_channels(value) for value in (own[1], own[2] / ops.maximum(own[0], 1.0)))
                 own = ops.stop_gradient(own)
+                if context.moving is not None:
+                    context.moving.append((self, ops.stack([own[0], own[0] * own[1], own[2]])))
+                    return mean, variance, None
             # One collective for the three: its latency is what synchronized batch norm costs.
             gathered = context.gather(own)
             counts, means, squares = gathered[:, 0], gathered[:, 1], gathered[:, 2]
@@ -118,18 +132,16 @@ class BatchNormalization(keras.layers.BatchNormalization):
         total = ops.sum(counts, axis=0)
         if self.statistics == "replica":
             moving = ops.sum(counts * means, axis=0) / total, ops.sum(counts * variances, axis=0) / total
-            return mean, variance, *moving
+            return mean, variance, moving
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
         joint = ops.sum(counts * means, axis=0) / total
         variance = ops.sum(squares + counts * ops.square(means - joint), axis=0) / total
-        return self._along_channels(joint), self._along_channels(variance), joint, variance
+        return self._along_channels(joint), self._along_channels(variance), (joint, variance)
 
     def _sums(self, x: Any, mask: Any) -> tuple[Any, Any, Any]:
         """Count, mean and sum of squared deviations a channel, each of shape `(channels,)`; zeros if `x` is empty."""
         if mask is None:
-            count = ops.cast(1.0, x.dtype)
-            for axis in self._reduction_axes:
-                count = count * ops.cast(ops.shape(x)[axis], x.dtype)
+            count = self._count(x, x.dtype)
             mean = self._sum(x) / ops.maximum(count, 1.0)
             squares = self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
             return ops.broadcast_to(count, ops.shape(mean)), mean, squares
@@ -137,6 +149,13 @@ class BatchNormalization(keras.layers.BatchNormalization):
         count = self._sum(weights)
         mean = self._sum(x * weights) / ops.maximum(count, 1.0)
         return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))
+
+    def _count(self, x: Any, dtype: Any) -> Any:
+        """How many numbers of `x` a channel has."""
+        count = ops.cast(1.0, dtype)
+        for axis in self._reduction_axes:
+            count = count * ops.cast(ops.shape(x)[axis], dtype)
+        return count
 
     def _sum(self, x: Any) -> Any:
         """The sum a channel, one axis after the other.
@@ -169,3 +188,18 @@ def _normalize() -> Callable[..., Any] | None:
     """What the backend has for a whole batch; on JAX, XLA makes of Keras' own way what it can."""
     name = {"torch": "torch_batch_norm", "tensorflow": "tf_batch_norm"}.get(keras.backend.backend())
     return None if name is None else importlib.import_module(f"kerasdp.layers.{name}").normalize
+
+
+def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
+    """What batch norms left in `ReplicaContext.moving`, as one flat tensor, to be added up over the replicas."""
+    dtype = keras.backend.result_type(*(sums.dtype for _, sums in moving))
+    return ops.concatenate([ops.reshape(ops.cast(sums, dtype), (-1,)) for _, sums in moving])
+
+
+def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
+    """Moves the moving statistics of these layers; `packed`: the sum over the replicas of what `pack_moving` gave."""
+    first = 0
+    for layer, sums in moving:
+        size = 3 * sums.shape[1]
+        layer.move_together(ops.reshape(packed[first : first + size], (3, -1)))
+        first += size

@@ -21,20 +21,19 @@ def normalize(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tup
             values = tf.reduce_sum(values, other, keepdims=True)
         return values
 
-    # The values, with gradients by way of the custom one alone; mean and variance have none.
-    mean = tf.stop_gradient(total(wide) / count)
-    variance = tf.stop_gradient(total(tf.square(wide - mean)) / count)
+    # Gradients go by way of the custom ones alone; gradients of gradients also by way of what those use of these.
+    mean = total(wide) / count
+    variance = total(tf.square(wide - mean)) / count
     inverse = tf.math.rsqrt(variance + epsilon)
 
     @tf.custom_gradient
     def standardize(wide: Any) -> tuple[Any, Any]:
-        standard = (wide - mean) * inverse
-
         def gradient(upstream: Any) -> Any:
+            standard = (wide - mean) * inverse  # once more, for gradients of gradients; a graph has it once
             # What is left once the mean of the outputs and their spread are held.
             return inverse * (upstream - total(upstream) / count - standard * (total(upstream * standard) / count))
 
-        return standard, gradient
+        return (wide - mean) * inverse, gradient
 
     @tf.custom_gradient
     def stretch(standard: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
@@ -48,4 +47,5 @@ def normalize(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tup
     scale = ones if scale is None else tf.reshape(tf.cast(scale, wide.dtype), shape)
     offset = zeros if offset is None else tf.reshape(tf.cast(offset, wide.dtype), shape)
     outputs = stretch(standardize(wide), scale, offset)
-    return tf.cast(outputs, x.dtype), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+    statistics = [tf.stop_gradient(tf.reshape(value, [-1])) for value in (mean, variance)]
+    return tf.cast(outputs, x.dtype), *statistics

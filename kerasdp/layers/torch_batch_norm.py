@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 
 def normalize(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tuple[Any, Any, Any]:
@@ -45,24 +44,32 @@ class _Normalize(torch.autograd.Function):
         if offset is not None:
             outputs.add_(_wide(offset).reshape(shape))
         ctx.save_for_backward(x, mean, inverse, scale)
-        ctx.others, ctx.shape = others, shape
+        ctx.others, ctx.shape, ctx.epsilon = others, shape, epsilon
         ctx.has_offset = offset is not None
         mean, variance = mean.reshape(-1).clone(), variance.reshape(-1)
         ctx.mark_non_differentiable(mean, variance)
         return outputs.to(x.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Any, _: Any, __: Any) -> tuple[Any, ...]:
         x, mean, inverse, scale = ctx.saved_tensors
         wide = _wide(gradient)
-        normalized = (_wide(x) - mean).mul_(inverse)
+        rows = x.numel() // mean.numel()
+        factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
+        if torch.is_grad_enabled():  # gradients of these gradients will be asked for, by way of mean and spread, too
+            mean = _wide(x).mean(ctx.others, keepdim=True)
+            inverse = torch.rsqrt((_wide(x) - mean).square().mean(ctx.others, keepdim=True) + ctx.epsilon)
+            normalized = (_wide(x) - mean) * inverse
+            factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
+        else:
+            normalized = (_wide(x) - mean).mul_(inverse)
         for_offset = wide.sum(ctx.others, keepdim=True)
         for_scale = (wide * normalized).sum(ctx.others, keepdim=True)
-        rows = x.numel() // mean.numel()
         # What is left once the mean of the outputs and their spread are held.
-        for_x = normalized.mul_(for_scale / -rows).add_(wide).sub_(for_offset / rows)
-        for_x.mul_(inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape))
+        if torch.is_grad_enabled():
+            for_x = (wide - for_offset / rows - normalized * (for_scale / rows)) * factor
+        else:
+            for_x = normalized.mul_(for_scale / -rows).add_(wide).sub_(for_offset / rows).mul_(factor)
         return (
             for_x.to(x.dtype),
             None if scale is None else for_scale.reshape(-1).to(scale.dtype),

@@ -4,9 +4,11 @@
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from kerasdp.data.order import PASSED_OVER
 from kerasdp.errors import UserError
 
 
@@ -27,17 +29,20 @@ class Hooks:
     """What the step functions tell of training steps, and to whom. Asked anew in each step.
 
     Args:
-        on_step: called behind each step with the loss of its global batch, a scalar tensor, and the number of its rows.
+        on_step: called behind each step with the loss of its global batch and its learning rate, scalar tensors (None
+            if they are not told), and the number of its rows.
         observer: is told more of each step, if there is one.
         batch_size: rows of a full batch of this run.
         num_steps: that the run trains from its first to its last, if that is known.
+        steps_left: how many more the run may train, or None if nothing but the data ends it.
         passed_over_logs: what Keras is told of a batch that a resumed run passes over (`kerasdp.data.feed`).
     """
 
-    on_step: Callable[[Any, int], None] = lambda loss, num_rows: None
+    on_step: Callable[[Any, Any, int], None] = lambda loss, learning_rate, num_rows: None
     observer: Any = None
     batch_size: int | None = None
     num_steps: int | None = None
+    steps_left: Callable[[], int | None] = lambda: None
     passed_over_logs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -47,11 +52,11 @@ class Hooks:
 
         return Detail.NOTHING if self.observer is None else self.observer.detail
 
-    def after_step(self, loss: Any, indices: Any, seen: dict[str, Any]) -> None:
-        """Tells of a step: its loss, the places of its rows in the data set, and what `observed` gave."""
+    def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
+        """Tells of a step: its loss, the places of its rows in the data set, what `observed` gave, its rate."""
         if self.observer is not None:
             self.observer.on_step(loss, indices, seen)
-        self.on_step(loss, indices.shape[0])
+        self.on_step(loss, learning_rate, indices.shape[0])
 
 
 class PlacedBatch(NamedTuple):
@@ -98,6 +103,40 @@ def placed(batch: Any) -> PlacedBatch:
     return batch
 
 
+def next_batches(iterator: Iterator[Any], model: Any, hooks: Hooks | None = None) -> list[PlacedBatch]:
+    """The batches for one call of a step function: as many as the model's `steps_per_execution`, if there are.
+
+    With `hooks`, for training: without those that a resumed run passes over, and none behind the run's last step.
+
+    Raises:
+        StopIteration: if there are none left.
+        UserError: as `placed`.
+    """
+    taken = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
+    batches = [placed(batch) for batch in taken if batch is not PASSED_OVER]
+    return batches if hooks is None else batches[: hooks.steps_left()]
+
+
+class Element:
+    """A number in a tensor on the device, for whoever asks for its value later.
+
+    Several steps of one call give their losses as one tensor; to take it apart would be a call each.
+    """
+
+    def __init__(self, values: Any, place: int):
+        self.values, self.place = values, place
+
+    def __float__(self) -> float:
+        import keras
+
+        return float(keras.ops.convert_to_numpy(self.values)[self.place])
+
+    @classmethod
+    def each(cls, values: Any, number: int) -> list[Any]:
+        """All of them; Nones if there is no tensor."""
+        return [None if values is None else cls(values, place) for place in range(number)]
+
+
 def own_steps(model: Any, num_replicas: int) -> set[str]:
     """Which of train_step, test_step and predict_step the model's class overrides.
 
@@ -120,3 +159,10 @@ def all_variables(model: Any) -> list[Any]:
     """The variables of a model, its metrics and its optimizer."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """The rate of the step to come, as a tensor of its own: part of the step, since to ask later would be to wait."""
+    import keras
+
+    return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0

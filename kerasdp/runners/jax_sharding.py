@@ -8,15 +8,25 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backend import Devices, cache_folder
 from kerasdp.config import Config
-from kerasdp.data.order import PASSED_OVER
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, WholeModel, all_variables, placed
+from kerasdp.runners import (
+    Element,
+    Hooks,
+    PlacedBatch,
+    StepFunctions,
+    WholeModel,
+    all_variables,
+    learning_rate,
+    next_batches,
+    placed,
+)
 
 if TYPE_CHECKING:
     from kerasdp.observation import Detail
@@ -158,7 +168,7 @@ class Replicas(WholeModel):
                 data = _cut(data)
                 if own_train_step:
                     logs, state = model.train_step(state, data)
-                    return (logs.get("loss"), logs, {}), state
+                    return (logs.get("loss"), None, logs, {}), state
                 return _train_step(model, state, data, detail)
 
         def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -168,21 +178,44 @@ class Replicas(WholeModel):
             outputs, non_trainable_variables = model.predict_step(state, _cut(data))
             return outputs, (state[0], non_trainable_variables)
 
+        def train_steps(state: Any, batches: list[PlacedBatch]) -> tuple[Any, Any]:
+            """A step for each of these batches of one shape."""
+
+            def step(state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
+                (loss, rate, logs, _), state = train_step(Detail.NOTHING, state, batch)
+                return state, (loss, rate, logs)
+
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+            state, (losses, rates, logs) = jax.lax.scan(step, state, stacked)
+            return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
+
+        jitted_train_steps = jit(train_steps, shardings)
         jitted_train_step = {detail: jit(functools.partial(train_step, detail), shardings) for detail in Detail}
         jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            if (batch := next(iterator)) is PASSED_OVER:
-                return hooks.passed_over_logs, state
-            data = placed(batch)
-            (loss, logs, seen), state = jitted_train_step[hooks.detail](state, data)
-            hooks.after_step(loss, data[-1], seen)
+            batches, logs = next_batches(iterator, model, hooks), hooks.passed_over_logs
+            is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
+            if len(batches) > 1 and hooks.observer is None and is_even:
+                (losses, rates, logs), state = jitted_train_steps(state, batches)
+                each = (Element.each(values, len(batches)) for values in (losses, rates))
+                for batch, loss, rate in zip(batches, *each):
+                    hooks.after_step(loss, batch.indices, {}, rate)
+                return logs, state
+            for batch in batches:
+                (loss, rate, logs, seen), state = jitted_train_step[hooks.detail](state, batch)
+                hooks.after_step(loss, batch.indices, seen, rate)
+            return logs, state
+
+        def test_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            for batch in next_batches(iterator, model):
+                logs, state = jitted_test_step(state, batch)
             return logs, state
 
         return StepFunctions(
             train=train_function,
-            test=lambda state, iterator: jitted_test_step(state, placed(next(iterator))),
+            test=test_function,
             predict=lambda state, iterator: jitted_predict_step(state, placed(next(iterator))),
         )
 
@@ -243,7 +276,9 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 
 def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: "Detail") -> tuple[Any, Any]:
-    """Keras' own training step, which also gives the loss of this batch (Keras' logs hold the epoch's mean)."""
+    """Keras' own training step, which also gives this batch's loss (Keras' logs hold the epoch's mean) and rate."""
+    import keras
+
     from kerasdp.observation import forward_pass, observed, watched_layers
 
     trainable, non_trainable, optimizer, metrics = state
@@ -260,6 +295,8 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: "Det
     (_, (updates, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
     loss, outputs, non_trainable, metrics = updates
     seen = observed(detail, gradients, found)
+    with keras.StatelessScope(zip(model.optimizer.variables, optimizer)):
+        rate = learning_rate(model.optimizer)
     trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
     logs, metrics = model._update_metrics_variables(metrics, loss, inputs, targets, outputs, sample_weight)
-    return (loss, logs, seen), (trainable, non_trainable, optimizer, metrics)
+    return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)

@@ -11,15 +11,16 @@ import tensorflow as tf
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
-from kerasdp.data.order import PASSED_OVER, replica_rows
-from kerasdp.replica_context import ReplicaContext, use
+from kerasdp.data.order import replica_rows
+from kerasdp.replica_context import ReplicaContext
 from kerasdp.runners import (
+    Element,
     Hooks,
     PlacedBatch,
     StepFunctions,
     WholeModel,
     all_variables,
-    own_steps,
+    next_batches,
     placed,
     tf_reductions,
 )
@@ -133,131 +134,93 @@ class Replicas(WholeModel):
             first_row=rank * size,
             gather=tf_reductions.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
+            moving=[],
         )
 
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
-        from kerasdp.observation import Detail, forward_pass, observed
-        from kerasdp.portability import WholeBatchPenalties
+        from kerasdp.observation import Detail
+        from kerasdp.runners.tf_steps import ReplicaSteps
 
-        own = own_steps(model, self.num_replicas)
-        penalties = WholeBatchPenalties(model)
-
-        def forward(inputs: Any, num_rows: int, training: bool, detail: Detail = Detail.NOTHING) -> tuple[Any, ...]:
-            """Outputs and penalties of the global batch, from this replica's rows; what was observed."""
-            context = self.context(num_rows)
-            with use(context), forward_pass(detail, inputs) as found:
-                outputs = model(inputs, training=training) if model._call_has_training_arg else model(inputs)
-            return self.gather(outputs, num_rows), [] if context is None else context.penalties, found
-
-        def train_step(detail: Detail, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, ...]:
-            if "train_step" in own:
-                logs = model.train_step((inputs, targets, sample_weight))
-                return logs.get("loss"), logs, {}
-            num_rows = indices.shape[0]
-            with tf.GradientTape() as tape:
-                outputs, penalties, found = forward(inputs, num_rows, True, detail)
-                batch = (inputs, targets, outputs, sample_weight)
-                loss = sum(penalties, self._loss(model, batch, num_rows, training=True))
-                scaled_loss = model.optimizer.scale_loss(loss)
-            variables = model.trainable_weights
-            gradients = tape.gradient(scaled_loss, variables)
-            if self.num_replicas > 1:
-                gradients = tf_reductions.mean(gradients, self.gradient_precision)
-            # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
-            dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-            seen = observed(detail, dense, found)
-            self._update(model, gradients, variables)
-            return loss, self._metrics(model, batch, loss, num_rows), seen
-
-        def test_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
-            if "test_step" in own:
-                return model.test_step((inputs, targets, sample_weight))
-            num_rows = indices.shape[0]
-            outputs, penalties, _ = forward(inputs, num_rows, False)
-            batch = (inputs, targets, outputs, sample_weight)
-            loss = sum(penalties, self._loss(model, batch, num_rows, training=False))
-            return self._metrics(model, batch, loss, num_rows)
-
-        def predict_step(inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
-            if "predict_step" in own:
-                return model.predict_step((inputs,))
-            return forward(inputs, indices.shape[0], False)[0]
-
-        run_test_step, run_predict_step = (self._function(model, step, penalties) for step in (test_step, predict_step))
-        run_train_step = {
-            detail: self._function(model, functools.partial(train_step, detail), penalties, detail) for detail in Detail
+        steps = ReplicaSteps(self, model)
+        run_test_step, run_predict_step = (
+            self._function(model, self._on_all(model, steps, step)) for step in (steps.test, steps.predict)
+        )
+        train_step = {
+            detail: self._on_all(model, steps, functools.partial(steps.train, detail), detail) for detail in Detail
         }
+        run_train_step = {detail: self._function(model, step) for detail, step in train_step.items()}
+        run_train_steps = self._function(model, self._several(train_step[Detail.NOTHING]))
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            if (batch := next(iterator)) is PASSED_OVER:
-                return hooks.passed_over_logs
-            data = placed(batch)
-            loss, logs, seen = run_train_step[hooks.detail](*data)
-            hooks.after_step(loss, self.strategy.experimental_local_results(data[-1])[0], seen)
+            batches, logs = next_batches(iterator, model, hooks), hooks.passed_over_logs
+            indices = [self.strategy.experimental_local_results(batch.indices)[0] for batch in batches]
+            is_even = len({own.shape[0] for own in indices}) == 1  # the one that ends an epoch may be smaller
+            if len(batches) > 1 and hooks.observer is None and is_even:
+                losses, rates, logs = run_train_steps(*batches)
+                each = (Element.each(values, len(batches)) for values in (losses, rates))
+                for own, loss, rate in zip(indices, *each):
+                    hooks.after_step(loss, own, {}, rate)
+                return logs
+            for batch, own in zip(batches, indices):
+                loss, rate, logs, seen = run_train_step[hooks.detail](*batch)
+                hooks.after_step(loss, own, seen, rate)
+            return logs
+
+        def test_function(iterator: Iterator[Any]) -> Any:
+            for batch in next_batches(iterator, model):
+                logs = run_test_step(*batch)
             return logs
 
         return StepFunctions(
             train=train_function,
-            test=lambda iterator: run_test_step(*placed(next(iterator))),
+            test=test_function,
             predict=lambda data: run_predict_step(*placed(data[0])),
         )
 
-    def _function(self, model: Any, step: Callable[..., Any], penalties: Any, detail: Any = 0) -> Callable[..., Any]:
-        """The step on all replicas, as a graph; what it gives is the same on all, so the first one's is returned."""
-
+    def _on_all(self, model: Any, steps: Any, step: Callable[..., Any], detail: Any = 0) -> Callable[..., Any]:
+        """The step on all replicas; what it gives is the same on all, so the first one's is returned."""
         from kerasdp.observation import watched_layers
 
-        @tf.autograph.experimental.do_not_convert
         def run(*data: Any) -> Any:
-            whole_batch = penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
+            whole_batch = steps.penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
             with whole_batch, watched_layers(detail, model):
                 outputs = self.strategy.run(step, args=data)
             return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
 
+        return run
+
+    def _several(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
+
+        def run(*batches: PlacedBatch) -> tuple[Any, Any, Any]:
+            rest = self.strategy.run(_stacked, args=batches[1:])
+            loss, rate, logs, _ = step(*batches[0])
+            arrays = [
+                None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
+                for value in (loss, rate)
+            ]
+
+            def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
+                *values, logs, _ = step(*self.strategy.run(_row, args=(rest, number - 1)))
+                arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
+                return number + 1, arrays, logs
+
+            _, arrays, logs = tf.while_loop(
+                lambda number, *_: number < len(batches), body, (tf.constant(1), arrays, logs), parallel_iterations=1
+            )
+            losses, rates = (array and array.stack() for array in arrays)
+            return losses, rates, logs
+
+        return run
+
+    def _function(self, model: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """As a graph, if the model is to run in one."""
         if model.run_eagerly:
             return run
         # A trace for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single outputs
         # are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
-        return tf.function(run, jit_compile=model.jit_compile or None)
-
-    def _loss(self, model: Any, batch: tuple[Any, ...], num_rows: Any, training: bool) -> Any:
-        inputs, targets, outputs, sample_weight = batch
-        inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
-        with tf_reductions.loss_of_whole_batch():
-            return model._compute_loss(
-                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
-            )
-
-    def _metrics(self, model: Any, batch: tuple[Any, ...], loss: Any, num_rows: Any) -> Any:
-        inputs, targets, outputs, sample_weight = batch
-        inputs = self._inputs_for(model, "compute_metrics", inputs, num_rows)
-        model._loss_tracker.update_state(loss, sample_weight=num_rows)
-        return model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
-
-    def _inputs_for(self, model: Any, method: str, inputs: Any, num_rows: Any) -> Any:
-        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
-        import keras
-
-        own = getattr(type(model), method) is getattr(keras.Model, method)
-        return inputs if own else self.gather(inputs, num_rows)
-
-    def _update(self, model: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """Keras' own update; on one device its small operations, eight a weight, as one."""
-        from kerasdp.layers import tf_xla
-
-        def update(gradients: list[Any]) -> None:
-            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-        # Not what Python of the user's may do, nor an optimizer with loss scaling, nor the rows of an embedding.
-        rate = getattr(model.optimizer, "_learning_rate", None)
-        parts = [model.optimizer, rate, *(variable.constraint for variable in variables)]
-        is_keras = all(part is None or type(part).__module__.startswith("keras.src.") for part in parts)
-        is_keras = is_keras and not hasattr(model.optimizer, "inner_optimizer")
-        is_dense = all(isinstance(gradient, tf.Tensor) for gradient in gradients)
-        if self.num_replicas == 1 and is_keras and is_dense and not tf.executing_eagerly():
-            update = tf_xla.compiled(update)
-        update(gradients)
+        return tf.function(run, jit_compile=model.jit_compile or None, autograph=False)
 
     def made_outside(self, model: Any) -> list[str]:
         """Paths of the variables that are not mirrored; each replica would change them once more."""
@@ -323,6 +286,14 @@ class Replicas(WholeModel):
     def peak_memory_bytes(self) -> int:
         """The most memory that a device (on the CPU: this process) has used."""
         return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _stacked(*batches: PlacedBatch) -> PlacedBatch:
+    return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
+
+
+def _row(stacked: PlacedBatch, number: tf.Tensor) -> PlacedBatch:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)
 
 
 _tf_cast = tf.cast

@@ -29,19 +29,19 @@ def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_gather(statistics[None], axis=0)
 
 
-def mean(gradients: list[Any], precision: str = "float32") -> list[Any]:
-    """The mean over the replicas, in one call; a weight that the loss does not depend on keeps its None.
+def mean(gradients: list[Any], others: list[tf.Tensor], precision: str = "float32") -> tuple[list[Any], list[Any]]:
+    """The means over the replicas, in one call; a weight that the loss does not depend on keeps its None.
 
-    With a `precision` of `"bfloat16"` they are sent and added up in it; but not those of an embedding, which are rows
-    and their places: TensorFlow (2.21) gathers no bfloat16.
+    With a `precision` of `"bfloat16"` gradients are sent and added up in it; but not those of an embedding, which are
+    rows and their places: TensorFlow (2.21) gathers no bfloat16.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     sent = present
     if precision != "float32":
         sent = [tf.cast(each, precision) if isinstance(each, tf.Tensor) else each for each in present]
-    received = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, sent)
-    means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present, strict=True)])
-    return [None if gradient is None else next(means) for gradient in gradients]
+    received = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, [*sent, *others])
+    means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
+    return [None if gradient is None else next(means) for gradient in gradients], received[len(sent) :]
 
 
 @contextlib.contextmanager

@@ -12,15 +12,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp import replica_context
 from kerasdp.backend import Devices, cache_folder
 from kerasdp.config import Config
 from kerasdp.data.order import PASSED_OVER, replica_rows
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import Hooks, PlacedBatch, StepFunctions, WholeModel, all_variables, own_steps, placed
+from kerasdp.runners import (
+    Hooks,
+    PlacedBatch,
+    StepFunctions,
+    WholeModel,
+    all_variables,
+    learning_rate,
+    own_steps,
+    placed,
+)
 from kerasdp.runners.torch_collectives import gather_rows, gather_statistics
 from kerasdp.runners.torch_elastic import start
-from kerasdp.runners.torch_graph import CompiledSteps
 
 # Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
 _WORTH_COMPILING = 1000
@@ -101,6 +108,7 @@ class Replicas(WholeModel):
             first_row=self.rank * size,
             gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
+            moving=[],
         )
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
@@ -128,65 +136,70 @@ class Replicas(WholeModel):
             hooks: who is told of each training step.
         """
         from kerasdp.observation import forward_pass, observed, watched_layers
-        from kerasdp.portability import WholeBatchPenalties
+        from kerasdp.runners.torch_global_batch import GlobalBatch
+        from kerasdp.runners.torch_graph import CompiledSteps
 
         own = own_steps(model, self.num_replicas)
-        whole_batch = WholeBatchPenalties(model)
-        parallel = compiled = None
+        whole = GlobalBatch(self, model)
+        parallel = compiled = parallel_for = None
 
         def train_function(data: Any) -> dict[str, Any]:
-            nonlocal parallel, compiled
+            nonlocal parallel, parallel_for, compiled
             if data[0] is PASSED_OVER:
                 return hooks.passed_over_logs
-            inputs, targets, sample_weight, indices = placed(data[0])
+            batch = placed(data[0])
             if "train_step" in own:
-                logs = model.train_step((inputs, targets, sample_weight))
-                hooks.after_step(logs.get("loss"), indices, {})
+                logs = model.train_step(tuple(batch[:3]))
+                hooks.after_step(logs.get("loss"), batch.indices, {})
                 return logs
             detail = hooks.detail
-            if self._compiles(model, hooks, len(indices)):
-                compiled = compiled or CompiledSteps(self, model, whole_batch)
-                if (done := compiled(data[0], detail)) is not None:
-                    loss, logs, seen = done
-                    hooks.after_step(loss, indices, seen)
+            if self._compiles(model, hooks, len(batch.indices)):
+                compiled = compiled or CompiledSteps(self, model, whole)
+                if (done := compiled(batch, detail)) is not None:
+                    loss, rate, logs, seen = done
+                    hooks.after_step(loss, batch.indices, seen, rate)
                     return logs
-            # Not before: a model that is only evaluated may have nothing to train, which torch refuses.
-            parallel = parallel or self._parallel(model, data[0])
-            context = self.context(len(indices))
-            with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
-                outputs, penalties = self._forward(model, parallel, whole_batch, inputs, len(indices), training=True)
-            model.zero_grad()
-            batch = (inputs, targets, outputs, sample_weight)
-            loss = self._update_loss(model, batch, penalties, len(indices), training=True)
-            scaled_loss = model.optimizer.scale_loss(loss)
-            scaled_loss.backward()
             variables = model.trainable_weights[:]
+            # Not before: a model that is only evaluated may have nothing to train, which torch refuses. And anew when a
+            # callback has frozen a layer: DistributedDataParallel would wait for its gradients.
+            if parallel_for != (trained := [id(variable) for variable in variables]):
+                parallel = None
+                parallel, parallel_for = self._parallel(model, whole, batch), trained
+            context = self.context(len(batch.indices))
+            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+                outputs = whole.forward(parallel, batch.inputs, context, training=True)
+            model.zero_grad()
+            loss, finish = whole.training_loss(batch, outputs, context)
+            model.optimizer.scale_loss(loss).backward()
             gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
+                outputs, loss = finish()
                 seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
+                rate = learning_rate(model.optimizer)
                 model.optimizer.apply(gradients, variables)
-                logs = self._metrics(model, batch, len(indices))
-            hooks.after_step(loss.detach(), indices, seen)
+                logs = whole.metrics(batch, outputs, loss)
+            hooks.after_step(loss, batch.indices, seen, rate)
             return logs
 
         @torch.no_grad()
         def test_function(data: Any) -> dict[str, Any]:
-            inputs, targets, sample_weight, indices = placed(data[0])
+            batch = placed(data[0])
             if "test_step" in own:
-                return model.test_step((inputs, targets, sample_weight))
-            with use(self.context(len(indices))):
-                outputs, penalties = self._forward(model, model, whole_batch, inputs, len(indices), training=False)
-            batch = (inputs, targets, outputs, sample_weight)
-            self._update_loss(model, batch, penalties, len(indices), training=False)
-            return self._metrics(model, batch, len(indices))
+                return model.test_step(tuple(batch[:3]))
+            context = self.context(len(batch.indices))
+            with use(context):
+                outputs = whole.forward(model, batch.inputs, context, training=False)
+                outputs = self.gather(outputs, len(batch.indices))
+            return whole.metrics(batch, outputs, whole.test_loss(batch, outputs, context))
 
         @torch.no_grad()
         def predict_function(data: Any) -> Any:
             inputs, _, _, indices = placed(data[0])
             if "predict_step" in own:
                 return model.predict_step((inputs,))
-            with use(self.context(len(indices))):
-                return self._forward(model, model, whole_batch, inputs, len(indices), training=False)[0]
+            context = self.context(len(indices))
+            with use(context):
+                return self.gather(whole.forward(model, inputs, context, training=False), len(indices))
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
@@ -199,7 +212,7 @@ class Replicas(WholeModel):
             return False
         return self.config.compile == "on" or hooks.num_steps is None or hooks.num_steps >= _WORTH_COMPILING
 
-    def _parallel(self, model: Any, batch: PlacedBatch) -> Any:
+    def _parallel(self, model: Any, whole: Any, batch: PlacedBatch) -> Any:
         """The model in DistributedDataParallel, exactly once whatever the version of Keras.
 
         Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
@@ -217,7 +230,7 @@ class Replicas(WholeModel):
             model,
             device_ids=[self.device] if self.is_gpu else None,
             # Otherwise the second step fails. To look for them costs a walk through the graph in each step.
-            find_unused_parameters=self._has_unused_weights(model, batch),
+            find_unused_parameters=self._has_unused_weights(model, whole, batch),
         )
         if self.config.gradient_precision == "bfloat16":
             # By way of a function of another name: torch (2.13) refuses its own by name where there is no NCCL, though
@@ -225,19 +238,16 @@ class Replicas(WholeModel):
             parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
         return parallel
 
-    def _has_unused_weights(self, model: Any, batch: PlacedBatch) -> bool:
+    def _has_unused_weights(self, model: Any, whole: Any, batch: PlacedBatch) -> bool:
         """Whether there is a weight that the loss does not depend on, as in an output without a loss."""
         import keras
 
-        from kerasdp.portability import WholeBatchPenalties
-
-        inputs, targets, sample_weight, indices = batch
         values = [(variable, variable.value) for variable in all_variables(model)]
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
-        with keras.StatelessScope(values), use(self.context(len(indices))):
-            outputs, penalties = self._forward(model, model, WholeBatchPenalties(model), inputs, len(indices), True)
-            data = (self._inputs_for(model, "compute_loss", inputs, len(indices)), targets, outputs, sample_weight)
-            loss = sum(penalties, model._compute_loss(*data, training=True))
+        with keras.StatelessScope(values), use(self.context(len(batch.indices))) as context:
+            outputs = whole.forward(model, batch.inputs, context, training=True)
+            loss, finish = whole.training_loss(batch, outputs, context)
+            finish()
         used, seen, ahead = set(), set(), [loss.grad_fn]
         while ahead:
             node = ahead.pop()
@@ -246,43 +256,6 @@ class Replicas(WholeModel):
                 used.add(id(getattr(node, "variable", None)))
                 ahead += [following for following, _ in node.next_functions]
         return any(id(variable.value) not in used for variable in model.trainable_weights)
-
-    def _forward(
-        self, model: Any, module: Any, whole_batch: Any, inputs: Any, num_rows: int, training: bool
-    ) -> tuple[Any, list[torch.Tensor]]:
-        """Outputs and penalties of the global batch, from the forward pass on this rank's rows.
-
-        `module` is the model itself, or the model in DistributedDataParallel.
-        """
-        context = replica_context.current()
-        arguments = {"training": training} if model._call_has_training_arg else {}
-        if context is None:
-            return module(inputs, **arguments), []
-        with whole_batch.active():
-            outputs = module(inputs, **arguments)
-        return self.gather(outputs, num_rows), context.penalties
-
-    def _update_loss(
-        self, model: Any, batch: tuple[Any, ...], penalties: list[torch.Tensor], num_rows: int, training: bool
-    ) -> torch.Tensor:
-        inputs, targets, outputs, sample_weight = batch
-        inputs = self._inputs_for(model, "compute_loss", inputs, num_rows)
-        loss = model._compute_loss(x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training)
-        loss = sum(penalties, loss)
-        model._loss_tracker.update_state(loss.detach(), sample_weight=num_rows)
-        return loss
-
-    def _metrics(self, model: Any, batch: tuple[Any, ...], num_rows: int) -> dict[str, Any]:
-        inputs, targets, outputs, sample_weight = batch
-        inputs = self._inputs_for(model, "compute_metrics", inputs, num_rows)
-        return model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
-
-    def _inputs_for(self, model: Any, method: str, inputs: Any, num_rows: int) -> Any:
-        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
-        import keras
-
-        own = getattr(type(model), method) is getattr(keras.Model, method)
-        return inputs if own else self.gather(inputs, num_rows)
 
     def made_outside(self, model: Any) -> list[str]:
         """Paths of the variables that were not made within `scope`, where that makes a difference."""

@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp import report
 from kerasdp.replica_context import use
-from kerasdp.runners import PlacedBatch, all_variables
+from kerasdp.runners import PlacedBatch, all_variables, learning_rate
+from kerasdp.runners.torch_global_batch import GlobalBatch
 from kerasdp.runners.torch_rewrites import drop_detours, fold_padding, refuse_exchanges
 
 # As large as those of DistributedDataParallel.
@@ -32,9 +33,9 @@ class CompiledSteps:
         reason: why there are none for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, replicas: Any, model: Any, whole_batch: Any):
-        """`replicas` of `torch_ddp`; `whole_batch`: the `WholeBatchPenalties` of the model."""
-        self.replicas, self.model, self.whole_batch = replicas, model, whole_batch
+    def __init__(self, replicas: Any, model: Any, whole: GlobalBatch):
+        """`replicas` of `torch_ddp`."""
+        self.replicas, self.model, self.whole = replicas, model, whole
         self.layers = list(model._flatten_layers())
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
         # Keras assigns in place, so these stay the variables' own memory.
@@ -45,8 +46,8 @@ class CompiledSteps:
         self.graphs: dict[Any, Callable[..., Any]] = {}
         self.reason = ""
 
-    def __call__(self, batch: PlacedBatch, detail: Any) -> tuple[Any, dict[str, Any], dict[str, Any]] | None:
-        """Trains a step: its loss, Keras' logs, and what `observed` gave; None if it cannot."""
+    def __call__(self, batch: PlacedBatch, detail: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]] | None:
+        """Trains a step: its loss, learning rate, Keras' logs, and what `observed` gave; None if it cannot."""
         import keras
 
         data = tuple(batch[:3])
@@ -126,7 +127,7 @@ class CompiledSteps:
         from kerasdp.observation import forward_pass, observed, watched_layers
 
         model, replicas = self.model, self.replicas
-        inputs, targets, sample_weight = data
+        batch = PlacedBatch(*data, range(num_rows))
         trained = {id(variable) for variable in model.trainable_weights}
         leaves = {
             id(variable): value.detach().requires_grad_()
@@ -138,10 +139,9 @@ class CompiledSteps:
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
             context = replicas.context(num_rows)
-            with use(context), watched_layers(detail, model), forward_pass(detail, inputs) as found:
-                outputs, penalties = replicas._forward(model, model, self.whole_batch, inputs, num_rows, training=True)
-            batch = (inputs, targets, outputs, sample_weight)
-            loss = replicas._update_loss(model, batch, penalties, num_rows, training=True)
+            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+                outputs = self.whole.forward(model, batch.inputs, context, training=True)
+            loss, finish = self.whole.training_loss(batch, outputs, context)
             scaled_loss = model.optimizer.scale_loss(loss)
         variables = model.trainable_weights[:]
         wanted = [leaves[id(variable)] for variable in variables]
@@ -150,17 +150,18 @@ class CompiledSteps:
             (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
             for variable, value in zip(self.variables, values)
         ]
-        outputs = keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
         with torch.no_grad(), keras.StatelessScope(between) as updates:
+            outputs, loss = finish()
             seen = observed(detail, gradients, found)
+            rate = learning_rate(model.optimizer)
             model.optimizer.apply(gradients, variables)
-            logs = replicas._metrics(model, (inputs, targets, outputs, sample_weight), num_rows)
+            logs = self.whole.metrics(batch, outputs, loss)
         _refuse_others({*passes.state_mapping, *updates.state_mapping} - {id(variable) for variable in self.variables})
         for variable, value in zip(self.variables, values):
             new = updates.get_current_value(variable)
             if new is not value:
                 value.copy_(new)
-        return loss.detach(), logs, seen
+        return loss, rate, logs, seen
 
 
 def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,10 @@ def test_compiled_on_one_and_two_devices(net):
 def test_what_is_compiled_and_what_is_not():
     layers = ["plain", "slower", "reading", "foreign", "swapping", "frozen"]
     cases = [{"layer": layer, "compile": mode} for layer in layers for mode in ("off", "on")]
-    results, errors = results_of("compiled.py", cases)
-    for layer, eager, compiled in zip(layers, results[::2], results[1::2]):
+    on_two = {"layer": "frozen", "compile": "off", "num_devices": 2}
+    results, errors = results_of("compiled.py", [*cases, on_two])
+    np.testing.assert_allclose(results[-1]["losses"], results[-3]["losses"], rtol=1e-6)
+    for layer, eager, compiled in zip(layers, results[:-1:2], results[1::2]):
         assert eager["calls"] == 16
         np.testing.assert_allclose(compiled["losses"], eager["losses"], rtol=1e-6, err_msg=layer)
         np.testing.assert_allclose(compiled["accuracy"], eager["accuracy"], err_msg=layer)

@@ -2,10 +2,11 @@
 
 python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
     layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
-        "slower" (a callback changes the rate), "frozen" (a callback
-        freezes a layer), "swapping" (variables change places)
+        "slower" (a callback changes the rate), "frozen" (a callback freezes a layer), "swapping" (variables change
+        places)
 """
 
+import functools
 import json
 import sys
 
@@ -13,10 +14,8 @@ import numpy as np
 
 import kerasdp
 
-CASE = {}
 
-
-def train(runner):
+def train(kind, runner):
     import keras
     from learn_classes import StepLosses
 
@@ -32,14 +31,14 @@ def train(runner):
         def call(self, x):
             nonlocal calls
             calls += 1
-            if CASE["layer"] == "reading":
+            if kind == "reading":
                 return x * (2.0 if float(ops.mean(x)) > 0 else 1.0)
-            if CASE["layer"] == "swapping":  # two variables, each of which gets what the other had
+            if kind == "swapping":  # two variables, each of which gets what the other had
                 before = ops.copy(self.other)
                 self.other.assign(self.one)
                 self.one.assign(before)
                 return x + self.one - 0.5 * self.other
-            if CASE["layer"] == "foreign":
+            if kind == "foreign":
                 foreign.assign_add(1.0)
                 return x + 0.0 * foreign
             return x
@@ -50,9 +49,9 @@ def train(runner):
             calls = 0  # to find out shapes took some
 
         def on_epoch_end(self, epoch, logs=None):
-            if CASE["layer"] == "frozen":
+            if kind == "frozen":
                 self.model.layers[0].trainable = False
-            if CASE["layer"] == "slower":
+            if kind == "slower":
                 self.model.optimizer.learning_rate = 1e-3
 
     with runner.scope():
@@ -70,9 +69,8 @@ def train(runner):
 def main():
     results = []
     for case in json.loads(sys.argv[1]):
-        globals()["CASE"] = case
-        fields = {name: value for name, value in case.items() if name != "layer"}
-        results.append(kerasdp.launch(train, backend="torch", device="cpu", verbose=0, batch_size=16, **fields))
+        work = functools.partial(train, case.pop("layer"))
+        results.append(kerasdp.launch(work, backend="torch", device="cpu", verbose=0, batch_size=16, **case))
     print("RESULT", json.dumps(results))
 
 

@@ -58,9 +58,9 @@ class StepLosses(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         record = self.runner.hooks.on_step
 
-        def both(loss, num_rows):
+        def both(loss, learning_rate, num_rows):
             self.values.append(float(loss))
-            record(loss, num_rows)
+            record(loss, learning_rate, num_rows)
 
         self.runner.hooks.on_step = both
 
