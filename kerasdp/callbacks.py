@@ -101,7 +101,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         passed_over = self.recorder.feed.num_passed_over
         if batch >= passed_over:
             super().on_train_batch_end(batch, logs)
-        elif batch >= passed_over - self.model_steps and self.recorder.is_at_last_step:
+        elif self.recorder.is_at_last_step:
             self.model.stop_training = True
             if self.checkpointer:
                 self.checkpointer.is_cut = passed_over != self.recorder.feed.num_batches

@@ -136,7 +136,7 @@ class Replicas(WholeModel):
             hooks: who is told of each training step.
         """
         from kerasdp.observation import forward_pass, observed, watched_layers
-        from kerasdp.runners.torch_global_batch import GlobalBatch
+        from kerasdp.runners.torch_global_batch import GlobalBatch, received, sent_sum
         from kerasdp.runners.torch_graph import CompiledSteps
 
         own = own_steps(model, self.num_replicas)
@@ -169,11 +169,12 @@ class Replicas(WholeModel):
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
                 outputs = whole.forward(parallel, batch.inputs, context, training=True)
             model.zero_grad()
-            loss, finish = whole.training_loss(batch, outputs, context)
+            loss, shared, finish = whole.training_loss(batch, outputs, context)
+            shared = None if shared is None else sent_sum(shared)  # on its way while the gradients are computed
             model.optimizer.scale_loss(loss).backward()
             gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
-                outputs, loss = finish()
+                outputs, loss = finish(None if shared is None else received(shared))
                 seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
                 rate = learning_rate(model.optimizer)
                 model.optimizer.apply(gradients, variables)
@@ -246,8 +247,7 @@ class Replicas(WholeModel):
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
         with keras.StatelessScope(values), use(self.context(len(batch.indices))) as context:
             outputs = whole.forward(model, batch.inputs, context, training=True)
-            loss, finish = whole.training_loss(batch, outputs, context)
-            finish()
+            loss, _, _ = whole.training_loss(batch, outputs, context)
         used, seen, ahead = set(), set(), [loss.grad_fn]
         while ahead:
             node = ahead.pop()

@@ -1,5 +1,6 @@
 """Loss and metrics of a global batch, from the forward pass of each rank on its rows of it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from kerasdp.replica_context import ReplicaContext
 from kerasdp.runners import PlacedBatch
 
 _collectives = torch.ops._c10d_functional
+# Of a rank's outputs that go along with the gradients.
+_MOST_BYTES = 2**20
 
 
 class GlobalBatch:
@@ -33,11 +36,12 @@ class GlobalBatch:
 
     def training_loss(
         self, batch: PlacedBatch, outputs: Any, context: ReplicaContext | None
-    ) -> tuple[torch.Tensor, Callable[[], tuple[Any, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor | None], tuple[Any, torch.Tensor]]]:
         """A loss whose gradients, averaged over the ranks, are those of the global batch's loss.
 
-        With what remains to be done behind the backward pass, during which it is on its way: a function that moves the
-        moving statistics, and returns the outputs and the loss of the global batch.
+        Returns:
+            That loss; what is to be added up over the ranks, a flat tensor, or None; and a function that takes the
+            sums, moves the moving statistics, and returns the outputs and the loss of the global batch.
         """
         from kerasdp.layers.batch_normalization import move_together, pack_moving
         from kerasdp.loss_of_parts import is_mean_of_parts
@@ -45,34 +49,36 @@ class GlobalBatch:
         num_rows = len(batch.indices)
         if context is None:
             loss = self._loss(batch, outputs, training=True)
-            return loss, lambda: (_detached(outputs), loss.detach())
-        is_even = context.rows * self.replicas.num_replicas == num_rows
-        if not (is_even and is_mean_of_parts(self.model, outputs)):
-            whole = self.replicas.gather(outputs, num_rows)
-            loss = sum(context.penalties, self._loss(batch, whole, training=True))
-            moved = _sent_sum(pack_moving(context.moving)) if context.moving else None
+            return loss, None, lambda _: (_detached(outputs), loss.detach())
+        is_even = context.rows * context.num_replicas == num_rows
+        is_part = is_even and is_mean_of_parts(self.model, outputs) and outputs.nbytes < _MOST_BYTES
+        if is_part:
+            own = slice(context.first_row, context.first_row + context.rows)
+            loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
+            # Rows of others are zero, and so the sum over the ranks is all rows.
+            others = [0, 0] * (outputs.dim() - 1) + [context.first_row, num_rows - context.first_row - context.rows]
+            rows = torch.nn.functional.pad(outputs.detach(), others)
+            shared = [loss.detach() / context.num_replicas, rows]
+        else:
+            outputs = self.replicas.gather(outputs, num_rows)
+            loss = sum(context.penalties, self._loss(batch, outputs, training=True))
+            shared = []
+        if context.moving:
+            shared.append(pack_moving(context.moving))
+        if not shared:
+            return loss, None, lambda _: (_detached(outputs), loss.detach())
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in shared))
 
-            def finish() -> tuple[Any, torch.Tensor]:
-                if moved is not None:
-                    move_together(context.moving, _received(moved))
-                return _detached(whole), loss.detach()
-
-            return loss, finish
-        own = slice(context.first_row, context.first_row + context.rows)
-        loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
-        share = loss.detach().reshape(1) / self.replicas.num_replicas
-        with torch.no_grad():
-            moved = pack_moving(context.moving) if context.moving else share[:0]
-            summed = _sent_sum(torch.cat([share.to(moved.dtype), moved]))
-            whole = _sent_rows(outputs.detach(), self.replicas.num_replicas)
-
-        def finish_parts() -> tuple[Any, torch.Tensor]:
-            received = _received(summed)
+        def finish(sums: torch.Tensor) -> tuple[Any, torch.Tensor]:
+            parts = sums.split([part.numel() for part in shared])
             if context.moving:
-                move_together(context.moving, received[1:])
-            return _received(whole), received[0].to(loss.dtype)
+                move_together(context.moving, parts[-1])
+            if not is_part:
+                return _detached(outputs), loss.detach()
+            whole = parts[1].reshape(num_rows, *outputs.shape[1:]).to(outputs.dtype)
+            return whole, parts[0].reshape(()).to(loss.dtype)
 
-        return loss, finish_parts
+        return loss, torch.cat([part.reshape(-1).to(dtype) for part in shared]), finish
 
     def test_loss(self, batch: PlacedBatch, outputs: Any, context: ReplicaContext | None) -> torch.Tensor:
         """The loss of the global batch; `outputs` of all of it."""
@@ -112,16 +118,11 @@ def _detached(outputs: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
 
 
-def _sent_sum(tensor: torch.Tensor) -> torch.Tensor:
+def sent_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Begins to add a tensor up over the ranks. The functional form can be captured in a graph, too."""
     return _collectives.all_reduce(tensor, "sum", dist.group.WORLD.group_name)
 
 
-def _sent_rows(rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Begins to concatenate the rows of all ranks."""
-    return _collectives.all_gather_into_tensor(rows.contiguous(), num_ranks, dist.group.WORLD.group_name)
-
-
-def _received(tensor: torch.Tensor) -> torch.Tensor:
+def received(tensor: torch.Tensor) -> torch.Tensor:
     """Waits for what was begun."""
     return _collectives.wait_tensor(tensor)

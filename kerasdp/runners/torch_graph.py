@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp import report
 from kerasdp.replica_context import use
 from kerasdp.runners import PlacedBatch, all_variables, learning_rate
-from kerasdp.runners.torch_global_batch import GlobalBatch
+from kerasdp.runners.torch_global_batch import GlobalBatch, received, sent_sum
 from kerasdp.runners.torch_rewrites import drop_detours, fold_padding, refuse_exchanges
 
 # As large as those of DistributedDataParallel.
@@ -141,17 +140,18 @@ class CompiledSteps:
             context = replicas.context(num_rows)
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
                 outputs = self.whole.forward(model, batch.inputs, context, training=True)
-            loss, finish = self.whole.training_loss(batch, outputs, context)
+            loss, shared, finish = self.whole.training_loss(batch, outputs, context)
             scaled_loss = model.optimizer.scale_loss(loss)
         variables = model.trainable_weights[:]
         wanted = [leaves[id(variable)] for variable in variables]
-        gradients = averaging.mean(torch.autograd.grad(scaled_loss, wanted, allow_unused=True), variables)
+        gradients = torch.autograd.grad(scaled_loss, wanted, allow_unused=True)
+        gradients, shared = averaging.mean(gradients, variables, shared)
         between = [
             (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
             for variable, value in zip(self.variables, values)
         ]
         with torch.no_grad(), keras.StatelessScope(between) as updates:
-            outputs, loss = finish()
+            outputs, loss = finish(shared)
             seen = observed(detail, gradients, found)
             rate = learning_rate(model.optimizer)
             model.optimizer.apply(gradients, variables)
@@ -173,7 +173,8 @@ class _Averaging:
     """The mean over the replicas of each gradient, sent off as soon as a bucket of them is there."""
 
     def __init__(self, replicas: Any, leaves: dict[int, torch.Tensor]):
-        self.replicas, self.bucket, self.sent = replicas, [], []
+        self.num_replicas, self.bucket, self.sent = replicas.num_replicas, [], []
+        self.is_coarse = replicas.config.gradient_precision == "bfloat16"
         if replicas.num_replicas > 1:
             for key, leaf in leaves.items():
                 leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
@@ -185,28 +186,35 @@ class _Averaging:
         if sum(gradient.nbytes for _, gradient in self.bucket) >= _BUCKET_BYTES:
             self._send()
 
-    def _send(self) -> None:
+    def _send(self, shared: torch.Tensor | None = None) -> None:
         bucket, self.bucket = self.bucket, []
         flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
-        if self.replicas.config.gradient_precision == "bfloat16":
-            flat = flat.to(torch.bfloat16)
-        flat = flat / self.replicas.num_replicas
-        # The functional form, which can be captured; nobody waits for it here.
-        flat = torch.ops._c10d_functional.all_reduce(flat, "sum", dist.group.WORLD.group_name)
-        self.sent.append((bucket, flat))
+        flat = (flat.to(torch.bfloat16) if self.is_coarse else flat) / self.num_replicas
+        self.sent.append((bucket, sent_sum(flat if shared is None else torch.cat([flat, shared]))))
 
-    def mean(self, gradients: tuple[Any, ...], variables: list[Any]) -> list[Any]:
-        """The gradients of these variables, once all are there."""
-        if self.replicas.num_replicas == 1:
-            return list(gradients)
+    def mean(
+        self, gradients: tuple[Any, ...], variables: list[Any], shared: torch.Tensor | None
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """The gradients of these variables, once all are there, and the sum of `shared`.
+
+        The latter goes along with the last gradients: each message costs a wait for all ranks.
+        """
+        if self.num_replicas == 1:
+            return list(gradients), shared
+        goes_along = shared is not None and not self.is_coarse
+        goes_along = goes_along and {gradient.dtype for _, gradient in self.bucket} == {shared.dtype}
+        sums = sent_sum(shared) if shared is not None and not goes_along else None
         if self.bucket:
-            self._send()
+            self._send(shared if goes_along else None)
         found = {}
         for bucket, flat in self.sent:
-            flat = torch.ops._c10d_functional.wait_tensor(flat).to(bucket[0][1].dtype)
-            parts = flat.split([gradient.numel() for _, gradient in bucket])
+            flat, sizes = received(flat), [gradient.numel() for _, gradient in bucket]
+            rest = flat.numel() - sum(sizes)
+            *parts, rest = flat.to(bucket[0][1].dtype).split([*sizes, rest])
             found |= {key: part.reshape(gradient.shape) for (key, gradient), part in zip(bucket, parts)}
-        return [found.get(id(variable)) for variable in variables]
+        if shared is not None:
+            shared = rest if goes_along else received(sums)
+        return [found.get(id(variable)) for variable in variables], shared
 
 
 @contextlib.contextmanager
