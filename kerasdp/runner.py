@@ -190,7 +190,10 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader)
-        with self._running(model, "predict"):
+        several = model.steps_per_execution
+        with self._running(model, "predict"), contextlib.ExitStack() as stack:
+            model.steps_per_execution = 1  # the predict functions take a batch at a time
+            stack.callback(setattr, model, "steps_per_execution", several)
             return model.predict(
                 self._adapter(Feed(reader, self.replicas.place), batch_size),
                 verbose=verbose if self.is_chief else 0,
@@ -252,8 +255,11 @@ class Runner:
 
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> int:
         """Builds whatever is not built, from the first batch, makes batch norm portable; that batch's rows."""
-        if model.steps_per_execution != 1:
-            raise UserError(f"steps_per_execution: expected 1. Received: {model.steps_per_execution}; leave it out")
+        if model.steps_per_execution != 1 and not self.replicas.takes_several_steps:
+            raise UserError(
+                f"steps_per_execution: expected 1 with {self.config.backend} and --strategy={self.config.strategy}. "
+                f"Received: {model.steps_per_execution}; leave it out"
+            )
         batch = reader.first()
         num_rows = len(batch.indices)
 

@@ -7,6 +7,8 @@ from typing import Any
 class CutModel:
     """For a class that has `config`, `place`, and `make_pipeline(model)`, which gives a new engine for a model."""
 
+    takes_several_steps = False
+
     def engine_of(self, model: Any) -> Any:
         """The model's engine, made when it is first asked for, and anew when the model is compiled anew."""
         owner, known = getattr(model, "_kerasdp_engine", (None, None))

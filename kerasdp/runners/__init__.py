@@ -69,7 +69,13 @@ class PlacedBatch(NamedTuple):
 
 
 class WholeModel:
-    """What `Replicas` answer when each of them holds the whole model."""
+    """What `Replicas` answer when each of them holds the whole model.
+
+    Attributes:
+        takes_several_steps: whether its step functions heed Keras' `steps_per_execution`.
+    """
+
+    takes_several_steps = False
 
     def engine_of(self, model: Any) -> Any:
         """What trains the model in stages: nothing."""

@@ -67,6 +67,8 @@ class Replicas(WholeModel):
     rank, num_processes, part = 0, 1, (0, 1)
     cuts_batches = False
 
+    takes_several_steps = True
+
     def __init__(self, devices: Devices, config: Config):
         self.num_devices = self.num_replicas = devices.count
         # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.

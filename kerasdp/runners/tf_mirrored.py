@@ -57,6 +57,8 @@ class Replicas(WholeModel):
 
     rank, num_processes, part = 0, 1, (0, 1)
 
+    takes_several_steps = True
+
     def __init__(self, devices: Devices, config: Config):
         """Makes the virtual devices and the strategy. Call before Keras is imported."""
         self.num_devices = self.num_replicas = devices.count
