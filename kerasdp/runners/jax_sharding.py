@@ -137,17 +137,7 @@ class Replicas(WholeModel):
 
         own_train_step = type(model).train_step is not keras.Model.train_step
         context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
-        optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
-        optimizer_variables = [] if optimizer is None else optimizer.variables
-        shardings = tuple(
-            [self._home(variable) for variable in variables]
-            for variables in (
-                model.trainable_variables,
-                model.non_trainable_variables,
-                optimizer_variables,
-                model.metrics_variables,
-            )
-        )
+        shardings = self._homes(model)
         trainable, non_trainable, _, metrics = shardings
 
         def jit(step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
@@ -180,18 +170,7 @@ class Replicas(WholeModel):
             outputs, non_trainable_variables = model.predict_step(state, _cut(data))
             return outputs, (state[0], non_trainable_variables)
 
-        def train_steps(state: Any, batches: list[PlacedBatch]) -> tuple[Any, Any]:
-            """A step for each of these batches of one shape."""
-
-            def step(state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
-                (loss, rate, logs, _), state = train_step(Detail.NOTHING, state, batch)
-                return state, (loss, rate, logs)
-
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-            state, (losses, rates, logs) = jax.lax.scan(step, state, stacked)
-            return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
-
-        jitted_train_steps = jit(train_steps, shardings)
+        jitted_train_steps = jit(_several(functools.partial(train_step, Detail.NOTHING)), shardings)
         jitted_train_step = {detail: jit(functools.partial(train_step, detail), shardings) for detail in Detail}
         jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
@@ -220,6 +199,17 @@ class Replicas(WholeModel):
             test=test_function,
             predict=lambda state, iterator: jitted_predict_step(state, placed(next(iterator))),
         )
+
+    def _homes(self, model: Any) -> tuple[list[NamedSharding], ...]:
+        """Where the values of a model's variables belong, in the four lists of Keras' state."""
+        optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+        lists = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            [] if optimizer is None else optimizer.variables,
+            model.metrics_variables,
+        )
+        return tuple([self._home(variable) for variable in variables] for variables in lists)
 
     def _home(self, variable: Any) -> NamedSharding:
         """Where a variable's values belong.
@@ -269,6 +259,21 @@ class Replicas(WholeModel):
     def peak_memory_bytes(self) -> int:
         """The most memory that a device (on the CPU: this process) has used."""
         return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
+
+    def step(state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
+        (loss, rate, logs, _), state = train_step(state, batch)
+        return state, (loss, rate, logs)
+
+    def train_steps(state: Any, batches: list[PlacedBatch]) -> tuple[Any, Any]:
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        state, (losses, rates, logs) = jax.lax.scan(step, state, stacked)
+        return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
+
+    return train_steps
 
 
 def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:

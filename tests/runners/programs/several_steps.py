@@ -1,4 +1,7 @@
-"""Trains with several steps a call, and prints what came out. python several_steps.py BACKEND NUM_DEVICES STEPS MAX_STEPS WORKDIR"""
+"""Trains with several steps a call, and prints what came out.
+
+python several_steps.py BACKEND NUM_DEVICES STEPS MAX_STEPS WORKDIR
+"""
 
 import functools
 import json
