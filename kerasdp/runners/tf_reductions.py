@@ -30,7 +30,7 @@ def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
 
 
 def mean(gradients: list[Any], others: list[tf.Tensor], precision: str = "float32") -> tuple[list[Any], list[Any]]:
-    """The means over the replicas, in one call; a weight that the loss does not depend on keeps its None.
+    """The means over the replicas, in one call a type; a weight that the loss does not depend on keeps its None.
 
     With a `precision` of `"bfloat16"` gradients are sent and added up in it; but not those of an embedding, which are
     rows and their places: TensorFlow (2.21) gathers no bfloat16.
@@ -39,7 +39,13 @@ def mean(gradients: list[Any], others: list[tf.Tensor], precision: str = "float3
     sent = present
     if precision != "float32":
         sent = [tf.cast(each, precision) if isinstance(each, tf.Tensor) else each for each in present]
-    received = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, [*sent, *others])
+    received = [*sent, *others]
+    for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor
+        places = [place for place, value in enumerate(received) if value.dtype == dtype]
+        values = [received[place] for place in places]
+        values = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, values)
+        for place, value in zip(places, values, strict=True):
+            received[place] = value
     means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
     return [None if gradient is None else next(means) for gradient in gradients], received[len(sent) :]
 

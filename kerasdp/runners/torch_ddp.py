@@ -164,7 +164,7 @@ class Replicas(WholeModel):
             # callback has frozen a layer: DistributedDataParallel would wait for its gradients.
             if parallel_for != (trained := [id(variable) for variable in variables]):
                 parallel = None
-                parallel, parallel_for = self._parallel(model, whole, batch), trained
+                parallel, parallel_for = self._parallel(model, batch), trained
             context = self.context(len(batch.indices))
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
                 outputs = whole.forward(parallel, batch.inputs, context, training=True)
@@ -213,7 +213,7 @@ class Replicas(WholeModel):
             return False
         return self.config.compile == "on" or hooks.num_steps is None or hooks.num_steps >= _WORTH_COMPILING
 
-    def _parallel(self, model: Any, whole: Any, batch: PlacedBatch) -> Any:
+    def _parallel(self, model: Any, batch: PlacedBatch) -> Any:
         """The model in DistributedDataParallel, exactly once whatever the version of Keras.
 
         Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
@@ -231,7 +231,7 @@ class Replicas(WholeModel):
             model,
             device_ids=[self.device] if self.is_gpu else None,
             # Otherwise the second step fails. To look for them costs a walk through the graph in each step.
-            find_unused_parameters=self._has_unused_weights(model, whole, batch),
+            find_unused_parameters=self._has_unused_weights(model, batch),
         )
         if self.config.gradient_precision == "bfloat16":
             # By way of a function of another name: torch (2.13) refuses its own by name where there is no NCCL, though
@@ -239,13 +239,17 @@ class Replicas(WholeModel):
             parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
         return parallel
 
-    def _has_unused_weights(self, model: Any, whole: Any, batch: PlacedBatch) -> bool:
+    def _has_unused_weights(self, model: Any, batch: PlacedBatch) -> bool:
         """Whether there is a weight that the loss does not depend on, as in an output without a loss."""
         import keras
+
+        from kerasdp.runners.torch_global_batch import GlobalBatch
 
         values = [(variable, variable.value) for variable in all_variables(model)]
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
         with keras.StatelessScope(values), use(self.context(len(batch.indices))) as context:
+            # One of its own: in this scope, losses that layers add are not seen, so it cannot look for them.
+            whole = GlobalBatch(self, model)
             outputs = whole.forward(model, batch.inputs, context, training=True)
             loss, _, _ = whole.training_loss(batch, outputs, context)
         used, seen, ahead = set(), set(), [loss.grad_fn]

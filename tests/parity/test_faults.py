@@ -85,7 +85,8 @@ def spoil_the_kit():
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
         from kerasdp.runners import tf_reductions
 
-        tf_reductions.mean = lambda gradients, *_: gradients
+        mean = tf_reductions.mean
+        tf_reductions.mean = lambda gradients, others, *_: (gradients, mean([], others)[1])
 
 
 def data():
