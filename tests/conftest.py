@@ -21,7 +21,8 @@ os.environ["KERAS_BACKEND"] = BACKENDS[0]
 def environment(**extra: str) -> dict[str, str]:
     """The environment without anything that chooses a backend."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KERAS", "XLA_", "JAX_"))}
-    return kept | {"PYTHONUNBUFFERED": "1"} | extra
+    # Two programs run at a time, and torch's threads would spin while they wait.
+    return kept | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive"} | extra
 
 
 def run(

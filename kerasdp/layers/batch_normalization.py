@@ -31,13 +31,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """As `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
-        # Statistics for which no other replica is needed.
-        is_part = not whole_batch and self.statistics == "replica" and context.moving is not None
-        can_be_whole = mask is None and not self.renorm and _normalize() is not None
-        if training and self.trainable and can_be_whole:
-            if whole_batch:
-                return self._in_few_passes(inputs, None)
-            if is_part and context.num_rows == context.rows:  # without padding
+        if training and self.trainable and mask is None and not self.renorm and _normalize() is not None:
+            # With statistics of each replica, its padding is hidden from these below.
+            if whole_batch or self.statistics == "sync" or _is_without_padding(context):
                 return self._in_few_passes(inputs, context)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
@@ -68,8 +64,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
         axis = self.axis % len(inputs.shape)
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon)
-        if context is None:
+        together = {}
+        if context is not None and self.statistics == "sync":
+            is_padded = context.num_rows != context.rows
+            together = {"num_rows": context.num_rows if is_padded else None, "gather": context.gather}
+        outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
+        if context is None or together:
             self._move(mean, variance)
         else:
             count = self._count(inputs, mean.dtype)
@@ -188,6 +188,10 @@ def _normalize() -> Callable[..., Any] | None:
     """What the backend has for a whole batch; on JAX, XLA makes of Keras' own way what it can."""
     name = {"torch": "torch_batch_norm", "tensorflow": "tf_batch_norm"}.get(keras.backend.backend())
     return None if name is None else importlib.import_module(f"kerasdp.layers.{name}").normalize
+
+
+def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
+    return context.moving is not None and context.num_rows == context.rows
 
 
 def pack_moving(moving: list[tuple[Any, Any]]) -> Any:

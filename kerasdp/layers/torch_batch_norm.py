@@ -6,7 +6,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def normalize(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tuple[Any, Any, Any]:
+def normalize(
+    x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_rows: int | None = None, gather: Any = None
+) -> tuple[Any, Any, Any]:
     """As Keras' layer on torch (3.15), in fewer passes over the data.
 
     Not torch's own kernel: on the CPU (2.13), for images with their channels last, it adds up number by number, so that
@@ -18,27 +20,24 @@ def normalize(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tup
         scale: of shape `(channels,)`, or None.
         offset: of shape `(channels,)`, or None.
         epsilon: added to the variance.
+        num_rows: rows that count; None: all.
+        gather: `ReplicaContext.gather`, for the mean and variance of all replicas. Gradients of gradients are then
+            refused.
 
     Returns:
         The outputs, and mean and variance of each channel.
     """
+    if gather is not None:
+        return _NormalizeTogether.apply(x, scale, offset, axis, epsilon, num_rows, gather)
     return _Normalize.apply(x, scale, offset, axis, epsilon)
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, scale: Any, offset: Any, axis: int, epsilon: float) -> tuple[Any, Any, Any]:
-        others = [other for other in range(x.dim()) if other != axis]
-        shape = [1] * x.dim()
-        shape[axis] = -1
-        wide = _wide(x)
-        if isinstance(x, FakeTensor):  # it is being compiled, into one pass
-            variance, mean = torch.var_mean(wide, others, correction=0, keepdim=True)
-            outputs = wide - mean
-        else:  # torch.var_mean takes ten times as long over the first axes (2.13, on the CPU)
-            mean = wide.mean(others, keepdim=True)
-            outputs = wide - mean
-            variance = (outputs * outputs).mean(others, keepdim=True)
+        others, shape = _axes(x, axis)
+        outputs, mean, squares = _centered(_wide(x), others)
+        variance = squares / (x.numel() // mean.numel())
         inverse = torch.rsqrt(variance + epsilon)
         outputs.mul_(inverse if scale is None else inverse * _wide(scale).reshape(shape))
         if offset is not None:
@@ -77,6 +76,72 @@ class _Normalize(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _NormalizeTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, scale: Any, offset: Any, axis: int, epsilon: float, num_rows: int | None, gather: Any
+    ) -> tuple[Any, Any, Any]:
+        ctx.others, ctx.shape = _axes(x, axis)
+        wide = _wide(x)
+        centered, own_mean, squares = _centered(wide[:num_rows], ctx.others)
+        count = own_mean.new_full(own_mean.shape, centered.numel() // own_mean.numel())
+        counts, means, squares = gather(torch.stack([count, own_mean, squares]).flatten(1)).unbind(1)
+        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+        ctx.count = counts.sum(0)
+        mean = (counts * means).sum(0) / ctx.count
+        variance = (squares + counts * (means - mean).square()).sum(0) / ctx.count
+        inverse = torch.rsqrt(variance + epsilon).reshape(ctx.shape)
+        factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
+        shift = (own_mean - mean.reshape(ctx.shape)) * factor  # of which the own mean is wrong
+        if offset is not None:
+            shift = shift + _wide(offset).reshape(ctx.shape)
+        if num_rows is not None:
+            centered = wide - own_mean
+        outputs = centered.mul_(factor).add_(shift)
+        ctx.save_for_backward(x, mean.reshape(ctx.shape), inverse, scale)
+        ctx.num_rows, ctx.gather, ctx.has_offset = num_rows, gather, offset is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return outputs.to(x.dtype), mean, variance
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Any, _: Any, __: Any) -> tuple[Any, ...]:
+        x, mean, inverse, scale = ctx.saved_tensors
+        wide = _wide(gradient)
+        factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
+        normalized = (_wide(x) - mean).mul_(inverse)
+        # Rows that do not count have no gradient.
+        own = torch.stack([wide.sum(ctx.others), (wide * normalized).sum(ctx.others)])
+        for_offset, for_scale = (each.reshape(ctx.shape) for each in ctx.gather(own).sum(0) / ctx.count)
+        for_x = normalized.mul_(-for_scale).add_(wide).sub_(for_offset).mul_(factor)
+        if ctx.num_rows is not None:
+            for_x[ctx.num_rows :] = 0
+        return (
+            for_x.to(x.dtype),
+            None if scale is None else own[1].to(scale.dtype),
+            own[0] if ctx.has_offset else None,
+            *[None] * 4,
+        )
+
+
+def _axes(x: Any, axis: int) -> tuple[list[int], list[int]]:
+    """The axes but that of the channels, and the shape of a value a channel."""
+    others = [other for other in range(x.dim()) if other != axis]
+    return others, [-1 if place == axis else 1 for place in range(x.dim())]
+
+
+def _centered(x: Any, others: list[int]) -> tuple[Any, Any, Any]:
+    """A tensor without its mean, the mean, and the sum of squared deviations."""
+    if isinstance(x, FakeTensor) and x.numel():  # it is being compiled, into one pass
+        variance, mean = torch.var_mean(x, others, correction=0, keepdim=True)
+        return x - mean, mean, variance * (x.numel() // mean.numel())
+    # torch.var_mean takes ten times as long over the first axes (2.13, on the CPU)
+    mean = x.sum(others, keepdim=True)
+    mean = mean / max(x.numel() // mean.numel(), 1)
+    centered = x - mean
+    return centered, mean, (centered * centered).sum(others, keepdim=True)
 
 
 def _wide(tensor: Any) -> Any:

@@ -26,7 +26,9 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
 
 def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
     """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
-    return tf.distribute.get_replica_context().all_gather(statistics[None], axis=0)
+    context = tf.distribute.get_replica_context()
+    gathered = context.all_gather(statistics[None], axis=0)
+    return tf.ensure_shape(gathered, (context.num_replicas_in_sync, *statistics.shape))  # which it has lost
 
 
 def mean(gradients: list[Any], others: list[tf.Tensor], precision: str = "float32") -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""The proof of resuming, at full size: `python -m pytest -m proof -s tests/runners/test_resume_proof.py`.
+"""The proof of resuming, at full size: `python -m pytest -m proof -n 0 -s tests/runners/test_resume_proof.py`.
 
 It prints the tables that stand in the README. About 40 minutes on two cores.
 """
