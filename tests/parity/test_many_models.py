@@ -1,7 +1,7 @@
 """Models of many kinds train alike on every backend and device count.
 
-The first tests are short. The others are the proof: `python -m pytest -m proof -n 0 -s tests/parity`, about two hours on two
-cores.
+The first tests are short. The others are the proof: `python -m pytest -m proof -n 0 -s tests/parity`, about two hours
+on two cores.
 """
 
 import functools

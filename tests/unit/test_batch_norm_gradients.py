@@ -1,5 +1,8 @@
 """The batch norms with gradients of their own, beside the formula that the framework differentiates by itself."""
 
+import concurrent.futures
+import threading
+
 import numpy as np
 import pytest
 
@@ -54,3 +57,87 @@ def by_tensorflow(is_own):
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)
+
+
+class Exchange:
+    """The gathering of three replicas that are threads."""
+
+    def __init__(self, stack):
+        self.stack, self.parts, self.barrier = stack, [None] * 3, threading.Barrier(3, timeout=60)
+
+    def gather_of(self, place):
+        def gather(own):
+            self.parts[place] = own
+            self.barrier.wait()
+            gathered = self.stack(list(self.parts))
+            self.barrier.wait()
+            return gathered
+
+        return gather
+
+
+def together_by_torch(parts, upstream, num_rows):
+    torch = pytest.importorskip("torch")
+    from kerasdp.layers.torch_batch_norm import normalize
+
+    exchange = Exchange(torch.stack)
+
+    def run(place):
+        x, scale, offset = (torch.tensor(array, requires_grad=True) for array in (parts[place], SCALE, OFFSET))
+        outputs = normalize(x, 1, scale, offset, EPSILON, num_rows[place], exchange.gather_of(place))
+        return *outputs, *torch.autograd.grad((outputs[0] * torch.tensor(upstream[place])).sum(), (x, scale, offset))
+
+    return run
+
+
+def together_by_tensorflow(parts, upstream, num_rows):
+    tf = pytest.importorskip("tensorflow")
+    from kerasdp.layers.tf_batch_norm import normalize
+
+    exchange = Exchange(tf.stack)
+
+    def run(place):
+        x, scale, offset = map(tf.constant, (parts[place], SCALE, OFFSET))
+        with tf.GradientTape() as tape:
+            tape.watch((x, scale, offset))
+            outputs = normalize(x, 1, scale, offset, EPSILON, num_rows[place], exchange.gather_of(place))
+            loss = tf.reduce_sum(outputs[0] * upstream[place])
+        return *outputs, *tape.gradient(loss, (x, scale, offset))
+
+    return run
+
+
+@pytest.mark.parametrize("start", [together_by_torch, together_by_tensorflow])
+@pytest.mark.parametrize("num_rows", [(None, None, None), (2, 2, 1), (2, 2, 0)])
+def test_replicas_have_the_statistics_and_gradients_of_the_whole(start, num_rows):
+    """Also where the last ones hold padding, which has numbers, but no gradient."""
+    torch = pytest.importorskip("torch")
+    from kerasdp.layers.torch_batch_norm import normalize
+
+    rows = sum(2 if own is None else own for own in num_rows)
+    upstream = np.concatenate([WEIGHTS[:rows], np.zeros_like(WEIGHTS[rows:])])
+    run = start(np.split(X, 3), np.split(upstream, 3), num_rows)
+    results = [None] * 3
+    threads = [
+        threading.Thread(target=lambda place=place: results.__setitem__(place, run(place))) for place in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    x, scale, offset = (torch.tensor(array, requires_grad=True) for array in (X[:rows], SCALE, OFFSET))
+    outputs, mean, variance = normalize(x, 1, scale, offset, EPSILON)
+    expected = torch.autograd.grad((outputs * torch.tensor(WEIGHTS[:rows])).sum(), (x, scale, offset))
+    found = [[np.asarray(each.detach() if hasattr(each, "detach") else each) for each in own] for own in results]
+    own_outputs, means, variances, for_x, for_scale, for_offset = zip(*found)
+    padding = np.zeros_like(X[rows:])
+    for received, whole in [
+        (np.concatenate(own_outputs)[:rows], outputs),
+        (np.concatenate(for_x), np.concatenate([expected[0], padding])),
+        (sum(for_scale), expected[1]),
+        (sum(for_offset), expected[2]),
+        *[(own, mean) for own in means],
+        *[(own, variance) for own in variances],
+    ]:
+        whole = whole.detach().numpy() if isinstance(whole, torch.Tensor) else whole
+        np.testing.assert_allclose(received, whole, rtol=1e-9, atol=1e-9)
