@@ -117,14 +117,8 @@ def test_replicas_have_the_statistics_and_gradients_of_the_whole(start, num_rows
     rows = sum(2 if own is None else own for own in num_rows)
     upstream = np.concatenate([WEIGHTS[:rows], np.zeros_like(WEIGHTS[rows:])])
     run = start(np.split(X, 3), np.split(upstream, 3), num_rows)
-    results = [None] * 3
-    threads = [
-        threading.Thread(target=lambda place=place: results.__setitem__(place, run(place))) for place in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(run, range(3)))
     x, scale, offset = (torch.tensor(array, requires_grad=True) for array in (X[:rows], SCALE, OFFSET))
     outputs, mean, variance = normalize(x, 1, scale, offset, EPSILON)
     expected = torch.autograd.grad((outputs * torch.tensor(WEIGHTS[:rows])).sum(), (x, scale, offset))
