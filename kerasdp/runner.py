@@ -189,7 +189,7 @@ class Runner:
         """Keras' own `predict`, on all devices; each process gets the outputs of all samples, in their order."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
-        self._prepare(model, reader)
+        self._prepare(model, reader, with_targets=False)
         several = model.steps_per_execution
         with self._running(model, "predict"), contextlib.ExitStack() as stack:
             model.steps_per_execution = 1  # the predict functions take a batch at a time
@@ -253,7 +253,7 @@ class Runner:
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
 
-    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader) -> int:
+    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
         """Builds whatever is not built, from the first batch, makes batch norm portable; that batch's rows."""
         if model.steps_per_execution != 1 and not self.replicas.takes_several_steps:
             raise UserError(
@@ -269,7 +269,7 @@ class Runner:
 
         symbols = keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))
         with self._scope():
-            if model.compiled:
+            if model.compiled and with_targets:  # loss and metrics, too
                 model._symbolic_build(data_batch=symbols)
             elif not model.built:
                 model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
@@ -315,7 +315,9 @@ class Runner:
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
         engine = self.replicas.engine_of(model)
-        made_for = (getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, engine, self.hooks)
+        optimizer = getattr(model, "optimizer", None)
+        is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
+        made_for = (optimizer, is_built, model._compile_loss, model._compile_metrics, engine, self.hooks)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             known = made_for, self.replicas.step_functions(model, self.hooks)

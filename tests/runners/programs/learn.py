@@ -109,8 +109,10 @@ def two_heads(runner):
             loss_weights={"number": 0.3, "kind": 1.0},
             metrics={"number": ["mae"], "kind": ["accuracy"]},
         )
+    untrained = runner.predict(model, {"a": a, "b": b}, batch_size=16)  # loss and metrics are not built
     history = runner.fit(model, Batches(workers=1), epochs=4, verbose=0)
     return {
+        "untrained": untrained["number"].tolist(),
         "history": history.history,
         "evaluate": runner.evaluate(model, {"a": a, "b": b}, y, batch_size=16, return_dict=True),
         "predictions": runner.predict(model, {"a": a, "b": b}, batch_size=16)["number"].tolist(),
