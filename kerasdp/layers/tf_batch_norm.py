@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdp.layers.tf_xla import compiled
+
 
 def normalize(
     x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_rows: int | None = None, gather: Any = None
@@ -17,21 +19,16 @@ def normalize(
     others = [other for other in reversed(range(len(x.shape))) if other != axis]
     shape = [-1 if place == axis else 1 for place in range(len(x.shape))]
 
-    def total(values: Any) -> Any:
-        for other in others:
+    def total(values: Any, of: list[int] = others) -> Any:
+        for other in of:
             values = tf.reduce_sum(values, other, keepdims=True)
         return values
-
-    def total_of_all(*values: Any) -> Any:
-        """The sums over the replicas, stacked."""
-        sums = tf.stack([total(each) for each in values])
-        return sums if gather is None else tf.reduce_sum(gather(sums), 0)
 
     # Gradients go by way of the custom ones alone; gradients of gradients also by way of what those use of these.
     part = wide if num_rows is None else wide[:num_rows]
     count = tf.cast(tf.size(part) / tf.shape(part)[axis], wide.dtype)
     mean = total(part) / tf.maximum(count, 1.0)
-    squares = total(tf.square(part - mean))
+    squares = total(_squares(part, mean, others[0]), others[1:])
     if gather is not None:
         counts, means, all_squares = tf.unstack(gather(tf.stack([tf.fill(tf.shape(mean), count), mean, squares])), 3, 1)
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
@@ -42,30 +39,46 @@ def normalize(
     inverse = tf.math.rsqrt(variance + epsilon)
 
     @tf.custom_gradient
-    def standardize(wide: Any) -> tuple[Any, Any]:
-        def gradient(upstream: Any) -> Any:
-            standard = (wide - mean) * inverse  # once more, for gradients of gradients; a graph has it once
-            # What is left once the mean of the outputs and their spread are held.
-            for_mean, for_spread = tf.unstack(total_of_all(upstream, upstream * standard) / count, 2)
-            for_wide = inverse * (upstream - for_mean - standard * for_spread)
-            if num_rows is None:
-                return for_wide
-            padding = [[0, tf.shape(wide)[0] - num_rows]] + [[0, 0]] * (len(wide.shape) - 1)
-            return tf.pad(for_wide[:num_rows], padding)  # rows that do not count have no gradient
-
-        return (wide - mean) * inverse, gradient
-
-    @tf.custom_gradient
-    def stretch(standard: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
+    def standardize(wide: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
         def gradient(upstream: Any) -> tuple[Any, Any, Any]:
-            for_scale, for_offset = total(upstream * standard), total(upstream)
-            return upstream * scale, for_scale, for_offset
+            own = [total(sums, others[1:]) for sums in _sums(upstream, wide, mean, others[0])]
+            sums = tf.stack(own) if gather is None else tf.reduce_sum(gather(tf.stack(own)), 0)
+            # What is left once the mean of the outputs and their spread are held.
+            for_mean, for_spread = tf.unstack(sums / count, 2)
+            for_wide = _for_x(upstream, wide, mean, inverse * scale, for_mean, for_spread * tf.square(inverse))
+            if num_rows is not None:  # rows that do not count have no gradient
+                padding = [[0, tf.shape(wide)[0] - num_rows]] + [[0, 0]] * (len(wide.shape) - 1)
+                for_wide = tf.pad(for_wide[:num_rows], padding)
+            return for_wide, own[1] * inverse, own[0]
 
-        return standard * scale + offset, gradient
+        return _standardized(wide, mean, inverse * scale, offset), gradient
 
-    ones, zeros = tf.ones_like(mean), tf.zeros_like(mean)
-    scale = ones if scale is None else tf.reshape(tf.cast(scale, wide.dtype), shape)
-    offset = zeros if offset is None else tf.reshape(tf.cast(offset, wide.dtype), shape)
-    outputs = stretch(standardize(wide), scale, offset)
+    scale = tf.ones_like(mean) if scale is None else tf.reshape(tf.cast(scale, wide.dtype), shape)
+    offset = tf.zeros_like(mean) if offset is None else tf.reshape(tf.cast(offset, wide.dtype), shape)
+    outputs = standardize(wide, scale, offset)
     statistics = [tf.stop_gradient(tf.reshape(value, [-1])) for value in (mean, variance)]
     return tf.cast(outputs, x.dtype), *statistics
+
+
+# Under XLA in one pass each, and in half the time. Only one axis is added up: XLA makes of the sums over several axes
+# a single one, number by number.
+
+
+@compiled
+def _squares(x: Any, mean: Any, axis: int) -> Any:
+    return tf.reduce_sum(tf.square(x - mean), axis, keepdims=True)
+
+
+@compiled
+def _standardized(x: Any, mean: Any, factor: Any, offset: Any) -> Any:
+    return (x - mean) * factor + offset
+
+
+@compiled
+def _sums(upstream: Any, x: Any, mean: Any, axis: int) -> tuple[Any, Any]:
+    return tuple(tf.reduce_sum(values, axis, keepdims=True) for values in (upstream, upstream * (x - mean)))
+
+
+@compiled
+def _for_x(upstream: Any, x: Any, mean: Any, factor: Any, for_mean: Any, for_spread: Any) -> Any:
+    return factor * (upstream - ((x - mean) * for_spread + for_mean))
