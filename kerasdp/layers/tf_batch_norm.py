@@ -1,5 +1,6 @@
 """Batch norm of a whole batch in training, in few passes over the data."""
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -19,16 +20,17 @@ def normalize(
     others = [other for other in reversed(range(len(x.shape))) if other != axis]
     shape = [-1 if place == axis else 1 for place in range(len(x.shape))]
 
-    def total(values: Any, of: list[int] = others) -> Any:
-        for other in of:
-            values = tf.reduce_sum(values, other, keepdims=True)
+    def total(values: Any) -> Any:
+        for other in others:
+            if values.shape[other] != 1:
+                values = tf.reduce_sum(values, other, keepdims=True)
         return values
 
     # Gradients go by way of the custom ones alone; gradients of gradients also by way of what those use of these.
     part = wide if num_rows is None else wide[:num_rows]
     count = tf.cast(tf.size(part) / tf.shape(part)[axis], wide.dtype)
-    mean = total(part) / tf.maximum(count, 1.0)
-    squares = total(_squares(part, mean, others[0]), others[1:])
+    mean = total(_partial_sums(part, axis)) / tf.maximum(count, 1.0)
+    squares = total(_squares(part, mean, others[0]))
     if gather is not None:
         counts, means, all_squares = tf.unstack(gather(tf.stack([tf.fill(tf.shape(mean), count), mean, squares])), 3, 1)
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
@@ -41,7 +43,8 @@ def normalize(
     @tf.custom_gradient
     def standardize(wide: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
         def gradient(upstream: Any) -> tuple[Any, Any, Any]:
-            own = [total(sums, others[1:]) for sums in _sums(upstream, wide, mean, others[0])]
+            products = _products(upstream, wide, mean, others[0])
+            own = total(_partial_sums(upstream, axis)), total(products)
             sums = tf.stack(own) if gather is None else tf.reduce_sum(gather(tf.stack(own)), 0)
             # What is left once the mean of the outputs and their spread are held.
             for_mean, for_spread = tf.unstack(sums / count, 2)
@@ -60,6 +63,19 @@ def normalize(
     return tf.cast(outputs, x.dtype), *statistics
 
 
+def _partial_sums(x: Any, axis: int) -> Any:
+    """Sums over some axes; by way of a product with ones, the quickest of all sums if channels come last."""
+    *rows, channels = x.shape
+    if axis != len(rows) or len(rows) < 2 or None in rows:
+        return x
+    # In long ones round-off piles up: 1.7e-7 of 1,024 numbers, 7e-6 of 65,536 (TensorFlow 2.21).
+    inner = math.prod(rows[1:]) if math.prod(rows[1:]) <= 4096 else rows[-1]
+    x = tf.reshape(x, (-1, inner, channels))
+    sums = tf.linalg.matmul(tf.ones((x.shape[0], 1, inner), x.dtype), x)
+    kept = rows[:1] if inner != rows[-1] else rows[:-1]
+    return tf.reshape(sums, (*kept, *[1] * (len(rows) - len(kept)), channels))
+
+
 # Under XLA in one pass each, and in half the time. Only one axis is added up: XLA makes of the sums over several axes
 # a single one, number by number.
 
@@ -75,8 +91,8 @@ def _standardized(x: Any, mean: Any, factor: Any, offset: Any) -> Any:
 
 
 @compiled
-def _sums(upstream: Any, x: Any, mean: Any, axis: int) -> tuple[Any, Any]:
-    return tuple(tf.reduce_sum(values, axis, keepdims=True) for values in (upstream, upstream * (x - mean)))
+def _products(upstream: Any, x: Any, mean: Any, axis: int) -> Any:
+    return tf.reduce_sum(upstream * (x - mean), axis, keepdims=True)
 
 
 @compiled
