@@ -171,7 +171,7 @@ def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> 
     row = ops.expand_dims(ops.arange(rows, dtype="int32"), 1) + (context.first_row if is_part else 0)
     column = ops.expand_dims(ops.arange((per_sample + 1) // 2, dtype="int32"), 0)
     counter = row + ops.zeros_like(column), column + ops.zeros_like(row)
-    draw = _threefry_as_one() if keras.backend.backend() == "tensorflow" and context is None else threefry
+    draw = _threefry_as_one() if keras.backend.backend() == "tensorflow" else threefry
     return draw((state[0], state[1]), counter)
 
 
