@@ -6,42 +6,63 @@ from typing import Any
 
 import tensorflow as tf
 
+# Of a replica's rows that are gathered by a sum.
+MOST_BYTES = 2**20
+
+
+def rank() -> int:
+    """The number of the replica that is being traced: each is by itself, with its number as a constant."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
     """The rows of all replicas; the gradient is that of `Replicas.gather`."""
     context = tf.distribute.get_replica_context()
+    first = rank() * rows.shape[0]
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        num_rows = tf.shape(rows)[0]
-
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            first = context.replica_id_in_sync_group * num_rows
-            return context.num_replicas_in_sync * upstream[first : first + num_rows]
+            return context.num_replicas_in_sync * upstream[first : first + rows.shape[0]]
 
-        return context.all_gather(rows, axis=0), gradient
+        if rows.shape.num_elements() * rows.dtype.size > MOST_BYTES:
+            return context.all_gather(rows, axis=0), gradient
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, among_zeros(rows)), gradient
 
     return gather(rows)
+
+
+def among_zeros(rows: tf.Tensor) -> tf.Tensor:
+    """Rows in their places among those of all replicas, which are zero: the sum over the replicas gathers them.
+
+    One message; TensorFlow's own gathering (2.21) asks for everyone's shape first, with another.
+    """
+    num_replicas, size = tf.distribute.get_replica_context().num_replicas_in_sync, rows.shape[0]
+    others = [[rank() * size, (num_replicas - 1 - rank()) * size]] + [[0, 0]] * (len(rows.shape) - 1)
+    return tf.pad(rows, others)
 
 
 def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
     """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
     context = tf.distribute.get_replica_context()
-    gathered = context.all_gather(statistics[None], axis=0)
-    return tf.ensure_shape(gathered, (context.num_replicas_in_sync, *statistics.shape))  # which it has lost
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, among_zeros(statistics[None]))
 
 
-def mean(gradients: list[Any], others: list[tf.Tensor], precision: str = "float32") -> tuple[list[Any], list[Any]]:
-    """The means over the replicas, in one call a type; a weight that the loss does not depend on keeps its None.
+def mean(
+    gradients: list[Any], shared: dict[str, tf.Tensor], precision: str = "float32"
+) -> tuple[list[Any], dict[str, tf.Tensor]]:
+    """The means over the replicas of gradients, and the sums of other tensors, in one call a type.
 
-    With a `precision` of `"bfloat16"` gradients are sent and added up in it; but not those of an embedding, which are
-    rows and their places: TensorFlow (2.21) gathers no bfloat16.
+    A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
+    added up in it; but not those of an embedding, which are rows and their places: TensorFlow (2.21) gathers no
+    bfloat16.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     sent = present
     if precision != "float32":
         sent = [tf.cast(each, precision) if isinstance(each, tf.Tensor) else each for each in present]
-    received = [*sent, *others]
+    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    received = [*sent, *shared.values()]
     for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor
         places = [place for place, value in enumerate(received) if value.dtype == dtype]
         values = [received[place] for place in places]
@@ -49,7 +70,8 @@ def mean(gradients: list[Any], others: list[tf.Tensor], precision: str = "float3
         for place, value in zip(places, values, strict=True):
             received[place] = value
     means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
-    return [None if gradient is None else next(means) for gradient in gradients], received[len(sent) :]
+    sums = {name: value * num_replicas for name, value in zip(shared, received[len(sent) :], strict=True)}
+    return [None if gradient is None else next(means) for gradient in gradients], sums
 
 
 @contextlib.contextmanager

@@ -41,17 +41,20 @@ class ReplicaSteps:
         variables = model.trainable_weights
         gradients = tape.gradient(scaled_loss, variables)
         if context is not None:
-            # In one call with the gradients: the loss, of which each has its part, and the moving statistics.
-            others = [loss] + ([pack_moving(context.moving)] if context.moving else [])
-            gradients, (loss, *packed) = tf_reductions.mean(gradients, others, replicas.gradient_precision)
-            if packed:
-                move_together(context.moving, packed[0] * replicas.num_replicas)
+            # In one call with the gradients: what each replica has a part of.
+            shared = {"loss": loss / replicas.num_replicas}
+            if context.moving:
+                shared["moving"] = pack_moving(context.moving)
+            if is_part:
+                shared["outputs"] = tf_reductions.among_zeros(outputs)
+            gradients, sums = tf_reductions.mean(gradients, shared, replicas.gradient_precision)
+            loss, outputs = sums["loss"], sums.get("outputs", outputs)
+            if context.moving:
+                move_together(context.moving, sums["moving"])
         # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
         dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
         seen, rate = observed(detail, dense, found), learning_rate(model.optimizer)
         self._update(gradients, variables)
-        if is_part:
-            outputs = replicas.gather(outputs, num_rows)
         return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), seen
 
     def test(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
@@ -82,7 +85,9 @@ class ReplicaSteps:
         from kerasdp.loss_of_parts import is_mean_of_parts
 
         is_even = context is not None and context.rows * context.num_replicas == num_rows
-        return is_even and is_mean_of_parts(self.model, outputs)
+        if not is_even or not is_mean_of_parts(self.model, outputs):
+            return False
+        return outputs.shape.num_elements() * outputs.dtype.size < tf_reductions.MOST_BYTES
 
     def _loss(
         self,
