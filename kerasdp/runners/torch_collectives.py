@@ -7,9 +7,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # its operations, too
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kerasdp.runners import torch_sockets
+
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Stacks the tensor of all ranks of a group along a new first axis."""
+    if group is None and torch_sockets.takes(tensor):
+        return torch_sockets.gather(tensor)
     # torch 2.13 renamed it, and warns of the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     tensor = tensor.contiguous()
@@ -58,11 +62,4 @@ class _GatherStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()
-        if isinstance(gradient, FakeTensor):
-            name = (ctx.group or dist.group.WORLD).group_name
-            gradient = torch.ops._c10d_functional.all_reduce(gradient, "sum", name)
-            gradient = torch.ops._c10d_functional.wait_tensor(gradient)
-        else:
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient[dist.get_rank(ctx.group)], None
+        return all_gather_stacked(gradient, ctx.group)[:, dist.get_rank(ctx.group)].sum(0), None

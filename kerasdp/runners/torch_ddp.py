@@ -25,6 +25,7 @@ from kerasdp.runners import (
     learning_rate,
     own_steps,
     placed,
+    torch_sockets,
 )
 from kerasdp.runners.torch_collectives import gather_rows, gather_statistics
 from kerasdp.runners.torch_elastic import start
@@ -72,6 +73,8 @@ class Replicas(WholeModel):
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if devices.count > 1:
             dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
+            if not self.is_gpu:
+                torch_sockets.connect()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
