@@ -6,8 +6,13 @@ import pytest
 from tests.conftest import BACKENDS, PROGRAMS, result_of, run
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "torch"])
+IN_SHORT = [("jax", 1), ("tensorflow", 2)]
+CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [pytest.param(*case, marks=[] if case in IN_SHORT else pytest.mark.proof) for case in CASES]
+)
 def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
     """24 steps in 3 epochs, the last batch of each smaller; then 10 of them, and the rest by a resumed run."""
 
