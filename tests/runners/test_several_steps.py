@@ -5,7 +5,6 @@ import pytest
 
 from tests.conftest import BACKENDS, PROGRAMS, result_of, run
 
-
 IN_SHORT = [("jax", 1), ("tensorflow", 2)]
 CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]
 
