@@ -31,9 +31,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """As `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
-        can_be = training and self.trainable and mask is None and not self.renorm and _normalize() is not None
+        is_plain = training and self.trainable and mask is None and not self.renorm and _normalize() is not None
         # With statistics of each replica, its padding is hidden from them below.
-        if can_be and (whole_batch or self.statistics == "sync" or _is_without_padding(context)):
+        if is_plain and (whole_batch or self.statistics == "sync" or _is_without_padding(context)):
             return self._in_few_passes(inputs, context)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)

@@ -95,8 +95,9 @@ class Replicas(WholeModel):
             return self.strategy.experimental_distribute_values_from_function(own_part)
 
         inputs = keras.tree.map_structure(lambda leaf: put(leaf, True), batch.inputs)
-        rest = (batch.targets, batch.sample_weight, batch.indices)
-        return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest))
+        rest = (batch.targets, batch.sample_weight)
+        # Of the indices a step asks the number only.
+        return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest), batch.indices)
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
@@ -127,8 +128,7 @@ class Replicas(WholeModel):
         if self.num_replicas == 1:
             return None
         size = replica_rows(num_rows, self.num_replicas)
-        # Each replica is traced by itself, with its number as a constant.
-        rank = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+        rank = tf_reductions.rank()
         return ReplicaContext(
             num_replicas=self.num_replicas,
             num_rows=min(max(num_rows - rank * size, 0), size),
@@ -156,17 +156,16 @@ class Replicas(WholeModel):
 
         def train_function(iterator: Iterator[Any]) -> Any:
             batches, logs = next_batches(iterator, model, hooks), hooks.passed_over_logs
-            indices = [self.strategy.experimental_local_results(batch.indices)[0] for batch in batches]
-            is_even = len({own.shape[0] for own in indices}) == 1  # the one that ends an epoch may be smaller
+            is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
             if len(batches) > 1 and hooks.observer is None and is_even:
                 losses, rates, logs = run_train_steps(*batches)
                 each = (Element.each(values, len(batches)) for values in (losses, rates))
-                for own, loss, rate in zip(indices, *each):
-                    hooks.after_step(loss, own, {}, rate)
+                for batch, loss, rate in zip(batches, *each):
+                    hooks.after_step(loss, batch.indices, {}, rate)
                 return logs
-            for batch, own in zip(batches, indices):
+            for batch in batches:
                 loss, rate, logs, seen = run_train_step[hooks.detail](*batch)
-                hooks.after_step(loss, own, seen, rate)
+                hooks.after_step(loss, batch.indices, seen, rate)
             return logs
 
         def test_function(iterator: Iterator[Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 # Of a replica's rows that are gathered by a sum.
-MOST_BYTES = 2**20
+_MOST_BYTES = 2**20
 
 
 def rank() -> int:
@@ -18,18 +18,23 @@ def rank() -> int:
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
     """The rows of all replicas; the gradient is that of `Replicas.gather`."""
     context = tf.distribute.get_replica_context()
-    first = rank() * rows.shape[0]
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return context.num_replicas_in_sync * upstream[first : first + rows.shape[0]]
+            first = rank() * tf.shape(rows)[0]
+            return context.num_replicas_in_sync * upstream[first : first + tf.shape(rows)[0]]
 
-        if rows.shape.num_elements() * rows.dtype.size > MOST_BYTES:
-            return context.all_gather(rows, axis=0), gradient
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, among_zeros(rows)), gradient
+        if are_few(rows):
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, among_zeros(rows)), gradient
+        return context.all_gather(rows, axis=0), gradient
 
     return gather(rows)
+
+
+def are_few(rows: tf.Tensor) -> bool:
+    """Whether they are better gathered by a sum."""
+    return rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
 
 
 def among_zeros(rows: tf.Tensor) -> tf.Tensor:

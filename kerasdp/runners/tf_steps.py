@@ -85,9 +85,7 @@ class ReplicaSteps:
         from kerasdp.loss_of_parts import is_mean_of_parts
 
         is_even = context is not None and context.rows * context.num_replicas == num_rows
-        if not is_even or not is_mean_of_parts(self.model, outputs):
-            return False
-        return outputs.shape.num_elements() * outputs.dtype.size < tf_reductions.MOST_BYTES
+        return is_even and is_mean_of_parts(self.model, outputs) and tf_reductions.are_few(outputs)
 
     def _loss(
         self,
