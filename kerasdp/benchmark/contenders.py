@@ -68,7 +68,7 @@ def choose(
         config: what is trained.
         backends: of the kit; also of the peers, where `peers` does not name them.
         device_counts: numbers of devices.
-        peers: names in `PEERS`. None: all that fit.
+        peers: names in `PEERS`; None: all that fit; empty: the kit alone.
         steps: of a repetition.
         folder: of the peers' files.
 
@@ -82,7 +82,7 @@ def choose(
             raise UserError(f"--batch_size: expected a multiple of {count} devices. Received: {config.batch_size}")
     if config.model in SHAPES and config.batch_size > NUM_SAMPLES:
         raise UserError(f"--batch_size: expected at most {NUM_SAMPLES} here. Received: {config.batch_size}")
-    names = [name for name in peers or PEERS if peers or PEERS[name][0] in (None, *backends)]
+    names = [name for name in PEERS if PEERS[name][0] in (None, *backends)] if peers is None else peers
     for name in peers or ():
         if name not in PEERS:
             raise UserError(f"--peers: expected some of {', '.join(PEERS)}. Received: {name!r}")

@@ -65,6 +65,7 @@ def test_who_takes_part(tmp_path):
     config = Config(model="convnet", batch_norm="replica")
     found = contenders.choose(config, ["jax"], [1, 2], None, 20, str(tmp_path))
     assert [str(one) for one in found] == ["kerasdp-jax", "jax", "keras-jax", "kerasdp-jax x 2", "jax x 2"]
+    assert [str(one) for one in contenders.choose(config, ["jax"], [1], [], 20, str(tmp_path))] == ["kerasdp-jax"]
     found = contenders.choose(Config(model="mlp"), INSTALLED[:1], [1], None, 20, str(tmp_path))
     assert [one.name for one in found] == [f"kerasdp-{INSTALLED[0]}", f"keras-{INSTALLED[0]}"]
     with pytest.raises(UserError, match="--peers: expected some of torch, .* Received: 'theano'"):
