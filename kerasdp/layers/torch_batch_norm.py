@@ -36,8 +36,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, scale: Any, offset: Any, axis: int, epsilon: float) -> tuple[Any, Any, Any]:
         others, shape = _axes(x, axis)
-        outputs, mean, squares = _centered(_wide(x), others)
-        variance = squares / (x.numel() // mean.numel())
+        outputs, mean, variance = _centered(_wide(x), others)
         inverse = torch.rsqrt(variance + epsilon)
         outputs.mul_(inverse if scale is None else inverse * _wide(scale).reshape(shape))
         if offset is not None:
@@ -85,9 +84,9 @@ class _NormalizeTogether(torch.autograd.Function):
     ) -> tuple[Any, Any, Any]:
         ctx.others, ctx.shape = _axes(x, axis)
         wide = _wide(x)
-        centered, own_mean, squares = _centered(wide[:num_rows], ctx.others)
+        centered, own_mean, own_variance = _centered(wide[:num_rows], ctx.others)
         count = own_mean.new_full(own_mean.shape, centered.numel() // own_mean.numel())
-        counts, means, squares = gather(torch.stack([count, own_mean, squares]).flatten(1)).unbind(1)
+        counts, means, squares = gather(torch.stack([count, own_mean, count * own_variance]).flatten(1)).unbind(1)
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
         ctx.count = counts.sum(0)
         mean = (counts * means).sum(0) / ctx.count
@@ -133,15 +132,17 @@ def _axes(x: Any, axis: int) -> tuple[list[int], list[int]]:
 
 
 def _centered(x: Any, others: list[int]) -> tuple[Any, Any, Any]:
-    """A tensor without its mean, the mean, and the sum of squared deviations."""
-    if isinstance(x, FakeTensor) and x.numel():  # it is being compiled, into one pass
+    """A tensor without its mean, the mean, and the variance; of no rows zeros."""
+    if x.numel() == 0:
+        nothing = x.sum(others, keepdim=True)
+        return x, nothing, nothing
+    if isinstance(x, FakeTensor):  # it is being compiled, into one pass
         variance, mean = torch.var_mean(x, others, correction=0, keepdim=True)
-        return x - mean, mean, variance * (x.numel() // mean.numel())
+        return x - mean, mean, variance
     # torch.var_mean takes ten times as long over the first axes (2.13, on the CPU)
-    mean = x.sum(others, keepdim=True)
-    mean = mean / max(x.numel() // mean.numel(), 1)
+    mean = x.mean(others, keepdim=True)
     centered = x - mean
-    return centered, mean, (centered * centered).sum(others, keepdim=True)
+    return centered, mean, (centered * centered).mean(others, keepdim=True)
 
 
 def _wide(tensor: Any) -> Any:
