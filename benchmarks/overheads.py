@@ -8,8 +8,7 @@ Prints the median over the rounds of the ratio of each one's seconds to those of
 the training part of an epoch that counts: an evaluation is work that was asked for, and at an epoch's end a run with
 a workdir draws its curves, which takes 0.1 to 0.2 s. A checkpoint is written each 50 steps.
 
-Measured on 2 CPU cores with Keras 3.15.1, jax 0.10.2, 60 steps, 5 rounds: 1.012, 1.005, 1.032 and 1.052 (lines, bar,
-checkpoints, evaluation), where single rounds of the last two lie from 0.92 to 1.25.
+The figures of 2 CPU cores stand in the README.
 """
 
 import argparse

@@ -22,8 +22,9 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            first = rank() * tf.shape(rows)[0]
-            return context.num_replicas_in_sync * upstream[first : first + tf.shape(rows)[0]]
+            num_rows = tf.shape(rows)[0]
+            first = rank() * num_rows
+            return context.num_replicas_in_sync * upstream[first : first + num_rows]
 
         if are_few(rows):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, among_zeros(rows)), gradient

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Less than a socket holds, so that all may send before they read.
+# Sockets are told to hold as much, so that all may send before they read.
 _MOST_BYTES = 2**16
 
 
@@ -38,6 +38,9 @@ class _Sockets:
             for _ in range(self.rank + 1, self.size):
                 connection, _ = door.accept()
                 self.others[int.from_bytes(connection.recv(4), "little")] = connection
+        for connection in self.others.values():
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # on macOS it would be 8 KiB
+                connection.setsockopt(socket.SOL_SOCKET, buffer, 2 * _MOST_BYTES)
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folders[0])
