@@ -6,7 +6,6 @@ import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdp.backend import Devices
@@ -77,27 +76,24 @@ class Replicas(WholeModel):
             yield
 
     def place(self, batch: Any) -> PlacedBatch:
-        """Splits the inputs over the devices, and copies all else to each of them."""
+        """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
         import keras
 
-        def put(leaf: Any, split: bool) -> Any:
-            if leaf is None:
-                return None
-            if self.num_replicas == 1:
-                return tf.convert_to_tensor(leaf)
-            parts = np.split(leaf, self.num_replicas) if split else [leaf] * self.num_replicas
+        def put(data: Any, rank: int, split: bool) -> Any:
+            def put_leaf(leaf: Any) -> Any:
+                if leaf is None:
+                    return None
+                size = len(leaf) // self.num_replicas
+                return tf.convert_to_tensor(leaf[rank * size : (rank + 1) * size] if split else leaf)
 
-            def own_part(context: Any) -> tf.Tensor:
-                rank = context.replica_id_in_sync_group
-                with tf.device(self.names[rank]):
-                    return tf.convert_to_tensor(parts[rank])
+            with tf.device(self.names[rank]):
+                return keras.tree.map_structure(put_leaf, data)
 
-            return self.strategy.experimental_distribute_values_from_function(own_part)
-
-        inputs = keras.tree.map_structure(lambda leaf: put(leaf, True), batch.inputs)
-        rest = (batch.targets, batch.sample_weight)
-        # Of the indices a step asks the number only.
-        return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, False), rest), batch.indices)
+        inputs, targets, sample_weight = (
+            [put(data, rank, split) for rank in range(self.num_replicas)]
+            for data, split in ((batch.inputs, True), (batch.targets, False), (batch.sample_weight, False))
+        )
+        return PlacedBatch(inputs, targets, sample_weight, batch.indices)
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
@@ -164,29 +160,29 @@ class Replicas(WholeModel):
                     hooks.after_step(loss, batch.indices, {}, rate)
                 return logs
             for batch in batches:
-                loss, rate, logs, seen = run_train_step[hooks.detail](*batch)
+                loss, rate, logs, seen = run_train_step[hooks.detail](batch)
                 hooks.after_step(loss, batch.indices, seen, rate)
             return logs
 
         def test_function(iterator: Iterator[Any]) -> Any:
             for batch in next_batches(iterator, model):
-                logs = run_test_step(*batch)
+                logs = run_test_step(batch)
             return logs
 
         return StepFunctions(
             train=train_function,
             test=test_function,
-            predict=lambda data: run_predict_step(*placed(data[0])),
+            predict=lambda data: run_predict_step(placed(data[0])),
         )
 
     def _on_all(self, model: Any, steps: Any, step: Callable[..., Any], detail: Any = 0) -> Callable[..., Any]:
         """The step on all replicas; what it gives is the same on all, so the first one's is returned."""
         from kerasdp.observation import watched_layers
 
-        def run(*data: Any) -> Any:
+        def run(num_rows: int, data: Any) -> Any:
             whole_batch = steps.penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
             with whole_batch, watched_layers(detail, model):
-                outputs = self.strategy.run(step, args=data)
+                outputs = self.strategy.run(step, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
 
         return run
@@ -194,16 +190,16 @@ class Replicas(WholeModel):
     def _several(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
 
-        def run(*batches: PlacedBatch) -> tuple[Any, Any, Any]:
+        def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
             rest = self.strategy.run(_stacked, args=batches[1:])
-            loss, rate, logs, _ = step(*batches[0])
+            loss, rate, logs, _ = step(num_rows, batches[0])
             arrays = [
                 None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
                 for value in (loss, rate)
             ]
 
             def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
-                *values, logs, _ = step(*self.strategy.run(_row, args=(rest, number - 1)))
+                *values, logs, _ = step(num_rows, self.strategy.run(_row, args=(rest, number - 1)))
                 arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
                 return number + 1, arrays, logs
 
@@ -216,12 +212,28 @@ class Replicas(WholeModel):
         return run
 
     def _function(self, model: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """As a graph, if the model is to run in one."""
-        if model.run_eagerly:
-            return run
-        # A trace for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single outputs
-        # are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
-        return tf.function(run, jit_compile=model.jit_compile or None, autograph=False)
+        """`run` on batches, each replica with its own part: as a graph, if the model is to run in one."""
+        graphs = {}
+
+        def function(*batches: PlacedBatch) -> Any:
+            num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
+
+            def run_parts(*data: Any) -> Any:
+                return run(num_rows, *(self.strategy.run(_own_part, args=(parts,)) for parts in data))
+
+            if model.run_eagerly:
+                return run_parts(*data)
+            # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
+            # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
+            first = tf.nest.flatten([parts[0] for parts in data[0]])
+            key = len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
+            if key not in graphs:
+                graph = tf.function(run_parts, jit_compile=model.jit_compile or None, autograph=False)
+                # To look it up anew in each step takes TensorFlow (2.21) a millisecond on four devices.
+                graphs[key] = graph.get_concrete_function(*data)
+            return graphs[key](*data)
+
+        return function
 
     def made_outside(self, model: Any) -> list[str]:
         """Paths of the variables that are not mirrored; each replica would change them once more."""
@@ -289,11 +301,16 @@ class Replicas(WholeModel):
         return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _stacked(*batches: PlacedBatch) -> PlacedBatch:
+def _own_part(parts: Any) -> Any:
+    """What the replica that is being traced gets of a batch."""
+    return tuple(field[tf_reductions.rank()] for field in parts)
+
+
+def _stacked(*batches: Any) -> Any:
     return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
 
 
-def _row(stacked: PlacedBatch, number: tf.Tensor) -> PlacedBatch:
+def _row(stacked: Any, number: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)
 
 

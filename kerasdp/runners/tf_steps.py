@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.replica_context import ReplicaContext, use
-from kerasdp.runners import learning_rate, own_steps, tf_reductions
+from kerasdp.runners import learning_rate, own_steps, tf_reductions, tf_update
 
 
 class ReplicaSteps:
@@ -19,7 +19,7 @@ class ReplicaSteps:
         self.own = own_steps(model, replicas.num_replicas)
         self.penalties = WholeBatchPenalties(model)
 
-    def train(self, detail: Any, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, ...]:
+    def train(self, detail: Any, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> tuple[Any, ...]:
         """A training step: the loss of the global batch, its learning rate, Keras' logs, what was observed."""
         from kerasdp.layers.batch_normalization import move_together, pack_moving
         from kerasdp.observation import forward_pass, observed
@@ -28,7 +28,6 @@ class ReplicaSteps:
         if "train_step" in self.own:
             logs = model.train_step((inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
-        num_rows = indices.shape[0]
         with tf.GradientTape() as tape:
             with use(replicas.context(num_rows)) as context, forward_pass(detail, inputs) as found:
                 outputs = self._forward(inputs, training=True)
@@ -49,28 +48,34 @@ class ReplicaSteps:
                 shared["outputs"] = tf_reductions.among_zeros(outputs)
             gradients, sums = tf_reductions.mean(gradients, shared, replicas.gradient_precision)
             loss, outputs = sums["loss"], sums.get("outputs", outputs)
-            if context.moving:
-                move_together(context.moving, sums["moving"])
         # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
         dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
         seen, rate = observed(detail, dense, found), learning_rate(model.optimizer)
-        self._update(gradients, variables)
+
+        def update() -> None:
+            if context is not None and context.moving:
+                move_together(context.moving, sums["moving"])
+            model.optimizer.apply(gradients, variables)
+
+        if tf_update.can_be_one(model, gradients):
+            tf_update.as_one(model, update)
+        else:
+            update()
         return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), seen
 
-    def test(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+    def test(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
         """An evaluation step: Keras' logs."""
         if "test_step" in self.own:
             return self.model.test_step((inputs, targets, sample_weight))
-        num_rows = indices.shape[0]
         outputs, context = self._whole_outputs(inputs, num_rows)
         batch = (inputs, targets, outputs, sample_weight)
         return self._metrics(batch, self._loss(batch, num_rows, context, training=False), num_rows)
 
-    def predict(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+    def predict(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
         """The outputs of the global batch."""
         if "predict_step" in self.own:
             return self.model.predict_step((inputs,))
-        return self._whole_outputs(inputs, indices.shape[0])[0]
+        return self._whole_outputs(inputs, num_rows)[0]
 
     def _forward(self, inputs: Any, training: bool) -> Any:
         model = self.model
@@ -123,22 +128,3 @@ class ReplicaSteps:
 
         own = getattr(type(self.model), method) is getattr(keras.Model, method)
         return inputs if own else self.replicas.gather(inputs, num_rows)
-
-    def _update(self, gradients: list[Any], variables: list[Any]) -> None:
-        """Keras' own update; on one device its small operations, eight a weight, as one."""
-        from kerasdp.layers import tf_xla
-
-        model = self.model
-
-        def update(gradients: list[Any]) -> None:
-            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-
-        # Not what Python of the user's may do, nor an optimizer with loss scaling, nor the rows of an embedding.
-        rate = getattr(model.optimizer, "_learning_rate", None)
-        parts = [model.optimizer, rate, *(variable.constraint for variable in variables)]
-        is_keras = all(part is None or type(part).__module__.startswith("keras.src.") for part in parts)
-        is_keras = is_keras and not hasattr(model.optimizer, "inner_optimizer")
-        is_dense = all(isinstance(gradient, tf.Tensor) for gradient in gradients)
-        if self.replicas.num_replicas == 1 and is_keras and is_dense and not tf.executing_eagerly():
-            update = tf_xla.compiled(update)
-        update(gradients)
