@@ -20,6 +20,7 @@ class ReplicaContext:
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum over what all replicas made of it. None on jax.
         gather_rows: the rows of all replicas, padding cut off: a tensor of the global batch. None on jax.
+        everywhere: gives all devices the whole of a tensor of which each has a part; on jax only.
         penalties: losses of the global batch that layers found on the way, to be added to the model's loss.
         moving: what batch norms with statistics of each replica leave to be added up over the replicas once the pass
             is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
@@ -31,6 +32,7 @@ class ReplicaContext:
     first_row: int = 0
     gather: Callable[[Any], Any] | None = None
     gather_rows: Callable[[Any], Any] | None = None
+    everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
     moving: list[tuple[Any, Any]] | None = None
 

@@ -31,9 +31,8 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """As `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
-        is_plain = training and self.trainable and mask is None and not self.renorm and _normalize() is not None
-        # With statistics of each replica, its padding is hidden from them below.
-        if is_plain and (whole_batch or self.statistics == "sync" or _is_without_padding(context)):
+        is_plain = training and self.trainable and mask is None and not self.renorm
+        if is_plain and self._takes_few_passes(inputs, context):
             return self._in_few_passes(inputs, context)
         # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
         as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
@@ -59,13 +58,23 @@ class BatchNormalization(keras.layers.BatchNormalization):
         count = ops.maximum(count, 1.0)
         self._move(total / count, squares / count)
 
+    def _takes_few_passes(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
+        """Whether the backend has a way of its own for these statistics."""
+        if keras.backend.backend() == "jax":  # where nothing is split, XLA makes of Keras' own way what it can
+            is_split = context is not None and context.everywhere is not None
+            return is_split and self.statistics == "sync" and inputs.shape[0] % context.num_replicas == 0
+        # With statistics of each replica, its padding is hidden from them elsewhere.
+        return context is None or self.statistics == "sync" or _is_without_padding(context)
+
     def _in_few_passes(self, inputs: Any, context: replica_context.ReplicaContext | None) -> Any:
         scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
         axis = self.axis % len(inputs.shape)
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         together = {}
-        if context is not None and self.statistics == "sync":
+        if context is not None and context.everywhere is not None:
+            together = {"num_replicas": context.num_replicas, "everywhere": context.everywhere}
+        elif context is not None and self.statistics == "sync":
             is_padded = context.num_rows != context.rows
             together = {"num_rows": context.num_rows if is_padded else None, "gather": context.gather}
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
@@ -184,10 +193,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return ops.reshape(values, shape)
 
 
-def _normalize() -> Callable[..., Any] | None:
-    """What the backend has for a whole batch; on JAX, XLA makes of Keras' own way what it can."""
-    name = {"torch": "torch_batch_norm", "tensorflow": "tf_batch_norm"}.get(keras.backend.backend())
-    return None if name is None else importlib.import_module(f"kerasdp.layers.{name}").normalize
+def _normalize() -> Callable[..., Any]:
+    """The backend's own way."""
+    name = {"torch": "torch_batch_norm", "tensorflow": "tf_batch_norm", "jax": "jax_batch_norm"}
+    return importlib.import_module(f"kerasdp.layers.{name[keras.backend.backend()]}").normalize
 
 
 def _is_without_padding(context: replica_context.ReplicaContext) -> bool:

@@ -97,6 +97,12 @@ class Replicas(WholeModel):
 
         return keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
 
+    def _context(self) -> ReplicaContext:
+        def everywhere(tensor: Any) -> Any:
+            return jax.lax.with_sharding_constraint(tensor, self._copied)
+
+        return ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere)
+
     def place(self, batch: Any) -> PlacedBatch:
         """Splits the inputs over the devices, and copies all else to each of them."""
         import keras
@@ -136,7 +142,7 @@ class Replicas(WholeModel):
         from kerasdp.observation import Detail
 
         own_train_step = type(model).train_step is not keras.Model.train_step
-        context = ReplicaContext(num_replicas=self.num_replicas) if self.num_replicas > 1 else None
+        context = self._context() if self.num_replicas > 1 else None
         shardings = self._homes(model)
         trainable, non_trainable, _, metrics = shardings
 
