@@ -14,7 +14,8 @@ step, which compiles, and the peak memory; the kit's ratio to each peer; which b
 benchmark.json and in pictures in --workdir. On GPUs also the share of what the chip could do at best.
 
 All train with SGD, random images, and, on several devices, batch norm on each device's part of a batch, as the
-frameworks do it by themselves; --batch_norm=sync is for those that can. Virtual CPU devices share the cores: expect no
+frameworks do it by themselves; --batch_norm=sync is for those that can, and measures the kit against itself without it
+(the peer `replica-norm`). Virtual CPU devices share the cores: expect no
 gain from more of them. Let nothing else run meanwhile.
 """
 

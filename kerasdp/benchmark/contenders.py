@@ -25,6 +25,7 @@ PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "tensorflow": ("tensorflow", "tensorflow_loop.py", []),
     "tensorflow-xla": ("tensorflow", "tensorflow_loop.py", ["--compile"]),
     "keras": (None, "keras_fit.py", []),
+    "replica-norm": (None, "", []),  # the kit itself, with batch norm on each device's part of the batch
 }
 ONE_DEVICE = ("tensorflow-xla", "keras")
 PRECISIONS = ("float32", "bfloat16")
@@ -89,19 +90,27 @@ def choose(
         framework = PEERS[name][0]
         if framework and not is_installed(framework):
             raise UserError(f"--peers: {name} needs {framework}, which is not installed")
+        if name == "replica-norm" and config.batch_norm != "sync":
+            raise UserError("--peers: replica-norm is what --batch_norm=sync is measured against; add that")
         if framework and config.model not in SHAPES:
             raise UserError(f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras can take part")
     if config.model not in SHAPES:
-        names = [name for name in names if name == "keras"]
-    if names and not os.path.isdir(folder):
+        names = [name for name in names if PEERS[name][0] is None]
+    if any(PEERS[name][1] for name in names) and not os.path.isdir(folder):
         raise UserError(f"--peers: there is no folder {folder!r} with their programs: benchmark in a checkout")
     found = []
     for count in device_counts:
         found += [_kit(config, backend, count, steps) for backend in backends]
         for name in names:
-            if count == 1 or name not in ONE_DEVICE:
+            if _takes_part(name, config, count):
                 found += [_peer(name, backend, config, count, steps, folder) for backend in _backends(name, backends)]
     return found
+
+
+def _takes_part(name: str, config: Config, count: int) -> bool:
+    if name == "replica-norm":
+        return count > 1 and config.batch_norm == "sync"
+    return count == 1 or name not in ONE_DEVICE
 
 
 def _backends(name: str, backends: list[str]) -> list[str]:
@@ -126,6 +135,9 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
 
 
 def _peer(name: str, backend: str, config: Config, count: int, steps: int, folder: str) -> Contender:
+    if name == "replica-norm":
+        kit = _kit(dataclasses.replace(config, batch_norm="replica"), backend, count, steps)
+        return dataclasses.replace(kit, name=f"{name}-{backend}")
     _, file, extra = PEERS[name]
     flags = {
         "model": config.model, "batch_size": config.batch_size, "devices": count, "steps": steps,
