@@ -17,7 +17,7 @@ from kerasdp import report
 from kerasdp.replica_context import use
 from kerasdp.runners import PlacedBatch, all_variables, learning_rate
 from kerasdp.runners.torch_global_batch import GlobalBatch, received, sent_sum
-from kerasdp.runners.torch_rewrites import drop_detours, fold_padding, refuse_exchanges
+from kerasdp.runners.torch_rewrites import drop_detours, fold_padding, keep_channels_last, refuse_exchanges
 
 # As large as those of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
@@ -116,6 +116,8 @@ class CompiledSteps:
         refuse_exchanges(graph.graph)
         drop_detours(graph.graph)
         fold_padding(graph.graph)
+        if self.replicas.num_replicas > 1:  # batch norms of one replica go with the passes beside them
+            keep_channels_last(graph.graph)
         graph.recompile()
         return graph
 

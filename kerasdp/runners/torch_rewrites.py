@@ -3,9 +3,11 @@
 import operator
 
 import torch
+import torch._inductor.inductor_prims  # its operations, too
 from torch.fx import Graph, Node
 
 _aten = torch.ops.aten
+_force_strides = torch.ops.prims.inductor_force_stride_order.default
 _TAKES_ANY_LAYOUT = {
     _aten.clone.default,
     _aten.convolution.default,
@@ -54,6 +56,22 @@ def fold_padding(graph: Graph) -> None:
                 crop.replace_all_uses_with(crop.args[0])
                 graph.erase_node(crop)
         graph.erase_node(pad)
+
+
+def keep_channels_last(graph: Graph) -> None:
+    """Turns the outputs of convolutions of images with one channel to where Keras has channels, last.
+
+    The layout of such images can be read both ways, and Inductor (2.13) takes it for NCHW. A pass over such activations
+    and their gradients, which come with channels last, takes ten times as long where nothing else is fused into it.
+    """
+    for convolution in graph.find_nodes(op="call_function", target=_aten.convolution.default):
+        image, output = convolution.args[0].meta["val"], convolution.meta["val"]
+        if image.dim() == 4 and image.shape[1] == 1 and output.shape[1] > 1:
+            strides = torch.empty(output.shape, device="meta").to(memory_format=torch.channels_last).stride()
+            with graph.inserting_after(convolution):
+                turned = graph.call_function(_force_strides, (convolution, strides))
+            turned.meta["val"] = output
+            convolution.replace_all_uses_with(turned, delete_user_cb=lambda user, turned=turned: user is not turned)
 
 
 def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
