@@ -7,7 +7,8 @@ import os
 import platform
 import sys
 
-from kerasdp.config import BACKENDS, Config
+from kerasdp.choices import BACKENDS
+from kerasdp.config import Config
 from kerasdp.errors import UserError
 
 

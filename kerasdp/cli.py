@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from kerasdp import config as choices
+from kerasdp import choices
 from kerasdp.backend import choose_backend
 from kerasdp.benchmark.contenders import PEERS, SHAPES
 from kerasdp.config import Config
@@ -52,6 +52,8 @@ def _define_flags_of_training() -> None:
 
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
             "on torch, in runs of 1,000 steps or more. jax and tensorflow always compile.")  # fmt: skip
+    _define(group, "data_on_device", text, _DEFAULTS.data_on_device, "on, off, or auto: inputs in memory stay on every "
+            "device; auto: on GPUs, up to 1 GiB.")  # fmt: skip
 
     group = "Models cut over several devices"
     _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data); the model, cut "

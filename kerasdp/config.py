@@ -1,25 +1,13 @@
 """What a run is: one frozen record of every choice, checked when it is made."""
 
 import dataclasses
-import math
 import os
 from typing import Any
 
-from kerasdp import spec
+from kerasdp import choices
 from kerasdp.errors import UserError
 
-BACKENDS = ("torch", "jax", "tensorflow")
-DEVICES = ("auto", "gpu", "cpu")
-STRATEGIES = ("data", "pipeline", "tensor")
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
-BALANCES = ("time", "flops", "parameters")
-BATCH_NORMS = ("sync", "replica")
-COMPILES = ("auto", "on", "off")
-PRECISIONS = ("float32", "bfloat16", "float16", "float64")
-GRADIENT_PRECISIONS = ("float32", "bfloat16")
-MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 CHECKPOINTS = "checkpoints"  # folder in the workdir
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +32,8 @@ class Config:
         model: a model of `kerasdp.models`, or the user's own function (`file.py:function`).
         dataset: a data set of `kerasdp.data`, or the user's own function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
+        data_on_device: whether inputs that are in memory stay on the devices while `fit` runs, so that a step sends the
+            numbers of its rows alone: `"on"`, `"off"`, or `"auto"`: on GPUs, up to 1 GiB. Each device then holds all.
         batch_size: samples a step, over all devices: the global batch.
         accumulate: in how many parts each device works on its samples, one after the other, so that it holds the
             activations of one part alone; their gradients, added up, are those of the global batch. Batch norm takes
@@ -93,6 +83,7 @@ class Config:
     model: str = "lenet"
     dataset: str = "digits"
     data_dir: str | None = None
+    data_on_device: str = "auto"
     batch_size: int = 64
     accumulate: int = 1
     epochs: int = 20
@@ -118,123 +109,7 @@ class Config:
     export: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, (None, *BACKENDS))
-        _one_of("device", self.device, DEVICES)
-        _one_of("strategy", self.strategy, STRATEGIES)
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("balance", self.balance, BALANCES)
-        _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("compile", self.compile, COMPILES)
-        _one_of("gradient_precision", self.gradient_precision, GRADIENT_PRECISIONS)
-        _one_of("verbose", self.verbose, (None, 0, 1, 2))
-        for flag, value in (
-            ("gpus", self.num_devices),
-            ("batch_size", self.batch_size),
-            ("accumulate", self.accumulate),
-            ("epochs", self.epochs),
-            ("max_steps", self.max_steps),
-            ("lr_base_batch", self.lr_base_batch),
-            ("log_every", self.log_every),
-            ("keep", self.keep),
-            ("stages", self.num_stages),
-            ("micro_batches", self.micro_batches),
-        ):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value}")
-        if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise UserError(f"--learning_rate: expected a number above 0. Received: {self.learning_rate}")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed: expected a whole number from 0 to 4294967295. Received: {self.seed}")
-        if not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise UserError(f"--max_restarts: expected a whole number of at least 0. Received: {self.max_restarts}")
-        if self.hang_timeout is not None and not self.hang_timeout > 0:
-            raise UserError(f"--hang_timeout: expected a number of seconds above 0. Received: {self.hang_timeout}")
-        if self.export is not None and not self.export.endswith((".keras", ".weights.h5")):
-            raise UserError(
-                f"--export: expected a file name that ends in .keras or .weights.h5. Received: {self.export!r}"
-            )
-        self.checkpoint_interval()
-        for flag, needs_workdir in (
-            ("tensorboard", self.tensorboard),
-            ("resume", self.resume),
-            ("max_restarts", self.max_restarts),
-        ):
-            if needs_workdir and self.workdir is None:
-                raise UserError(f"--{flag} needs the files of a run, but no folder is set: add --workdir=FOLDER")
-        if self.checkpoint_every == "never" and (self.resume or self.max_restarts):
-            flag = "resume" if self.resume else "max_restarts"
-            raise UserError(f"--{flag} goes on from a checkpoint, but --checkpoint_every=never keeps none")
-        for flag in ("model", "dataset", "optimizer", "kernel_initializer"):
-            if getattr(self, flag) is not None:
-                name, _ = spec.parse(getattr(self, flag), flag)
-                known = {"model": MODELS, "dataset": DATASETS}.get(flag)
-                if known and name not in known and not spec.is_user_function(name):
-                    raise UserError(
-                        f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}"
-                    )
-        if self.strategy == "pipeline":
-            self._check_pipeline()
-        elif any(getattr(self, name) != getattr(type(self), name) for name in _OF_PIPELINES):
-            flags = ", ".join(f"--{name.removeprefix('num_')}" for name in _OF_PIPELINES)
-            raise UserError(f"{flags} have an effect only with --strategy=pipeline")
-        if self.strategy == "tensor" and self.backend not in (None, "jax"):
-            raise UserError(
-                f"--strategy=tensor: there for --backend=jax only. Received: {self.backend}; use --backend=jax, or "
-                "--strategy=data or pipeline"
-            )
-        self._check_gradients()
-        if self.compile != "auto" and (self.backend in ("jax", "tensorflow") or self.engine == "pipeline"):
-            raise UserError(
-                f"--compile: has an effect on torch alone, and not on a model in stages or --accumulate. Received: "
-                f"{self.compile}; leave it out (jax and tensorflow compile by themselves)"
-            )
-        if self.num_devices is not None:
-            self.check_replicas(self.num_replicas(self.num_devices))
-
-    def _check_pipeline(self) -> None:
-        if self.split_size is not None and self.micro_batches is not None:
-            raise UserError("--split_size and --micro_batches say the same in two ways: give one of them")
-        size = str(self.split_size)  # a number in Python is one, too
-        if self.split_size is not None and size != "auto" and not (size.isdecimal() and int(size) > 0):
-            raise UserError(
-                f"--split_size: expected auto, or a whole number of at least 1. Received: {self.split_size!r}"
-            )
-        if self.split_size == "auto" and (self.resume or self.max_restarts):
-            flag = "resume" if self.resume else "max_restarts"
-            raise UserError(
-                f"--split_size=auto may find another size each time, and --{flag} goes on with the same one; give the "
-                "size that was found, which the first lines of a run say"
-            )
-        if self.cut_at is not None:
-            named = len(self.cut_at.split(",")) + 1
-            if self.num_stages not in (None, named):
-                raise UserError(f"--stages: --cut_at makes {named} of them. Received: {self.num_stages}; leave it out")
-        is_interleaved = self.schedule == "interleaved1f1b"
-        if is_interleaved and self.backend not in (None, "torch"):
-            raise UserError(f"--schedule=interleaved1f1b: there for --backend=torch only. Received: {self.backend}")
-        if self.schedule == "1f1b" and self.backend == "tensorflow":
-            raise UserError(
-                "--schedule=1f1b: TensorFlow's runtime orders the work by itself; leave out --schedule, or use "
-                "--backend=torch or jax"
-            )
-
-    def _check_gradients(self) -> None:
-        if self.accumulate > 1 and self.strategy != "data":
-            instead = "use --micro_batches" if self.strategy == "pipeline" else "leave one of them out"
-            raise UserError(f"--accumulate: there for --strategy=data only. Received: {self.strategy}; {instead}")
-        if self.gradient_precision == "float32":
-            return
-        if self.backend == "jax":
-            raise UserError(
-                f"--gradient_precision={self.gradient_precision}: there for --backend=torch and tensorflow. Received: "
-                "jax, where XLA adds up the gradients within a step's program; use one of those, or leave it out"
-            )
-        if self.engine != "data":
-            other = f"--accumulate={self.accumulate}" if self.accumulate > 1 else f"--strategy={self.strategy}"
-            raise UserError(
-                f"--gradient_precision={self.gradient_precision}: not together with {other}; leave out one of them"
-            )
+        choices.check(self)
 
     def check_replicas(self, num_replicas: int) -> None:
         """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
@@ -359,10 +234,6 @@ class Config:
         return dataclasses.asdict(self)
 
 
-# Fields that data parallelism has no use for.
-_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "schedule")
-
-
 def check_workdir(workdir: str, resume: bool = False) -> None:
     """Makes the workdir, and raises `UserError` if nothing can be written there, or if checkpoints would be lost."""
     if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
@@ -387,9 +258,3 @@ def _names_in(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
-
-
-def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        names = ", ".join(str(name) for name in allowed if name is not None)
-        raise UserError(f"--{flag}: expected one of {names}. Received: {value!r}")

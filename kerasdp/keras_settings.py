@@ -9,7 +9,7 @@ from keras.src.utils import module_utils
 
 
 def set_precision(precision: str) -> None:
-    """Makes layers compute in a precision of `kerasdp.config.PRECISIONS`."""
+    """Makes layers compute in a precision of `kerasdp.choices.PRECISIONS`."""
     # Keras (3.15) lets results of 64 bits be of 32 on torch and jax, whatever the policy says: means, batch norm...
     if keras.backend.backend() != "tensorflow":
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64" if precision == "float64" else "float32"

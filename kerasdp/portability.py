@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from kerasdp import initial_weights, layers, random_numbers, replica_context
-from kerasdp.config import BATCH_NORMS
+from kerasdp.choices import BATCH_NORMS
 from kerasdp.errors import UserError
 
 # Keras' own classes only: a subclass of somebody's may do anything in its `call`.

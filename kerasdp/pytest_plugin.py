@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kerasdp.config import BACKENDS
+from kerasdp.choices import BACKENDS
 
 _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 

@@ -23,6 +23,9 @@ from kerasdp.keras_settings import set_precision, set_seed
 from kerasdp.portability import batch_norms, foreign_batch_norms, portable
 from kerasdp.runners import Hooks
 
+# Bytes of inputs that stay on each GPU without being asked to.
+MOST_ON_DEVICE = 2**30
+
 
 class Runner:
     """Trains, evaluates and predicts with a Keras model on all devices of a run.
@@ -110,13 +113,15 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
-        reader = self._reader(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True)
+        reader = self._reader(
+            x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True, fitting=True
+        )
         num_rows = self._prepare(model, reader)
         feed = Feed(reader, self.replicas.place)
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = Feed(self._reader(*parts, size, steps=validation_steps), self.replicas.place)
+            validation = Feed(self._reader(*parts, size, steps=validation_steps, fitting=True), self.replicas.place)
             validation_data = self._adapter(validation, size)
         self.hooks.batch_size = num_rows
         steps = feed.num_batches and feed.num_batches * epochs
@@ -219,6 +224,7 @@ class Runner:
         steps: int | None = None,
         class_weight: dict[int, float] | None = None,
         training: bool = False,
+        fitting: bool = False,
     ) -> SampleReader | BatchReader:
         part = self.replicas.part
         is_source = hasattr(x, "inputs") and hasattr(x, "targets")
@@ -240,7 +246,9 @@ class Runner:
                 shuffle=shuffle,
                 steps_per_epoch=steps,
             )
-            return SampleReader(source, order, self.num_replicas, part)
+            return SampleReader(source, order, self.num_replicas, part, fitting and self._stays_on_device(source))
+        if fitting:
+            self._stays_on_device(x)
         if y is not None or sample_weight is not None or class_weight is not None:
             raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
         if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
@@ -249,6 +257,14 @@ class Runner:
                 f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
             )
         return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part, steps)
+
+    def _stays_on_device(self, source: Any) -> bool:
+        choice, is_in_memory = self.config.data_on_device, isinstance(source, ArraySource)
+        if choice == "on" and not is_in_memory:
+            raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
+        if choice == "auto" and self.devices.kind == "gpu" and self.config.engine == "data":
+            return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
+        return choice == "on"
 
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+from kerasdp.data.kept import KeptArrays, Rows
 from kerasdp.data.order import PASSED_OVER, Order, pad_rows, replica_rows
 from kerasdp.data.sources import as_arrays
 
@@ -21,7 +22,7 @@ class Batch:
 
     Args:
         inputs: this process's rows (an array, or a structure of arrays), padded so that its replicas hold equally
-            many; padding rows are copies and stand at the very end of the global batch.
+            many; padding rows are copies and stand at the very end of the global batch. Or `Rows`.
         targets: of ALL rows of the global batch, no padding: they are small, and the loss is that of the whole
             batch. None if there are none.
         sample_weight: likewise.
@@ -38,8 +39,9 @@ class Batch:
 class SampleReader:
     """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`)."""
 
-    def __init__(self, source: Any, order: Order, num_replicas: int, part: tuple[int, int]):
-        """`part` is (rank, number of processes)."""
+    def __init__(self, source: Any, order: Order, num_replicas: int, part: tuple[int, int], is_kept: bool = False):
+        """`part` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
+        self._kept = KeptArrays(source.arrays) if is_kept else None
         self.source, self.order, self.num_replicas, self.part = source, order, num_replicas, part
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
@@ -47,7 +49,7 @@ class SampleReader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
         """One function a batch, from batch `start` on, each of which reads that batch; in any order, in threads."""
         for indices in self.order.epoch(epoch)[start:]:
-            yield lambda indices=indices: self._read(indices)
+            yield lambda indices=indices: self._read(indices, self._kept)
 
     # The order is that of `Order`, which depends on seed and epoch alone.
     has_own_order = False
@@ -57,13 +59,13 @@ class SampleReader:
 
     def first(self) -> Batch:
         """The first batch of the order, for its shapes."""
-        return next(self.epoch(0))()
+        return self._read(self.order.epoch(0)[0], None)
 
-    def _read(self, indices: np.ndarray) -> Batch:
-        rows = pad_rows(indices, self.num_replicas)
+    def _read(self, indices: np.ndarray, kept: KeptArrays | None) -> Batch:
+        rows = _part(pad_rows(indices, self.num_replicas), self.part)
         targets, sample_weight = self.source.targets(indices)
         return Batch(
-            inputs=self.source.inputs(_part(rows, self.part)),
+            inputs=self.source.inputs(rows) if kept is None else Rows(kept=kept, numbers=rows.astype("int32")),
             targets=targets,
             sample_weight=sample_weight,
             indices=indices,

@@ -55,6 +55,16 @@ class ArraySource:
             raise UserError(f"expected arrays with equally many samples, at least one. Received: {sorted(counts)}")
         self.num_samples = counts.pop()
 
+    @property
+    def arrays(self) -> Any:
+        """The inputs of all samples."""
+        return self._inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the inputs."""
+        return sum(leaf.nbytes for leaf in keras.tree.flatten(self._inputs))
+
     def inputs(self, indices: np.ndarray) -> Any:
         """See `Source`."""
         return _take(self._inputs, indices)

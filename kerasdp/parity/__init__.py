@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kerasdp.backend import is_installed
-from kerasdp.config import BACKENDS
+from kerasdp.choices import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.parity.judge import Parting, Tolerance, difference, first_parting, locate, tolerance_for
 from kerasdp.parity.picture import draw_comparison

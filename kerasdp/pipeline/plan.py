@@ -84,7 +84,7 @@ class Plan:
         stages: of the model.
         size: rows of a micro-batch, over all pipelines.
         num_pipelines: that share a micro-batch.
-        schedule: of `kerasdp.config.SCHEDULES`.
+        schedule: of `kerasdp.choices.SCHEDULES`.
         is_whole_model: whether the only stage is the model, for `Config.accumulate`.
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.config import BALANCES
+from kerasdp.choices import BALANCES
 from kerasdp.errors import UserError
 from kerasdp.pipeline.cost import costs_of
 

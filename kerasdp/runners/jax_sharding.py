@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backend import Devices, cache_folder
 from kerasdp.config import Config
+from kerasdp.data.kept import Rows
 from kerasdp.errors import UserError
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import (
@@ -81,6 +82,7 @@ class Replicas(WholeModel):
             jax.config.update("jax_default_matmul_precision", "float32")
         mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
         self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
+        self._take = jax.jit(_take, out_shardings=self._split)  # each device its own rows
         self._distribution = None
 
     @contextlib.contextmanager
@@ -110,7 +112,12 @@ class Replicas(WholeModel):
         def put(leaf: Any, sharding: NamedSharding) -> Any:
             return None if leaf is None else jax.device_put(leaf, sharding)
 
-        inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), batch.inputs)
+        inputs = batch.inputs
+        if isinstance(inputs, Rows):
+            kept = inputs.kept.copies(lambda arrays: jax.device_put(arrays, self._copied))
+            inputs = self._take(kept, put(inputs.numbers, self._split))
+        else:
+            inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
         return PlacedBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
 
@@ -280,6 +287,10 @@ def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
         return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
 
     return train_steps
+
+
+def _take(arrays: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
 
 def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kerasdp.backend import Devices
 from kerasdp.config import Config
+from kerasdp.data.kept import Rows
 from kerasdp.data.order import replica_rows
 from kerasdp.replica_context import ReplicaContext
 from kerasdp.runners import (
@@ -89,11 +90,20 @@ class Replicas(WholeModel):
             with tf.device(self.names[rank]):
                 return keras.tree.map_structure(put_leaf, data)
 
-        inputs, targets, sample_weight = (
-            [put(data, rank, split) for rank in range(self.num_replicas)]
-            for data, split in ((batch.inputs, True), (batch.targets, False), (batch.sample_weight, False))
-        )
-        return PlacedBatch(inputs, targets, sample_weight, batch.indices)
+        def put_all(data: Any, split: bool) -> list[Any]:
+            return [put(data, rank, split) for rank in range(self.num_replicas)]
+
+        def take(rank: int, arrays: Any, rows: Any) -> Any:
+            with tf.device(self.names[rank]):
+                return keras.tree.map_structure(lambda leaf: tf.gather(leaf, rows), arrays)
+
+        if isinstance(batch.inputs, Rows):
+            kept = batch.inputs.kept.copies(lambda arrays: put_all(arrays, split=False))
+            inputs = list(map(take, range(self.num_replicas), kept, put_all(batch.inputs.numbers, split=True)))
+        else:
+            inputs = put_all(batch.inputs, split=True)
+        rest = (put_all(data, split=False) for data in (batch.targets, batch.sample_weight))
+        return PlacedBatch(inputs, *rest, batch.indices)
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backend import Devices, cache_folder
 from kerasdp.config import Config
+from kerasdp.data.kept import Rows
 from kerasdp.data.order import PASSED_OVER, replica_rows
 from kerasdp.replica_context import ReplicaContext, use
 from kerasdp.runners import (
@@ -91,8 +92,16 @@ class Replicas(WholeModel):
             tensor = torch.from_numpy(np.ascontiguousarray(leaf))
             return tensor.pin_memory().to(self.device, non_blocking=True) if self.is_gpu else tensor
 
-        data = (batch.inputs, batch.targets, batch.sample_weight)
-        return PlacedBatch(*keras.tree.map_structure(to_device, data), batch.indices)
+        def put(data: Any) -> Any:
+            return keras.tree.map_structure(to_device, data)
+
+        inputs = batch.inputs
+        if isinstance(inputs, Rows):
+            rows, kept = to_device(inputs.numbers), inputs.kept.copies(put)
+            inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
+        else:
+            inputs = put(inputs)
+        return PlacedBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
 
     def adapt(self, feed: Any) -> Any:
         """What Keras' `fit` is to iterate over: the feed as it is."""

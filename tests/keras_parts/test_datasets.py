@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.config import DATASETS as NAMES
+from kerasdp.choices import DATASETS as NAMES
 from kerasdp.config import Config
 from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data

@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.config import MODELS, Config
+from kerasdp.choices import MODELS
+from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.models import build_model
 from kerasdp.optimizers import make_optimizer

@@ -5,7 +5,8 @@ import pytest
 from kerasdp import cli
 from kerasdp.backend import is_installed
 from kerasdp.benchmark import contenders, measure
-from kerasdp.config import BACKENDS, Config
+from kerasdp.choices import BACKENDS
+from kerasdp.config import Config
 from kerasdp.errors import UserError
 
 INSTALLED = [name for name in BACKENDS if is_installed(name)]

@@ -6,7 +6,8 @@ import pytest
 
 from kerasdp import cli
 from kerasdp.backend import is_installed
-from kerasdp.config import BACKENDS, Config
+from kerasdp.choices import BACKENDS
+from kerasdp.config import Config
 from kerasdp.errors import UserError
 
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
@@ -67,7 +68,7 @@ def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in cli.GROUPS.values() for name in names) == [
         "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "compile",
-        "cut_at", "data_dir", "dataset", "device", "device_counts", "epochs", "export", "gpus",
+        "cut_at", "data_dir", "data_on_device", "dataset", "device", "device_counts", "epochs", "export", "gpus",
         "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate", "log_every",
         "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers", "precision",
         "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kerasdp import backend, config, spec
+from kerasdp import backend, choices, config, spec
 from kerasdp.backend import Devices
 from kerasdp.config import Config
 from kerasdp.errors import UserError
@@ -71,6 +71,8 @@ from kerasdp.errors import UserError
         ({"gradient_precision": "bfloat16", "accumulate": 2}, "not together with --accumulate=2"),
         ({"gradient_precision": "bfloat16", "strategy": "pipeline"}, "not together with --strategy=pipeline"),
         ({"gradient_precision": "bfloat16", "strategy": "tensor"}, "not together with --strategy=tensor"),
+        ({"data_on_device": "yes"}, "--data_on_device: expected one of auto, on, off"),
+        ({"data_on_device": "on", "strategy": "pipeline"}, "--data_on_device=on: not together with --strategy=pipe"),
     ],
 )
 def test_a_wrong_choice_is_one_line(changes, words):
@@ -121,7 +123,7 @@ def test_the_tables_hold_what_the_config_names():
     pytest.importorskip("keras")
     import importlib
 
-    for name in config.MODELS:
+    for name in choices.MODELS:
         assert callable(getattr(importlib.import_module(f"kerasdp.models.{name}"), name))
 
 

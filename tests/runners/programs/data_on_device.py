@@ -1,0 +1,54 @@
+"""Trains with data that stays on the devices or does not, and prints what came out.
+
+python data_on_device.py BACKEND NUM_DEVICES on|off
+"""
+
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+
+def train(runner):
+    import keras
+
+    numbers = np.random.RandomState(0)
+    images, marks = numbers.randint(0, 256, (61, 6, 6, 1)).astype("uint8"), numbers.rand(61, 5).astype("float32")
+    x, y = {"images": images, "marks": marks}, numbers.randint(0, 3, 61)
+    reads = []
+    original = kerasdp.ArraySource.inputs
+    kerasdp.ArraySource.inputs = lambda self, indices: reads.append(len(indices)) or original(self, indices)
+    with runner.scope():
+        layers, inputs = keras.layers, {"images": keras.Input((6, 6, 1)), "marks": keras.Input((5,))}
+        flat = layers.Flatten()(layers.Rescaling(1 / 255)(inputs["images"]))
+        outputs = layers.Dense(3)(layers.Dropout(0.3)(layers.Concatenate()([flat, inputs["marks"]])))
+        model = keras.Model(inputs, outputs)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    history = runner.fit(model, x, y, epochs=3, validation_data=({key: x[key][:21] for key in x}, y[:21]))
+    try:
+        runner.fit(model, iter([]))
+    except (kerasdp.UserError, StopIteration) as error:
+        refused = str(error)
+    weights = model.get_weights()[0].tolist()
+    return {"history": history.history, "weights": weights, "reads": len(reads), "refused": refused}
+
+
+def main():
+    backend, count, choice = sys.argv[1:]
+    result = kerasdp.launch(
+        train,
+        backend=backend,
+        device="cpu",
+        num_devices=int(count),
+        batch_size=8,
+        verbose=0,
+        data_on_device=choice,
+    )
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

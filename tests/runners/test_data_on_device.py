@@ -1,0 +1,14 @@
+"""Data that stays on the devices: a step sends the numbers of its rows, and trains on the same rows."""
+
+import pytest
+
+from tests.conftest import PROGRAMS, result_of, run
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_are_taken_on_the_device_are_those_of_the_batch(backend, count):
+    """Two inputs of two types, an epoch that does not divide, and validation."""
+    off, on = (result_of(run(PROGRAMS / "data_on_device.py", backend, count, choice)) for choice in ("off", "on"))
+    assert on["history"] == off["history"] and on["weights"] == off["weights"]
+    assert on["refused"] == "--data_on_device=on: expected data in memory. Received: list_iterator"
+    assert off["reads"] > 3 * 8 and on["reads"] <= 3  # of the first batches, for their shapes
