@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -53,6 +54,7 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
+@functools.cache  # a checkpoint asks, too
 def versions() -> dict[str, str]:
     """Python's version, and that of every package that plays a part and is installed."""
     found = {"python": platform.python_version()}
