@@ -38,13 +38,20 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
 
 
 def can_be_one(model: Any, gradients: list[Any]) -> bool:
-    """Whether the update can be compiled: no Python of the user's, no loss scaling, no rows of an embedding."""
+    """Whether the update can be compiled.
+
+    Not with Python of the user's, loss scaling or rows of an embedding, nor where Keras assigns in one of two branches,
+    nor (Nadam) where a class extends what would be taken back.
+    """
     optimizer = model.optimizer
     parts = [optimizer, getattr(optimizer, "_learning_rate", None)]
     parts += [variable.constraint for variable in model.trainable_weights]
     return (
         all(part is None or _is_keras(type(part)) for part in parts)
         and not hasattr(optimizer, "inner_optimizer")
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        and all(getattr(type(optimizer), name) is own for name, (own, _) in _methods().items())
         and all(gradient is None or isinstance(gradient, tf.Tensor) for gradient in gradients)
         and not tf.executing_eagerly()
     )
@@ -54,14 +61,20 @@ def _is_keras(thing: Any) -> bool:
     return thing.__module__.startswith("keras.src.")
 
 
-@contextlib.contextmanager
-def _stateless(optimizer: Any) -> Iterator[None]:
-    """Takes back what Keras' optimizers do on TensorFlow alone, which asks for its variables, not their values."""
+def _methods() -> dict[str, tuple[Any, Any]]:
+    """Of an optimizer, those that Keras has for TensorFlow, each with the one that it has for any backend."""
     from keras.src.backend.tensorflow.optimizer import TFOptimizer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-    names = [name for name in vars(TFOptimizer) if isinstance(vars(BaseOptimizer).get(name), types.FunctionType)]
-    methods = {name: types.MethodType(vars(BaseOptimizer)[name], optimizer) for name in names if name != "__init__"}
+    own, general = vars(TFOptimizer), vars(BaseOptimizer)
+    names = [name for name in own if isinstance(general.get(name), types.FunctionType) and name != "__init__"]
+    return {name: (own[name], general[name]) for name in names}
+
+
+@contextlib.contextmanager
+def _stateless(optimizer: Any) -> Iterator[None]:
+    """Takes back what Keras' optimizers do on TensorFlow alone, which asks for its variables, not their values."""
+    methods = {name: types.MethodType(general, optimizer) for name, (_, general) in _methods().items()}
     keys = {id(variable): optimizer._var_key(variable) for variable in optimizer._trainable_variables}
     methods["_var_key"] = lambda variable: keys.get(id(variable))
     for name, method in methods.items():
