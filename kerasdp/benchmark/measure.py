@@ -73,11 +73,11 @@ class Measured:
     def __str__(self) -> str:
         name = self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
         if self.error:
-            return f"{name:24} {self.error}"
+            return f"{name:28} {self.error}"
         low, high = min(self.rates), max(self.rates)
         share = f" {self.share_of_peak:8.1%}" if self.share_of_peak is not None else ""
         return (
-            f"{name:24} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
+            f"{name:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
             f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"
             f" {FASHION_MNIST / self.rate:10,.1f} s{share}"
         )
@@ -217,7 +217,7 @@ def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu
         "",
         f"{model} | batch {config.batch_size} | {config.precision}{norm} | {gpu or f'{os.cpu_count()} CPU cores'} | "
         f"{rounds} rounds of {steps} steps",
-        f"{'':24} {'images/s':>10} {'lowest .. highest':>23} {'to 1st step':>13} {'peak MiB':>9} {'60,000 in':>12}"
+        f"{'':28} {'images/s':>10} {'lowest .. highest':>23} {'to 1st step':>13} {'peak MiB':>9} {'60,000 in':>12}"
         + (" of peak" if gpu else ""),
         *map(str, measured),
     ]
@@ -227,7 +227,7 @@ def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu
     for pair in compared:
         names = f"{pair['kit']} / {pair['peer']}" + (f" x {pair['num_devices']}" if pair["num_devices"] > 1 else "")
         median, low, high = pair["paired"].values()
-        lines.append(f"{names:44} {pair['of_medians']:5.2f}   ({median:.2f}, {low:.2f} .. {high:.2f})")
+        lines.append(f"{names:52} {pair['of_medians']:5.2f}   ({median:.2f}, {low:.2f} .. {high:.2f})")
     for name, by_count in speedups(measured).items():
         parts = [f"{found['median']:.2f} on {count}" for count, found in by_count.items()]
         lines.append(f"{name}: times as fast as on {min(by_count)}: {', '.join(parts)}")

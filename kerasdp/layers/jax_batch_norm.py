@@ -13,7 +13,7 @@ def normalize(
     """As `kerasdp.layers.torch_batch_norm.normalize`.
 
     XLA (jax 0.10.2) makes two messages of the statistics as Keras has them, mean and then variance, and two of their
-    gradients; each is a wait for all devices.
+    gradients; each is a wait for all devices. Derivatives are taken backwards (also of derivatives), not by `jax.jvp`.
 
     Args:
         num_replicas: devices, each with as many rows of `x` as the others.

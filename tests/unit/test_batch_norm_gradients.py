@@ -53,7 +53,25 @@ def by_tensorflow(is_own):
     return [tensor.numpy() for tensor in compute(*map(tf.constant, (X, SCALE, OFFSET)))]
 
 
-@pytest.mark.parametrize("compute", [by_torch, by_tensorflow])
+def by_jax(is_own):
+    jax = pytest.importorskip("jax")
+    from kerasdp.layers.jax_batch_norm import normalize
+
+    def outputs_of(x, scale, offset):
+        if is_own:
+            return normalize(x, 1, scale, offset, EPSILON, 3, lambda statistics: statistics)[0]
+        mean = x.mean((0, 2), keepdims=True)
+        variance = ((x - mean) ** 2).mean((0, 2), keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(variance + EPSILON) * scale[:, None] + offset[:, None]
+
+    gradients = jax.grad(lambda *values: (outputs_of(*values) ** 2 * WEIGHTS).sum(), (0, 1, 2))
+    second = jax.grad(lambda *values: sum((gradient**3).sum() for gradient in gradients(*values)), (0, 1, 2))
+    with jax.enable_x64():
+        values = [jax.numpy.asarray(array) for array in (X, SCALE, OFFSET)]
+        return [np.asarray(array) for array in (outputs_of(*values), *gradients(*values), *second(*values))]
+
+
+@pytest.mark.parametrize("compute", [by_torch, by_tensorflow, by_jax])
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)

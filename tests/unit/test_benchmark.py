@@ -1,5 +1,7 @@
 """The figures of a benchmark, who takes part in it, and what its command line refuses."""
 
+import json
+
 import pytest
 
 from kerasdp import cli
@@ -77,6 +79,18 @@ def test_who_takes_part(tmp_path):
         contenders.choose(config, ["jax"], [1, 3], None, 20, str(tmp_path))
     with pytest.raises(UserError, match="--precision: expected float32 or bfloat16"):
         contenders.choose(Config(model="convnet", precision="float16"), ["jax"], [1], None, 20, str(tmp_path))
+
+
+def test_the_kit_is_measured_against_itself():
+    """Batch norm over the global batch, beside that over each device's part."""
+    config = Config(model="convnet", batch_norm="sync")
+    found = contenders.choose(config, ["jax"], [1, 2], ["replica-norm"], 20, "nowhere")
+    assert [str(one) for one in found] == ["kerasdp-jax", "kerasdp-jax x 2", "replica-norm-jax x 2"]
+    norms = [json.loads(one.command[3])["batch_norm"] for one in found]
+    assert norms == ["sync", "sync", "replica"]
+    assert not found[2].is_kit
+    with pytest.raises(UserError, match="replica-norm is what --batch_norm=sync is measured against"):
+        contenders.choose(Config(model="convnet", batch_norm="replica"), ["jax"], [2], ["replica-norm"], 20, "nowhere")
 
 
 def test_the_command_line():
