@@ -5,7 +5,7 @@ import pytest
 from tests.conftest import PROGRAMS, result_of, run
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_rows_that_are_taken_on_the_device_are_those_of_the_batch(backend, count):
     """Two inputs of two types, an epoch that does not divide, and validation."""
     off, on = (result_of(run(PROGRAMS / "data_on_device.py", backend, count, choice)) for choice in ("off", "on"))
