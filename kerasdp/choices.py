@@ -70,8 +70,7 @@ def check(config: Any) -> None:
         )
     _check_gradients(config)
     if config.data_on_device == "on" and config.engine != "data":
-        other = f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
-        raise UserError(f"--data_on_device=on: not together with {other}; leave out one of them")
+        raise UserError(f"--data_on_device=on: not together with {_engine_flag(config)}; leave out one of them")
     if config.compile != "auto" and (config.backend in ("jax", "tensorflow") or config.engine == "pipeline"):
         raise UserError(
             f"--compile: has an effect on torch alone, and not on a model in stages or --accumulate. Received: "
@@ -146,10 +145,15 @@ def _check_gradients(config: Any) -> None:
             "jax, where XLA adds up the gradients within a step's program; use one of those, or leave it out"
         )
     if config.engine != "data":
-        other = f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
         raise UserError(
-            f"--gradient_precision={config.gradient_precision}: not together with {other}; leave out one of them"
+            f"--gradient_precision={config.gradient_precision}: not together with {_engine_flag(config)}; "
+            "leave out one of them"
         )
+
+
+def _engine_flag(config: Any) -> str:
+    """What on the command line asks for the engine."""
+    return f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
 
 
 def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:

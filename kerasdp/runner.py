@@ -248,7 +248,7 @@ class Runner:
             )
             return SampleReader(source, order, self.num_replicas, part, fitting and self._stays_on_device(source))
         if fitting:
-            self._stays_on_device(x)
+            self._stays_on_device(x)  # raises if it was asked to
         if y is not None or sample_weight is not None or class_weight is not None:
             raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
         if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):

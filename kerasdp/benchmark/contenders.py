@@ -93,7 +93,10 @@ def choose(
         if name == "replica-norm" and config.batch_norm != "sync":
             raise UserError("--peers: replica-norm is what --batch_norm=sync is measured against; add that")
         if framework and config.model not in SHAPES:
-            raise UserError(f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras can take part")
+            raise UserError(
+                f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras can take part, and, with "
+                "--batch_norm=sync, replica-norm"
+            )
     if config.model not in SHAPES:
         names = [name for name in names if PEERS[name][0] is None]
     if any(PEERS[name][1] for name in names) and not os.path.isdir(folder):

@@ -55,7 +55,7 @@ class ReplicaSteps:
         def update() -> None:
             if context is not None and context.moving:
                 move_together(context.moving, sums["moving"])
-            model.optimizer.apply(gradients, variables)
+            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         if tf_update.can_be_one(model, gradients):
             tf_update.as_one(model, update)
