@@ -11,5 +11,6 @@ pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="others tak
 def test_updates_are_those_of_keras(count):
     """Each with what Keras does around an update: clipping, decay, averages, accumulation, constraints, schedules."""
     differences = result_of(run(PROGRAMS / "optimizers.py", "tensorflow", count))
+    assert differences.pop("calls") == 3 * count  # steps, on each replica, of a class that counts its updates
     assert {"SGD", "Adam", "Nadam"} <= set(differences)
     assert {optimizer: apart for optimizer, apart in differences.items() if apart > 1e-6} == {}

@@ -54,7 +54,16 @@ def train(runner):
         runner.fit(model, x, y, epochs=1)
         return model.get_weights()
 
-    found = {}
+    class Counting(keras.optimizers.SGD):
+        calls = 0
+
+        def apply_gradients(self, grads_and_vars):
+            Counting.calls += 1
+            return super().apply_gradients(grads_and_vars)
+
+    keras.optimizers.Counting = Counting
+    weights("Counting", {}, run_eagerly=True)
+    found = {"calls": Counting.calls}
     for name, settings in OPTIMIZERS.items():
         # Keras' own (3.15) cannot be in a graph: they meet the other replicas in one of two branches.
         if runner.num_replicas > 1 and (
