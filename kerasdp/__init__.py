@@ -11,33 +11,41 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, layers, parity, pipeline
-    from kerasdp.cli import main, main_benchmark, main_comparison, main_study
+    from kerasdp import benchmark, parity, pipeline
+    from kerasdp.checkpoint.export import export
+    from kerasdp.cli.main import main, main_benchmark, main_comparison, main_study
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
     from kerasdp.models import build_model
-    from kerasdp.optimizers import make_optimizer
-    from kerasdp.portability import portable
-    from kerasdp.runner import Runner
-    from kerasdp.saved_model import export
+    from kerasdp.portability import layers
+    from kerasdp.portability.portable import portable
+    from kerasdp.training.optimizers import make_optimizer
+    from kerasdp.training.runner import Runner
 
 __version__ = "0.1.0"
 
 # What needs Keras or absl is imported when it is first asked for.
-_HOMES = {
+_MODULES = {
     "ArraySource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
-    "Runner": "kerasdp.runner",
+    "Runner": "kerasdp.training.runner",
     "build_model": "kerasdp.models",
-    "export": "kerasdp.saved_model",
+    "export": "kerasdp.checkpoint.export",
     "load_data": "kerasdp.data.datasets",
-    "main": "kerasdp.cli",
-    "main_benchmark": "kerasdp.cli",
-    "main_comparison": "kerasdp.cli",
-    "main_study": "kerasdp.cli",
-    "make_optimizer": "kerasdp.optimizers",
-    "portable": "kerasdp.portability",
+    "main": "kerasdp.cli.main",
+    "main_benchmark": "kerasdp.cli.main",
+    "main_comparison": "kerasdp.cli.main",
+    "main_study": "kerasdp.cli.main",
+    "make_optimizer": "kerasdp.training.optimizers",
+    "portable": "kerasdp.portability.portable",
+}
+
+_PACKAGES = {
+    "benchmark": "kerasdp.benchmark",
+    "layers": "kerasdp.portability.layers",
+    "parity": "kerasdp.parity",
+    "pipeline": "kerasdp.pipeline",
 }
 
 __all__ = [
@@ -66,8 +74,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("benchmark", "layers", "parity", "pipeline"):
-        return importlib.import_module(f"kerasdp.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(_PACKAGES[name])
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

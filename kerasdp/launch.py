@@ -8,20 +8,22 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp import backend, config, preemption
-from kerasdp.backend import Devices
+from kerasdp import config
 from kerasdp.config import Config
-from kerasdp.heartbeat import Heartbeat
-from kerasdp.supervision import supervise
+from kerasdp.runtime import devices as backend
+from kerasdp.runtime import signals
+from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.supervisor import supervise
 
 RUNNERS = {
-    ("torch", "data"): "kerasdp.runners.torch_ddp",
-    ("jax", "data"): "kerasdp.runners.jax_sharding",
-    ("tensorflow", "data"): "kerasdp.runners.tf_mirrored",
-    ("torch", "pipeline"): "kerasdp.pipeline.torch_stages",
-    ("jax", "pipeline"): "kerasdp.pipeline.jax_stages",
-    ("tensorflow", "pipeline"): "kerasdp.pipeline.tf_stages",
-    ("jax", "tensor"): "kerasdp.runners.jax_tensor",
+    ("torch", "data"): "kerasdp.backends.torch.data_parallel",
+    ("jax", "data"): "kerasdp.backends.jax.data_parallel",
+    ("tensorflow", "data"): "kerasdp.backends.tensorflow.data_parallel",
+    ("torch", "pipeline"): "kerasdp.backends.torch.pipeline_parallel",
+    ("jax", "pipeline"): "kerasdp.backends.jax.pipeline_parallel",
+    ("tensorflow", "pipeline"): "kerasdp.backends.tensorflow.pipeline_parallel",
+    ("jax", "tensor"): "kerasdp.backends.jax.tensor_parallel",
 }
 
 
@@ -86,11 +88,11 @@ def _native_greetings_hidden() -> Iterator[None]:
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """What each worker does."""
-    with preemption.noticed():
+    with signals.noticed():
         backend.set_backend(settings.backend)
         replicas = importlib.import_module(RUNNERS[settings.backend, settings.engine]).Replicas(devices, settings)
         # Only now may Keras be imported.
-        from kerasdp.runner import Runner
+        from kerasdp.training.runner import Runner
 
         heartbeat = Heartbeat(folder, replicas.rank) if settings.hang_timeout else None
         result = train(Runner(settings, devices, replicas, heartbeat))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kerasdp.choices import BACKENDS
+from kerasdp.config.validation import BACKENDS
 
 _REFERENCES = pytest.StashKey[dict[Any, Any]]()
 
@@ -47,7 +47,7 @@ def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
     devices (with `batch_norm="replica"`: on as many devices).
     """
     from kerasdp import parity
-    from kerasdp.backend import is_installed
+    from kerasdp.runtime.devices import is_installed
 
     backend, count = request.param
     if not is_installed(backend):

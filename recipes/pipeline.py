@@ -41,12 +41,12 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(kerasdp.make_optimizer(config), squared_error)
     runner.fit(model, data.train, epochs=config.epochs)
-    return kerasdp.pipeline.measured(runner, model, data.train)
+    return kerasdp.benchmark.measured(runner, model, data.train)
 
 
 def study(config: kerasdp.Config, split_sizes: list[int], repetitions: int) -> None:
     """Runs here, and starts a process for each way to train."""
-    kerasdp.pipeline.study(train, config, split_sizes, repetitions)
+    kerasdp.benchmark.study(train, config, split_sizes, repetitions)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from typing import Any
 
-from kerasdp.backend import is_installed
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
+from kerasdp.runtime.devices import is_installed
 
 # Of each peer: its framework (None: any), its file in the folder benchmarks/, further flags.
 PEERS: dict[str, tuple[str | None, str, list[str]]] = {
@@ -133,7 +133,7 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
     elif config.compile == "auto":
         changes["compile"] = "on"  # the rounds stand for a long run
     settings = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", **changes)
-    command = (sys.executable, "-m", "kerasdp.benchmark.kit", json.dumps(settings.as_dict()), str(steps))
+    command = (sys.executable, "-m", "kerasdp.benchmark.kerasdp_program", json.dumps(settings.as_dict()), str(steps))
     return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
 
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kerasdp import report
-from kerasdp.backend import BACKENDS, is_installed
 from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
 from kerasdp.config import Config
 from kerasdp.errors import RunError
+from kerasdp.reporting import report
+from kerasdp.runtime.devices import BACKENDS, is_installed
 
 # Operations a second at best, by a part of the GPU's name: float32 without TF32, bfloat16 dense (NVIDIA's data sheets).
 PEAKS = {

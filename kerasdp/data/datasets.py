@@ -10,10 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp import spec
-from kerasdp.config import Config
+from kerasdp.config import Config, spec
 from kerasdp.data import idx
-from kerasdp.data.order import epoch_order
+from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import UserError
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from kerasdp.data.kept import KeptArrays, Rows
-from kerasdp.data.order import PASSED_OVER, Order, pad_rows, replica_rows
+from kerasdp.data.device_cache import CachedRows, DeviceCache
+from kerasdp.data.sampling import SKIPPED, Order, pad_rows, replica_rows
 from kerasdp.data.sources import as_arrays
 
 
@@ -22,7 +22,7 @@ class Batch:
 
     Args:
         inputs: this process's rows (an array, or a structure of arrays), padded so that its replicas hold equally
-            many; padding rows are copies and stand at the very end of the global batch. Or `Rows`.
+            many; padding rows are copies and stand at the very end of the global batch. Or `CachedRows`.
         targets: of ALL rows of the global batch, no padding: they are small, and the loss is that of the whole
             batch. None if there are none.
         sample_weight: likewise.
@@ -41,7 +41,7 @@ class SampleReader:
 
     def __init__(self, source: Any, order: Order, num_replicas: int, part: tuple[int, int], is_kept: bool = False):
         """`part` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
-        self._kept = KeptArrays(source.arrays) if is_kept else None
+        self._kept = DeviceCache(source.arrays) if is_kept else None
         self.source, self.order, self.num_replicas, self.part = source, order, num_replicas, part
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
@@ -54,18 +54,18 @@ class SampleReader:
     # The order is that of `Order`, which depends on seed and epoch alone.
     has_own_order = False
 
-    def go_on_at(self, epoch: int) -> None:
+    def resume_at(self, epoch: int) -> None:
         """Each epoch's order is known by itself."""
 
     def first(self) -> Batch:
         """The first batch of the order, for its shapes."""
         return self._read(self.order.epoch(0)[0], None)
 
-    def _read(self, indices: np.ndarray, kept: KeptArrays | None) -> Batch:
+    def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
         rows = _part(pad_rows(indices, self.num_replicas), self.part)
         targets, sample_weight = self.source.targets(indices)
         return Batch(
-            inputs=self.source.inputs(rows) if kept is None else Rows(kept=kept, numbers=rows.astype("int32")),
+            inputs=self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32")),
             targets=targets,
             sample_weight=sample_weight,
             indices=indices,
@@ -110,7 +110,7 @@ class BatchReader:
         """Whether only the object that gives the batches knows their order, as with tf.data and a DataLoader."""
         return not self.is_indexed
 
-    def go_on_at(self, epoch: int) -> None:
+    def resume_at(self, epoch: int) -> None:
         """Lets a PyDataset prepare for an epoch as if those before it had been trained on."""
         if self.is_indexed:
             for _ in range(epoch):
@@ -175,24 +175,24 @@ class Feed:
         self.current_epoch = 0
         self._start = (0, 0)
 
-    def go_on_at(self, epoch: int, batch: int) -> None:
+    def resume_at(self, epoch: int, batch: int) -> None:
         """Passes over the first batches of an epoch, which are already trained on."""
         self._start = (epoch, batch)
-        self.reader.go_on_at(epoch)
+        self.reader.resume_at(epoch)
 
     @property
-    def num_passed_over(self) -> int:
+    def num_skipped(self) -> int:
         """Batches of the current epoch that are passed over."""
         epoch, batch = self._start
         return batch if self.current_epoch == epoch else 0
 
     def __iter__(self) -> Iterator[Any]:
         # Keras counts the batches of an epoch from 0, and so do its callbacks.
-        yield from itertools.repeat(PASSED_OVER, self.num_passed_over)
+        yield from itertools.repeat(SKIPPED, self.num_skipped)
         with ThreadPoolExecutor(self.reader.num_threads) as pool:
             ahead = collections.deque()
             try:
-                for read in self.reader.epoch(self.current_epoch, self.num_passed_over):
+                for read in self.reader.epoch(self.current_epoch, self.num_skipped):
                     ahead.append(pool.submit(lambda read=read: self.place(read())))
                     if len(ahead) > 2 * self.reader.num_threads:
                         yield ahead.popleft().result()

@@ -7,8 +7,7 @@ import importlib
 import inspect
 from typing import Any
 
-from kerasdp import spec
-from kerasdp.config import Config
+from kerasdp.config import Config, spec
 from kerasdp.errors import UserError
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.launch import launch
-from kerasdp.processes import call_in_new_process
+from kerasdp.runtime.processes import call_in_new_process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
     """Runs in every worker of one way."""
     import keras
 
-    from kerasdp.observation import Observer
+    from kerasdp.backends.observer import Observer
 
     data = job.data() if callable(job.data) else job.data
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

@@ -10,7 +10,7 @@ import keras
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline.stages import Stage, functional, split, table
+from kerasdp.pipeline.partition import Stage, functional, split, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Plan:
         stages: of the model.
         size: rows of a micro-batch, over all pipelines.
         num_pipelines: that share a micro-batch.
-        schedule: of `kerasdp.choices.SCHEDULES`.
+        schedule: of `kerasdp.config.validation.SCHEDULES`.
         is_whole_model: whether the only stage is the model, for `Config.accumulate`.
     """
 
@@ -129,7 +129,7 @@ class Plan:
 
 
 def make_plan(
-    model: keras.Model, config: Config, num_devices: int, agree: Callable[[list[float]], list[float]]
+    model: keras.Model, config: Config, num_devices: int, broadcast_from_rank0: Callable[[list[float]], list[float]]
 ) -> Plan:
     """Cuts a built model as a run's choices say.
 
@@ -152,7 +152,14 @@ def make_plan(
         )
     cut_at = None if config.cut_at is None else [name.strip() for name in config.cut_at.split(",")]
     balance = config.balance if num_stages > 1 else "parameters"  # nothing to balance, nothing to measure
-    stages = split(model, num_stages, cut_at=cut_at, balance=balance, batch_size=min(size, 32), agree=agree)
+    stages = split(
+        model,
+        num_stages,
+        cut_at=cut_at,
+        balance=balance,
+        batch_size=min(size, 32),
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in stages[-1].model.outputs):
         raise UserError(f"{user}: the outputs of {model.name} carry a mask, which its micro-batches would lose")
     return Plan(
@@ -196,7 +203,7 @@ def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
             if size not in seconds:
                 pipeline.plan = dataclasses.replace(pipeline.plan, size=size * pipeline.plan.num_pipelines)
                 measured = [pipeline.seconds_without_update(batch) for _ in range(4)][1:]  # the first one compiles
-                (seconds[size],) = pipeline.agree([statistics.median(measured)])
+                (seconds[size],) = pipeline.broadcast_from_rank0([statistics.median(measured)])
         return min(seconds, key=seconds.get)
 
     count = -(-num_rows // try_counts([1, 2, 4, 8, 16, 32]))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kerasdp import layers, replica_context
+from kerasdp.portability import layers, replica_context
 
 
 def numbers(tensor):

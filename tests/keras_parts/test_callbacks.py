@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from kerasdp.callbacks import RunCallbacks
+from kerasdp.training.callbacks import RunCallbacks
 
 
 class OnDevice:

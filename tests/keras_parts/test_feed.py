@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kerasdp.data.feed import BatchReader, Feed, SampleReader
-from kerasdp.data.order import PASSED_OVER, Order
+from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
 
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)
@@ -109,13 +109,13 @@ def test_a_feed_goes_on_within_an_epoch():
     source.read = []
     source.inputs = lambda indices: source.read.append(indices.tolist()) or indices
     rest = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist())
-    rest.go_on_at(2, 3)
+    rest.resume_at(2, 3)
     rest.current_epoch = 2
-    assert rest.num_passed_over == 3
-    assert list(rest) == [PASSED_OVER] * 3 + expected[3:]
+    assert rest.num_skipped == 3
+    assert list(rest) == [SKIPPED] * 3 + expected[3:]
     assert sorted(source.read) == sorted(expected[3:])
     rest.current_epoch = 3
-    assert rest.num_passed_over == 0 and len(list(rest)) == 5 and PASSED_OVER not in list(rest)
+    assert rest.num_skipped == 0 and len(list(rest)) == 5 and SKIPPED not in list(rest)
 
 
 @pytest.mark.parametrize("stop", [(0, 1), (1, 0), (1, 1), (2, 1)])
@@ -131,12 +131,12 @@ def test_batches_of_a_stream_go_on(stop):
         found = []
         for epoch in range(first, 3):
             of.current_epoch = epoch
-            found += [batch for batch in of if batch is not PASSED_OVER]
+            found += [batch for batch in of if batch is not SKIPPED]
         return found
 
     rest = feed()
     rest.reader.first()
-    rest.go_on_at(*stop)
+    rest.resume_at(*stop)
     assert epochs(rest, stop[0]) == epochs(feed(), 0)[2 * stop[0] + stop[1] :]
 
 
@@ -163,7 +163,7 @@ def test_a_dataset_that_shuffles_itself_goes_on():
     for epoch in range(3):
         whole.current_epoch = epoch
         expected = list(whole)
-    rest.go_on_at(2, 1)
+    rest.resume_at(2, 1)
     rest.current_epoch = 2
     assert list(rest)[1:] == expected[1:]
     assert sorted(sum(expected, [])) == Y.tolist()

@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp import initial_weights, random_numbers
+from kerasdp.portability import initial_weights
+from kerasdp.portability import random as random_numbers
 
 KINDS = keras.initializers
 SHAPES = [(200, 300), (3, 3, 40, 60)]

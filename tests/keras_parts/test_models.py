@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.choices import MODELS
 from kerasdp.config import Config
+from kerasdp.config.validation import MODELS
 from kerasdp.errors import UserError
 from kerasdp.models import build_model
-from kerasdp.optimizers import make_optimizer
+from kerasdp.training.optimizers import make_optimizer
 
 # Counted by hand from the publications' tables; resnet50: torchvision's 25,557,032 and 53,120 moving statistics.
 SIZES = {

@@ -13,7 +13,7 @@ from keras import layers
 
 import kerasdp
 from kerasdp import UserError, portable
-from kerasdp.portability import foreign_batch_norms
+from kerasdp.portability.portable import foreign_batch_norms
 from tests.conftest import environment
 
 
@@ -32,7 +32,7 @@ def test_layers_are_changed_in_place():
     assert portable(model, batch_norm="replica") is model
     kinds = [type(layer) for layer in model._flatten_layers()]
     for name in ("BatchNormalization", "SpatialDropout2D", "Dropout"):
-        assert getattr(kerasdp.layers, name) in kinds
+        assert getattr(kerasdp.portability.layers, name) in kinds
         assert getattr(layers, name) not in kinds
     np.testing.assert_array_equal(model.predict(x, verbose=0), before)
     assert portable(portable(model)) is model  # once more changes nothing
@@ -42,7 +42,7 @@ def test_layers_are_changed_in_place():
 
 def test_draws_do_not_depend_on_the_backend():
     model = keras.Sequential([keras.Input((40,)), layers.GaussianNoise(1.0, seed=3)])
-    expected = kerasdp.random_numbers.normal((2, 40), seed=3)
+    expected = kerasdp.portability.random.normal((2, 40), seed=3)
     received = portable(model)(np.zeros((2, 40), "float32"), training=True)
     np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(value) for value in (received, expected)))
     again = copy.deepcopy(model)(np.zeros((2, 40), "float32"), training=True)  # a copy draws by itself

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kerasdp import random_numbers, replica_context
+from kerasdp.portability import random as random_numbers
+from kerasdp.portability import replica_context
 
 
 def words(*values):

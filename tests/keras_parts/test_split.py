@@ -7,7 +7,7 @@ from keras import layers
 
 from kerasdp import pipeline
 from kerasdp.errors import UserError
-from kerasdp.pipeline.stages import _Graph
+from kerasdp.pipeline.partition import _Graph
 
 
 def residual(x, filters, number):

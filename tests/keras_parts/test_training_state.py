@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp import training_state
+from kerasdp.checkpoint import state as training_state
 from kerasdp.config import Config
 from kerasdp.data.feed import SampleReader
-from kerasdp.data.order import Order
+from kerasdp.data.sampling import Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import UserError
 

@@ -59,7 +59,7 @@ def build_model():
 def spoil_the_kit():
     """Faults of the kit itself, in a worker process."""
     from kerasdp.data import sources
-    from kerasdp.data.order import Order
+    from kerasdp.data.sampling import Order
 
     if fault() in ("dropped", "swapped", "order"):
         epoch = Order.epoch
@@ -79,14 +79,14 @@ def spoil_the_kit():
         read = sources.ArraySource.inputs
         sources.ArraySource.inputs = lambda self, indices: read(self, np.roll(indices, 1))
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "torch":
-        from kerasdp.runners import torch_ddp
+        from kerasdp.backends.torch import data_parallel
 
-        torch_ddp.Replicas._parallel = lambda self, model, batch: model
+        data_parallel.Replicas._parallel = lambda self, model, batch: model
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
-        from kerasdp.runners import tf_reductions
+        from kerasdp.backends.tensorflow import collectives
 
-        mean = tf_reductions.mean
-        tf_reductions.mean = lambda gradients, others, *_: (gradients, mean([], others)[1])
+        mean = collectives.mean
+        collectives.mean = lambda gradients, others, *_: (gradients, mean([], others)[1])
 
 
 def data():
@@ -133,9 +133,9 @@ def test_without_a_fault_it_passes(reference, monkeypatch):
 )
 def test_a_fault_is_named(reference, monkeypatch, name, step, what, words):
     outcome = judged(reference, name, monkeypatch, detailed={0, step})
-    assert outcome.parting is not None, outcome
-    assert (outcome.parting.step, outcome.parting.what) == (step, what), str(outcome.parting)
-    assert re.search(words, str(outcome.parting)), str(outcome.parting)
+    assert outcome.divergence is not None, outcome
+    assert (outcome.divergence.step, outcome.divergence.what) == (step, what), str(outcome.divergence)
+    assert re.search(words, str(outcome.divergence)), str(outcome.divergence)
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])  # jax reduces by itself
@@ -145,9 +145,9 @@ def test_unreduced_gradients_are_named(reference, monkeypatch, backend):
     if outcome.error:  # with TensorFlow the replicas part, which ends the run before any comparison
         assert "hold different values" in outcome.error
         return
-    assert (outcome.parting.step, outcome.parting.what) == (0, "gradient"), str(outcome.parting)
-    assert "the gradient of third/bias differs first" in str(outcome.parting)
-    assert "reduced over the replicas" in str(outcome.parting)
+    assert (outcome.divergence.step, outcome.divergence.what) == (0, "gradient"), str(outcome.divergence)
+    assert "the gradient of third/bias differs first" in str(outcome.divergence)
+    assert "reduced over the replicas" in str(outcome.divergence)
 
 
 def test_a_model_that_cannot_travel_is_refused():

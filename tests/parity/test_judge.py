@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kerasdp.parity import Comparison, Outcome, Way
-from kerasdp.parity.judge import difference, first_parting, locate, tolerance_for
+from kerasdp.parity.divergence import difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Trace
 
 SGD, ADAM, EXACT = tolerance_for("float32", "SGD"), tolerance_for("float32", "Adam"), tolerance_for("float64", "Adam")
@@ -45,9 +45,9 @@ def test_the_tolerance_grows_as_the_docstring_says():
 
 
 def test_equal_and_round_off_pass():
-    assert first_parting(made(), made(), SGD) is None
+    assert first_divergence(made(), made(), SGD) is None
     other = made(losses=changed(made().losses, 4, 1 + 1e-6), gradient_norms=changed(made().gradient_norms, 2, 1.001))
-    assert first_parting(made(), other, SGD) is None
+    assert first_divergence(made(), other, SGD) is None
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_equal_and_round_off_pass():
     ],
 )  # fmt: skip
 def test_all_else_parts(changes, step, what, where):
-    parting = first_parting(made(), made(**changes), SGD)
-    assert (parting.step, parting.what, parting.where.partition(" (")[0]) == (step, what, where), parting
-    assert what in str(parting)
+    divergence = first_divergence(made(), made(**changes), SGD)
+    assert (divergence.step, divergence.what, divergence.where.partition(" (")[0]) == (step, what, where), divergence
+    assert what in str(divergence)
 
 
 def test_where_it_parts():
@@ -100,8 +100,8 @@ def test_differences():
 def test_table_and_picture(tmp_path):
     ways = [Way(backend="jax", num_devices=1), Way(backend="torch", num_devices=2)]
     good = Outcome(way=ways[0], reference=ways[0], losses=made().losses, differences=np.zeros(5), seconds=3.0)
-    parting = first_parting(made(), made(losses=changed(made().losses, 3, 1.1)), SGD)
-    bad = dataclasses.replace(good, way=ways[1], differences=np.array([0, 1e-7, 0, 0.1, 0]), parting=parting)
+    divergence = first_divergence(made(), made(losses=changed(made().losses, 3, 1.1)), SGD)
+    bad = dataclasses.replace(good, way=ways[1], differences=np.array([0, 1e-7, 0, 0.1, 0]), divergence=divergence)
     comparison = Comparison(outcomes=[good, bad], tolerance=SGD)
     lines = comparison.table().splitlines()
     assert [line.split() for line in lines[1:3]] == [

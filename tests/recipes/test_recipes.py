@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from kerasdp import cli
-from kerasdp.data.order import epoch_order
+from kerasdp.cli import flags as cli
+from kerasdp.data.sampling import epoch_order
 from tests.conftest import BACKENDS, ROOT, environment, run
 from tests.keras_parts.test_datasets import make_images, some_images, write_idx
 

@@ -43,7 +43,7 @@ def test_always_works(outcomes, case):
         ),
         ("add_loss", ("torch", "tensorflow"), "layer penalty calls add_loss"),
         ("own_batch_norm", ("torch", "tensorflow"), "layer norm is a Norm, a subclass of BatchNormalization"),
-        ("made_outside", ("jax", "tensorflow"), "made outside of runner.scope()"),
+        ("variables_outside_scope", ("jax", "tensorflow"), "made outside of runner.scope()"),
         ("batches", ("torch",), "expected arrays, a kerasdp.ArraySource"),
     ],
 )

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from kerasdp import checkpoint
+from kerasdp.checkpoint import files as checkpoint
 from tests.conftest import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
 
 DEVICES = {"torch": 2, "jax": 4, "tensorflow": 2}

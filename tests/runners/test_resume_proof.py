@@ -16,7 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from kerasdp import checkpoint
+from kerasdp.checkpoint import files as checkpoint
 from tests.conftest import BACKENDS, ROOT, environment, run
 from tests.runners.test_failures import session_members
 

@@ -14,7 +14,7 @@ SCALE, OFFSET = 1 + RANDOM.rand(4), RANDOM.rand(4)
 
 def by_torch(is_own):
     torch = pytest.importorskip("torch")
-    from kerasdp.layers.torch_batch_norm import normalize
+    from kerasdp.backends.torch.batch_norm import normalize
 
     x, scale, offset = (torch.tensor(array, requires_grad=True) for array in (X, SCALE, OFFSET))
     if is_own:
@@ -30,7 +30,7 @@ def by_torch(is_own):
 
 def by_tensorflow(is_own):
     tf = pytest.importorskip("tensorflow")
-    from kerasdp.layers.tf_batch_norm import normalize
+    from kerasdp.backends.tensorflow.batch_norm import normalize
 
     @tf.function
     def compute(*values):
@@ -55,7 +55,7 @@ def by_tensorflow(is_own):
 
 def by_jax(is_own):
     jax = pytest.importorskip("jax")
-    from kerasdp.layers.jax_batch_norm import normalize
+    from kerasdp.backends.jax.batch_norm import normalize
 
     def outputs_of(x, scale, offset):
         if is_own:
@@ -96,7 +96,7 @@ class Exchange:
 
 def together_by_torch(parts, upstream, num_rows):
     torch = pytest.importorskip("torch")
-    from kerasdp.layers.torch_batch_norm import normalize
+    from kerasdp.backends.torch.batch_norm import normalize
 
     exchange = Exchange(torch.stack)
 
@@ -110,7 +110,7 @@ def together_by_torch(parts, upstream, num_rows):
 
 def together_by_tensorflow(parts, upstream, num_rows):
     tf = pytest.importorskip("tensorflow")
-    from kerasdp.layers.tf_batch_norm import normalize
+    from kerasdp.backends.tensorflow.batch_norm import normalize
 
     exchange = Exchange(tf.stack)
 
@@ -130,7 +130,7 @@ def together_by_tensorflow(parts, upstream, num_rows):
 def test_replicas_have_the_statistics_and_gradients_of_the_whole(start, num_rows):
     """Also where the last ones hold padding, which has numbers, but no gradient."""
     torch = pytest.importorskip("torch")
-    from kerasdp.layers.torch_batch_norm import normalize
+    from kerasdp.backends.torch.batch_norm import normalize
 
     rows = sum(2 if own is None else own for own in num_rows)
     upstream = np.concatenate([WEIGHTS[:rows], np.zeros_like(WEIGHTS[rows:])])

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from kerasdp import cli
-from kerasdp.backend import is_installed
 from kerasdp.benchmark import contenders, measure
-from kerasdp.choices import BACKENDS
+from kerasdp.cli import flags as cli
 from kerasdp.config import Config
+from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
+from kerasdp.runtime.devices import is_installed
 
 INSTALLED = [name for name in BACKENDS if is_installed(name)]
 

@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 
-from kerasdp import checkpoint
-from kerasdp.checkpoint import Checkpoint
+from kerasdp.checkpoint import files as checkpoint
+from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.errors import CheckpointError, UserError
 
 

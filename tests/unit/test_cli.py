@@ -4,11 +4,11 @@ import pathlib
 
 import pytest
 
-from kerasdp import cli
-from kerasdp.backend import is_installed
-from kerasdp.choices import BACKENDS
+from kerasdp.cli import flags as cli
 from kerasdp.config import Config
+from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
+from kerasdp.runtime.devices import is_installed
 
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
 

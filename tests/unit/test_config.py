@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from kerasdp import backend, choices, config, spec
-from kerasdp.backend import Devices
-from kerasdp.config import Config
+from kerasdp import config
+from kerasdp.config import Config, spec, validation
 from kerasdp.errors import UserError
+from kerasdp.runtime import devices as backend
+from kerasdp.runtime.devices import Devices
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_the_tables_hold_what_the_config_names():
     pytest.importorskip("keras")
     import importlib
 
-    for name in choices.MODELS:
+    for name in validation.MODELS:
         assert callable(getattr(importlib.import_module(f"kerasdp.models.{name}"), name))
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kerasdp import heartbeat
+from kerasdp.runtime import heartbeat
 
 
 @pytest.fixture

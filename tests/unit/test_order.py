@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kerasdp.data.order import Order, epoch_order, pad_rows, replica_rows
+from kerasdp.data.sampling import Order, epoch_order, pad_rows, replica_rows
 
 
 def test_the_order_never_changes():

@@ -4,8 +4,8 @@ import csv
 import json
 import shutil
 
-from kerasdp import report
 from kerasdp.config import Config
+from kerasdp.reporting import report, run_files
 
 
 def facts(tmp_path, **changes):
@@ -54,7 +54,7 @@ def test_lines(tmp_path):
 
 def test_files(tmp_path):
     of = facts(tmp_path)
-    files = report.RunFiles(str(tmp_path), of, tensorboard=True)
+    files = run_files.RunFiles(str(tmp_path), of, tensorboard=True)
     files.add_step(10, 0, 0.75, 0.03, 1000.0)
     files.add_epoch(0, {"loss": 0.7, "accuracy": 0.5}, 2.0, 500.0)
     files.add_epoch(1, {"loss": 0.6, "accuracy": 0.6, "val_loss": 0.8, "val_accuracy": 0.4}, 1.0, 900.0)
@@ -82,7 +82,7 @@ def test_files(tmp_path):
 def test_files_go_on(tmp_path):
     """Behind step 20, although the run that was killed had come to step 30, and to half of its next line."""
     of = facts(tmp_path)
-    files = report.RunFiles(str(tmp_path), of)
+    files = run_files.RunFiles(str(tmp_path), of)
     for step in (10, 20, 30):
         files.add_step(step, 0, 1 / step, 0.03, 1000.0)
     files.add_epoch(0, {"loss": 0.7}, 2.0, 500.0)
@@ -91,7 +91,7 @@ def test_files_go_on(tmp_path):
     files.close()
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 40, "ep')
-    files = report.RunFiles(str(tmp_path), of, last_step=20, history=history)
+    files = run_files.RunFiles(str(tmp_path), of, last_step=20, history=history)
     files.add_step(30, 1, 0.25, 0.03, 1000.0)
     files.add_epoch(1, {"loss": 0.5}, 2.0, 500.0)
     files.close()
@@ -102,7 +102,7 @@ def test_files_go_on(tmp_path):
 
 
 def test_a_folder_that_is_gone_is_reported_once(tmp_path, capsys):
-    files = report.RunFiles(str(tmp_path / "run"), facts(tmp_path))
+    files = run_files.RunFiles(str(tmp_path / "run"), facts(tmp_path))
     shutil.rmtree(tmp_path / "run")
     for epoch in range(2):
         files.add_step(10, epoch, 0.5, 0.03, 1000.0)

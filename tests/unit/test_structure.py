@@ -11,13 +11,29 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kerasdp"
 FRAMEWORKS = {"torch", "jax", "tensorflow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
-# How the names of a backend's modules begin, in the two folders that have such.
-PREFIXES = {"torch_": "torch", "jax_": "jax", "tf_": "tensorflow"}
-ENGINES = {
-    path
-    for path in FILES
-    if path.parent.name in ("runners", "pipeline", "layers") and path.name.startswith(tuple(PREFIXES))
-}
+# From the ground up. A room imports from those of its own line and the lines before it.
+FLOORS = (
+    ("errors",),
+    ("config", "keras_compat"),
+    ("runtime", "data"),
+    ("portability", "reporting"),
+    ("models", "pipeline", "checkpoint"),
+    ("backends",),
+    ("training",),
+    ("launch",),
+    ("parity", "benchmark"),
+    ("cli", "pytest_plugin"),
+)
+# What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and by the
+# layers, which also work outside of a run, their backend's own arithmetic, which knows nothing of the kit.
+KERNELS = ("batch_norm", "xla")
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in FILES}
 
 
 def imports(path, *, anywhere):
@@ -33,27 +49,40 @@ def imports(path, *, anywhere):
     return found
 
 
+def modules_imported_by(path):
+    """Of this package, anywhere in the file. A package counts where one of its own names is asked for."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "kerasdp":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return found - {"kerasdp", module_name(path)}
+
+
 def roots(modules):
     return {module.partition(".")[0] for module in modules}
 
 
+def room_of(module):
+    return module.split(".")[1]
+
+
+def floor_of(module):
+    return next(number for number, rooms in enumerate(FLOORS) if room_of(module) in rooms)
+
+
 def backend_of(path):
     """The backend that a module is for; None if it is for all."""
-    return next((name for prefix, name in PREFIXES.items() if path in ENGINES and path.name.startswith(prefix)), None)
-
-
-def module_name(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return path.parent.name if path.parent.parent.name == "backends" else None
 
 
 def loaded_by(name):
     """All that is imported, at the top of one file or another, when a module of this package is."""
-    files = {module_name(path): path for path in FILES}
     found, new = set(), {name}
     while new:
         found |= new
         new |= {module.rpartition(".")[0] for module in new} - {""}  # the packages that they are in
-        new = set().union(*(imports(files[module], anywhere=False) for module in new if module in files)) - found
+        new = set().union(*(imports(MODULES[module], anywhere=False) for module in new if module in MODULES)) - found
     return found
 
 
@@ -64,26 +93,39 @@ def test_imports(path):
     own = backend_of(path)
     assert roots(everything) & FRAMEWORKS <= {own}
     assert not roots(everything) & {"recipes", "tests", "benchmarks"}
-    # A runner or engine may use what all share, and its backend's other modules; what all share uses none of them.
-    others = {module_name(engine) for engine in ENGINES if backend_of(engine) != own}
-    if name.startswith("layers/") or name == "random_numbers.py":  # may ask a small module of the backend in use
-        others = {module for module in others if not module.startswith("kerasdp.layers.")}
-    assert not everything & others
-    if name != "cli.py":
+    # A backend's modules use what all share and one another; what all share, and other backends, use none of them.
+    assert not {module for module in modules_imported_by(path) if backend_of(MODULES[module]) not in (None, own)}
+    if own is not None and path.stem in KERNELS:
+        assert {module.rpartition(".")[0] for module in modules_imported_by(path)} <= {f"kerasdp.backends.{own}"}
+    if not name.startswith("cli/"):
         assert "absl" not in roots(everything)
-    if name in (
-        "choices.py",
-        "config.py",
-        "spec.py",
-        "errors.py",
-        "backend.py",
-        "launch.py",
-        "cli.py",
-        "replica_context.py",
-    ):
+    if name.startswith(("config/", "cli/", "runtime/", "errors.py", "launch.py", "portability/replica_context.py")):
         assert "keras" not in roots(imports(path, anywhere=False))
-    if name.startswith(("models/", "layers/")):
-        assert not {module for module in everything if "runner" in module or "cli" in module}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_import_goes_up(path):
+    if path == PACKAGE / "__init__.py":  # the door: it names what is public
+        return
+    own = module_name(path)
+    for module in modules_imported_by(path):
+        assert floor_of(module) <= floor_of(own), f"{own} imports {module}, which is above it"
+
+
+def test_no_import_circle():
+    """Neither among modules nor among rooms, wherever in a file an import stands."""
+    modules = {name: modules_imported_by(path) for name, path in MODULES.items() if name != "kerasdp"}
+    # What a package hands on from its own modules is no arrow to it from them.
+    rooms = {room_of(name): set() for name in modules}
+    for name, imported in modules.items():
+        rooms[room_of(name)] |= {room_of(module) for module in imported} - {room_of(name)}
+    for arrows in (modules, rooms):
+        left = dict(arrows)
+        while left:
+            free = [name for name, imported in left.items() if not imported & left.keys() - {name}]
+            assert free, f"a circle among {sorted(left)}"
+            for name in free:
+                del left[name]
 
 
 def test_importing_the_package_loads_nothing_heavy():
@@ -93,10 +135,12 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in ENGINES if path.parent.name != "layers"), ids=lambda path: path.stem
+    "path",
+    [path for path in FILES if backend_of(path) and path.stem.endswith("_parallel")],
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
-def test_a_runner_loads_no_keras(path):
-    """It is imported to say how many GPUs there are, and `Replicas` sets what Keras asks but once, at its import."""
+def test_an_engine_loads_no_keras(path):
+    """It is imported to say how many GPUs there are, and sets what Keras asks but once, at its import."""
     loaded = loaded_by(module_name(path))
     assert "kerasdp.config" in loaded
     assert "keras" not in roots(loaded)
@@ -113,15 +157,8 @@ def test_recipes_use_public_names_only():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kerasdp"
         }
         assert used <= set(kerasdp.__all__), path
-        assert roots(imports(path, anywhere=True)) <= {
-            "kerasdp",
-            "keras",
-            "numpy",
-            "os",
-            "functools",
-            "sklearn",
-            "typing",
-        }, path
+        known = {"kerasdp", "keras", "numpy", "os", "functools", "sklearn", "typing"}
+        assert roots(imports(path, anywhere=True)) <= known, path
         assert len(path.read_text().splitlines()) <= 70, path
 
 

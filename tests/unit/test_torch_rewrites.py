@@ -8,7 +8,7 @@ def test_channels_stay_last_behind_images_with_one_channel(channels):
     torch = pytest.importorskip("torch")
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from kerasdp.runners.torch_rewrites import keep_channels_last
+    from kerasdp.backends.torch.graph_passes import keep_channels_last
 
     images, kernel = torch.randn(2, 6, 6, channels), torch.randn(4, channels, 3, 3)
 

@@ -14,7 +14,7 @@ X, Y = np.random.RandomState(0).randn(24, 4).astype("float32"), np.arange(24) % 
 
 
 def train(runner):
-    cases = (own_train_step, add_loss, own_batch_norm, made_outside, batches, recompiled, plain)
+    cases = (own_train_step, add_loss, own_batch_norm, variables_outside_scope, batches, recompiled, plain)
     return {case.__name__: outcome(case, runner) for case in cases}
 
 
@@ -75,7 +75,7 @@ def own_batch_norm(runner):
     return fit(runner, compiled(runner, lambda: dense([Norm(name="norm")])), X, Y)
 
 
-def made_outside(runner):
+def variables_outside_scope(runner):
     """Its seed would be on one device only, where every replica advances it."""
     import keras
 

@@ -1,0 +1,1 @@
+"""JAX: one process drives all devices."""

@@ -1,0 +1,326 @@
+"""JAX: one process a host drives all its devices; `keras.distribution.DataParallel` shards the batch over them."""
+
+import contextlib
+import functools
+import os
+import resource
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kerasdp.backends.steps import (
+    DeviceBatch,
+    DeviceScalar,
+    Hooks,
+    StepFunctions,
+    WholeModel,
+    all_variables,
+    learning_rate,
+    next_batches,
+    require_device_batch,
+)
+from kerasdp.config import Config
+from kerasdp.data.device_cache import CachedRows
+from kerasdp.errors import UserError
+from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.devices import Devices, cache_folder
+
+if TYPE_CHECKING:
+    from kerasdp.backends.observer import Detail
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that JAX sees. Asking starts JAX and so fixes the number of its CPU devices: they are made here, too."""
+    num_devices = config.num_devices or 1
+    if num_devices > 1:
+        # XLA's CPU devices share one pool with a thread a core, and a collective blocks its thread until the other
+        # devices join in. Several collectives of one device can so take all threads, and the run hangs, until XLA
+        # ends it after 60 s (jax 0.10.2; often with 4 devices on 2 cores). NPROC sets the size of that pool.
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * num_devices)))
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        if config.device == "cpu":
+            jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        if len(jax.devices("cpu")) < num_devices:
+            raise UserError(
+                f"JAX has already started with {len(jax.devices('cpu'))} CPU devices, expected {num_devices}: "
+                "call kerasdp.launch before anything uses JAX"
+            ) from error
+    try:
+        return 0 if config.device == "cpu" else len(jax.devices("gpu"))
+    except RuntimeError:  # what JAX says where it has no GPU platform
+        return 0
+
+
+def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in this process, which drives all devices."""
+    return worker(devices, *args)
+
+
+class Replicas(WholeModel):
+    """The replicas of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+
+    rank, num_processes, part = 0, 1, (0, 1)
+    splits_batches = False
+
+    takes_several_steps = True
+
+    def __init__(self, devices: Devices, config: Config):
+        self.num_devices = self.num_replicas = devices.count
+        # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
+        jax.config.update("jax_enable_x64", config.precision == "float64")
+        if jax.config.jax_compilation_cache_dir is None:  # also $JAX_COMPILATION_CACHE_DIR
+            jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
+        self.devices = jax.devices(devices.kind)[: devices.count]
+        if devices.kind == "gpu":
+            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            jax.config.update("jax_default_matmul_precision", "float32")
+        mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
+        self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
+        self._take = jax.jit(_take, out_shardings=self._split)  # each device its own rows
+        self._distribution = None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: their variables are copied to all devices."""
+        if self._distribution is None:
+            self._distribution = self._make_distribution([f"{device.platform}:{device.id}" for device in self.devices])
+        with self._distribution.scope():
+            yield
+
+    def _make_distribution(self, names: list[str]) -> Any:
+        """Keras' account of which variable is on which of the named devices."""
+        import keras
+
+        return keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
+
+    def _context(self) -> ReplicaContext:
+        def everywhere(tensor: Any) -> Any:
+            return jax.lax.with_sharding_constraint(tensor, self._copied)
+
+        return ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere)
+
+    def shard_batch(self, batch: Any) -> DeviceBatch:
+        """Splits the inputs over the devices, and copies all else to each of them."""
+        import keras
+
+        def put(leaf: Any, sharding: NamedSharding) -> Any:
+            return None if leaf is None else jax.device_put(leaf, sharding)
+
+        inputs = batch.inputs
+        if isinstance(inputs, CachedRows):
+            kept = inputs.kept.copies(lambda arrays: jax.device_put(arrays, self._copied))
+            inputs = self._take(kept, put(inputs.numbers, self._split))
+        else:
+            inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), inputs)
+        rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
+        return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
+
+    def adapt(self, feed: Any) -> Any:
+        """What Keras' `fit` is to iterate over: the feed as it is."""
+        return feed
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`: batches come placed, so Keras must not split them again."""
+        import keras
+
+        distribution = keras.distribution.distribution()
+        keras.distribution.set_distribution(None)
+        try:
+            yield
+        finally:
+            keras.distribution.set_distribution(distribution)
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Jitted train, test and predict functions for Keras' `fit`.
+
+        Each is one program for the whole global batch, which XLA splits over the devices. The padding that makes
+        the rows divide by the devices is cut off INSIDE the program: within it XLA splits uneven shapes itself
+        (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
+        """
+        import keras
+
+        from kerasdp.backends.observer import Detail
+
+        own_train_step = type(model).train_step is not keras.Model.train_step
+        context = self._context() if self.num_replicas > 1 else None
+        shardings = self._variable_shardings(model)
+        trainable, non_trainable, _, metrics = shardings
+
+        def jit(step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
+            # JAX's own compiler, or eagerly, just as Keras decides it for its own functions.
+            if not model.run_eagerly and model.jit_compile:
+                step = jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
+            left = None  # the state behind the last step, which Keras hands back as it is
+
+            def run(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+                nonlocal left
+                if state is not left:  # the first one; or a callback has set variables
+                    state = jax.device_put(state, state_shardings)
+                outputs, left = step(state, data)
+                return outputs, left
+
+            return run
+
+        def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+            with use(context):
+                data = _cut(data)
+                if own_train_step:
+                    logs, state = model.train_step(state, data)
+                    return (logs.get("loss"), None, logs, {}), state
+                return _train_step(model, state, data, detail)
+
+        def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+            return model.test_step(state, _cut(data))
+
+        def predict_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+            outputs, non_trainable_variables = model.predict_step(state, _cut(data))
+            return outputs, (state[0], non_trainable_variables)
+
+        jitted_train_steps = jit(_several(functools.partial(train_step, Detail.NOTHING)), shardings)
+        jitted_train_step = {detail: jit(functools.partial(train_step, detail), shardings) for detail in Detail}
+        jitted_test_step = jit(test_step, (trainable, non_trainable, metrics))
+        jitted_predict_step = jit(predict_step, (trainable, non_trainable))
+
+        def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            batches, logs = next_batches(iterator, model, hooks), hooks.skipped_logs
+            is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
+            if len(batches) > 1 and hooks.observer is None and is_even:
+                (losses, rates, logs), state = jitted_train_steps(state, batches)
+                each = (DeviceScalar.each(values, len(batches)) for values in (losses, rates))
+                for batch, loss, rate in zip(batches, *each):
+                    hooks.after_step(loss, batch.indices, {}, rate)
+                return logs, state
+            for batch in batches:
+                (loss, rate, logs, seen), state = jitted_train_step[hooks.detail](state, batch)
+                hooks.after_step(loss, batch.indices, seen, rate)
+            return logs, state
+
+        def test_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            for batch in next_batches(iterator, model):
+                logs, state = jitted_test_step(state, batch)
+            return logs, state
+
+        return StepFunctions(
+            train=train_function,
+            test=test_function,
+            predict=lambda state, iterator: jitted_predict_step(state, require_device_batch(next(iterator))),
+        )
+
+    def _variable_shardings(self, model: Any) -> tuple[list[NamedSharding], ...]:
+        """Where the values of a model's variables belong, in the four lists of Keras' state."""
+        optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+        lists = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            [] if optimizer is None else optimizer.variables,
+            model.metrics_variables,
+        )
+        return tuple([self._variable_sharding(variable) for variable in variables] for variables in lists)
+
+    def _variable_sharding(self, variable: Any) -> NamedSharding:
+        """Where a variable's values belong.
+
+        Of a value that is on one device without having been sent there, as a fresh variable's or a metric's that was
+        set back, JAX (0.10.2) compiles another program: the first training step three times over.
+        """
+        sharding = variable.value.sharding
+        return sharding if isinstance(sharding, NamedSharding) else self._copied
+
+    def variables_outside_scope(self, model: Any) -> list[str]:
+        """Paths of the variables that are not on all devices."""
+        devices = set(self.devices)
+        return [variable.path for variable in all_variables(model) if variable.value.sharding.device_set != devices]
+
+    def diverged_variables(self, model: Any) -> list[str]:
+        """Names of the variables, seeds included, of which a part is not bit-equal on all devices that hold it."""
+        different = []
+        for variable in model.variables:
+            shards = variable.value.addressable_shards
+            copies = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in shards}
+            if len(copies) > len({part for part, _ in copies}):
+                different.append(variable.path)
+        return different
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        return [value]
+
+    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
+        """There is one process, so its values are everybody's."""
+        return values
+
+    def all_reduce_max_delayed(self, number: int) -> int:
+        """There is one process, so its number is everybody's."""
+        return number
+
+    def any_rank(self, flag: bool) -> bool:
+        """There is one process, so its flag is everybody's."""
+        return flag
+
+    def peak_memory_by_device(self) -> list[int]:
+        """The most memory that each device has used; nothing where they share one process."""
+        statistics = [device.memory_stats() or {} for device in self.devices]
+        return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that a device (on the CPU: this process) has used."""
+        return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
+
+    def step(state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
+        (loss, rate, logs, _), state = train_step(state, batch)
+        return state, (loss, rate, logs)
+
+    def train_steps(state: Any, batches: list[DeviceBatch]) -> tuple[Any, Any]:
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        state, (losses, rates, logs) = jax.lax.scan(step, state, stacked)
+        return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
+
+    return train_steps
+
+
+def _take(arrays: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[rows], arrays)
+
+
+def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Inputs without their padding, targets, sample weights."""
+    inputs, targets, sample_weight, indices = data
+    return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
+
+
+def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: "Detail") -> tuple[Any, Any]:
+    """Keras' own training step, which also gives this batch's loss (Keras' logs hold the epoch's mean) and rate."""
+    import keras
+
+    from kerasdp.backends.observer import forward_pass, observed, watched_layers
+
+    trainable, non_trainable, optimizer, metrics = state
+    inputs, targets, sample_weight = data
+
+    def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
+        # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
+        with watched_layers(detail, model), forward_pass(detail, inputs) as found:
+            loss, updates = model.compute_loss_and_updates(
+                trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
+            )
+        return loss, (updates, found)
+
+    (_, (updates, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
+    loss, outputs, non_trainable, metrics = updates
+    seen = observed(detail, gradients, found)
+    with keras.StatelessScope(zip(model.optimizer.variables, optimizer)):
+        rate = learning_rate(model.optimizer)
+    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    logs, metrics = model._update_metrics_variables(metrics, loss, inputs, targets, outputs, sample_weight)
+    return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)

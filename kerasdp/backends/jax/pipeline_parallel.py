@@ -1,0 +1,69 @@
+"""JAX: a thread a stage, in one process; each stage, a part of the model, lives on its device (or several)."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from kerasdp.backends.jax import data_parallel
+from kerasdp.backends.jax.pipeline_engine import Pipeline
+from kerasdp.backends.steps import DeviceBatch, Hooks, StepFunctions, require_device_batch
+from kerasdp.config import Config
+from kerasdp.data.sampling import SKIPPED
+from kerasdp.pipeline.replicas import CutModel
+from kerasdp.runtime.devices import Devices
+
+count_gpus, start = data_parallel.count_gpus, data_parallel.start
+
+
+class Replicas(CutModel, data_parallel.Replicas):
+    """The stages of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+
+    splits_batches = True
+
+    def __init__(self, devices: Devices, config: Config):
+        super().__init__(devices, config)
+        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+
+    def shard_batch(self, batch: Any) -> DeviceBatch:
+        """Leaves the batch where it is: each stage takes what it needs."""
+        return DeviceBatch(batch.inputs, batch.targets, batch.sample_weight, batch.indices)
+
+    def make_pipeline(self, model: Any) -> Pipeline:
+        """An engine for a model."""
+        return Pipeline(model, self.config, self.devices, self.broadcast_from_rank0)
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`: brings each stage to its devices, where it stays."""
+        self.engine_of(model).move_to_stage_devices()
+        yield
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        pipeline = self.engine_of(model)
+
+        def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            if (batch := next(iterator)) is SKIPPED:
+                return hooks.skipped_logs, state
+            data = require_device_batch(batch)
+            loss, logs, state = pipeline.train_step(state, data)
+            hooks.after_step(loss, data.indices, {})
+            return logs, state
+
+        return StepFunctions(
+            train=train_function,
+            test=lambda state, iterator: pipeline.test_step(state, require_device_batch(next(iterator))),
+            predict=lambda state, iterator: pipeline.predict_step(state, require_device_batch(next(iterator))),
+        )
+
+    def variables_outside_scope(self, model: Any) -> list[str]:
+        """Variables may be made anywhere."""
+        return []

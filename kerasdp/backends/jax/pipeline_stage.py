@@ -1,0 +1,257 @@
+"""JAX: the programs of one stage of a pipeline, and the places of its variables among those of the whole model."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kerasdp.backends.steps import DeviceBatch
+from kerasdp.portability.replica_context import ReplicaContext, use
+
+
+class _Variables:
+    """Some of the model's or optimizer's variables, and their places in Keras' list of all."""
+
+    def __init__(self, all_variables: list[Any], variables: list[Any], shared: int = 0):
+        """The last `shared` of them belong to all stages."""
+        places = {id(variable): place for place, variable in enumerate(all_variables)}
+        self.variables, self.places, self.shared = variables, [places[id(v)] for v in variables], shared
+
+    def of(self, values: list[Any]) -> list[Any]:
+        """Their values among those of all."""
+        return [values[place] for place in self.places]
+
+    def put(self, values: list[Any], own: list[Any], *, shared: bool = True) -> list[Any]:
+        """All values, with new ones of these."""
+        values = list(values)
+        places = self.places if shared else self.places[: len(self.places) - self.shared]
+        for place, value in zip(places, own):
+            values[place] = value
+        return values
+
+
+class Part:
+    """A stage's programs and the places of its variables."""
+
+    def __init__(self, model: Any, plan: Any, number: int, mesh: Mesh):
+        from kerasdp.pipeline.plan import seed_variables
+        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+
+        self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
+        self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
+        self.num_devices = mesh.size
+        self.whole, self.split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+        own = self.model
+        self.trainable = _Variables(model.trainable_variables, own.trainable_variables)
+        self.non_trainable = _Variables(model.non_trainable_variables, own.non_trainable_variables)
+        self.metrics = _Variables(model.metrics_variables, model.metrics_variables if self.is_last else [])
+        seeds = {id(variable) for variable in seed_variables(own)}
+        self.seeds = [place for place, v in enumerate(own.non_trainable_variables) if id(v) in seeds]
+        self.penalties = WholeBatchPenalties(own)
+        self.optimizer = None
+        self.slots = _Variables([], [])
+        if getattr(model, "optimizer", None) is not None:
+            self._clone_optimizer(model.optimizer)
+        self.differentiable = [_is_float(tensor.dtype) for tensor in own.inputs]
+        self.forward = jax.jit(self._forward)
+        self.infer = jax.jit(self._infer)
+        self.gradients = jax.jit(self._gradients)
+        self.zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self.whole)
+        self.accumulate = jax.jit(self._accumulate, donate_argnums=8)
+        self.finish = jax.jit(self._finish, donate_argnums=1)
+        self.update = jax.jit(self._update, donate_argnums=(0, 1))
+        self.penalty = jax.jit(self._weight_penalty)
+        self.joined = jax.jit(lambda outputs: [jnp.concatenate(leaves) for leaves in zip(*outputs)])
+        self._measured = jax.jit(self._measure)
+        self.backward = jax.jit(self._backward, donate_argnums=3)
+
+    def sharding_for(self, num_rows: int) -> NamedSharding:
+        """Where a tensor of so many rows goes: split over the stage's devices, or, if they do not divide, to each."""
+        return self.whole if num_rows % self.num_devices else self.split
+
+    def cut(self, data: Any, rows: slice) -> Any:
+        """Rows of targets or weights."""
+        return jax.tree.map(lambda leaf: leaf[rows], data)
+
+    def _clone_optimizer(self, optimizer: Any) -> None:
+        """An optimizer of this stage's weights; its variables are some of the whole one's, which hold the values."""
+        from kerasdp.pipeline.plan import slots_of
+
+        clone = type(optimizer).from_config(optimizer.get_config())
+        of, to = (getattr(either, "inner_optimizer", either) for either in (optimizer, clone))
+        # Which weights do not decay is in no configuration.
+        vars(to).update(
+            {name: value for name, value in vars(of).items() if name.startswith("_exclude_from_weight_decay")}
+        )
+        clone.build(self.trainable.variables)
+        whole = slots_of(optimizer, len(self.whole_model.trainable_variables))
+        pairs = {
+            id(variable): whole[name, self.trainable.places[place]]
+            for (name, place), variable in slots_of(clone, len(self.trainable.places)).items()
+        }
+        own = [(variable, pairs[id(variable)]) for variable in clone.variables if id(variable) in pairs]
+        # Those of all weights together, as the number of the step: in the same order, but not always of the same name.
+        slots = {id(variable) for variable in whole.values()}
+        shared = list(
+            zip(
+                [variable for variable in clone.variables if id(variable) not in pairs],
+                [variable for variable in optimizer.variables if id(variable) not in slots],
+                strict=True,
+            )
+        )
+        self.optimizer, self.clone_variables = clone, [variable for variable, _ in own + shared]
+        self.slots = _Variables(optimizer.variables, [variable for _, variable in own + shared], len(shared))
+        for variable in clone.variables:  # their values are the whole one's; they only name them
+            variable._value = None
+        scales = [place for place, variable in enumerate(self.clone_variables)
+                  if variable is getattr(clone, "dynamic_scale", None)]  # fmt: skip
+        self.scale_place = scales[0] if scales else None
+
+    def loss_scale(self, slots: list[Any]) -> Any:
+        """By what the loss is multiplied, so that small gradients are not lost in float16."""
+        if self.scale_place is not None:
+            return slots[self.scale_place]
+        return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
+
+    def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
+        rows = inputs[0].shape[0]
+        context = ReplicaContext(
+            num_replicas=self.num_devices,
+            num_rows=rows,
+            rows=rows,
+            first_row=first_row,
+            gather_rows=lambda tensor: tensor,  # the program is one for all of the stage's devices
+        )
+        with use(context), self.penalties.active():
+            outputs, non_trainable = self.model.stateless_call(
+                trainable, non_trainable, list(inputs), training=training
+            )
+        return jax.tree.leaves(outputs), sum(context.penalties, jnp.zeros(())), non_trainable
+
+    def _forward(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any) -> Any:
+        """Outputs, penalty, and the function that gives the gradients: JAX hands it out of a jitted function."""
+        fixed = [None if is_float else value for is_float, value in zip(self.differentiable, inputs)]
+
+        def call(trainable: Any, floats: Any) -> Any:
+            floats = iter(floats)
+            merged = [next(floats) if value is None else value for value in fixed]
+            outputs, penalty, new = self._call(trainable, non_trainable, merged, first_row, training=True)
+            return ([output for output in outputs if _is_float(output.dtype)], penalty), (outputs, penalty, new)
+
+        floats = [value for is_float, value in zip(self.differentiable, inputs) if is_float]
+        if self.is_first:  # nobody asks for the gradient of the data
+            _, pullback, (outputs, penalty, new) = jax.vjp(lambda values: call(values, floats), trainable, has_aux=True)
+        else:
+            _, pullback, (outputs, penalty, new) = jax.vjp(call, trainable, floats, has_aux=True)
+        return outputs, penalty, pullback, new
+
+    def _backward(self, pullback: Any, gradients: Any, share: Any, sums: Any) -> tuple[Any, Any]:
+        """Adds to the gradients of the weights; the gradients of the inputs (zero-sized for whole numbers)."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        found = pullback((given, jnp.asarray(share, jnp.zeros(()).dtype)))
+        own, passed_on = found[0], iter(() if self.is_first else found[1])
+        sums = own if sums is None else jax.tree.map(jnp.add, sums, own)
+        return sums, [next(passed_on) if is_float else None for is_float in self.differentiable] if found[1:] else None
+
+    def _accumulate(
+        self, trainable: Any, non_trainable: Any, inputs: Any, targets: Any, sample_weight: Any, first_row: Any,
+        shares: Any, scale: Any, sums: Any,
+    ) -> Any:  # fmt: skip
+        """Outputs and penalty of a part of the batch, with the whole model; its gradients, added to `sums`.
+
+        `shares`: what the part's loss and penalty count in those of the batch.
+        """
+        import keras
+
+        metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
+
+        def loss_of(trainable: Any) -> Any:
+            outputs, penalty, new = self._call(trainable, non_trainable, inputs, first_row, training=True)
+            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
+                loss = self._compiled_loss(outputs, targets, sample_weight)
+            return (loss * shares[0] + penalty * shares[1]) * scale, (outputs, penalty, new)
+
+        gradients, (outputs, penalty, new) = jax.grad(loss_of, has_aux=True)(trainable)
+        return outputs, penalty, new, jax.tree.map(jnp.add, sums, gradients)
+
+    def _infer(self, trainable: Any, non_trainable: Any, inputs: Any) -> tuple[Any, Any]:
+        return self._call(trainable, non_trainable, inputs, np.int32(0), training=False)[:2]
+
+    def _compiled_loss(self, outputs: list[Any], targets: Any, sample_weight: Any) -> Any:
+        if self.whole_model._compile_loss is None:
+            return jnp.zeros(())
+        return self.whole_model._compile_loss(targets, self.plan.outputs(outputs), sample_weight)
+
+    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> Any:
+        """Those of the loss of some micro-batches together, multiplied by `scale`, for each of them."""
+        import keras
+
+        metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
+
+        def loss_of(floats: Any) -> Any:
+            floats = iter(floats)
+            merged = [[next(floats) if _is_float(leaf.dtype) else leaf for leaf in leaves] for leaves in outputs]
+            joined = [jnp.concatenate(leaves) for leaves in zip(*merged)]
+            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
+                return self._compiled_loss(joined, targets, sample_weight) * scale
+
+        # A whole number beside the logits, the class say, has no gradient.
+        found = iter(jax.grad(loss_of)([leaf for leaves in outputs for leaf in leaves if _is_float(leaf.dtype)]))
+        return [[next(found) if _is_float(leaf.dtype) else None for leaf in leaves] for leaves in outputs]
+
+    def _weight_penalty(self, trainable: Any) -> Any:
+        import keras
+
+        with keras.StatelessScope(state_mapping=list(zip(self.model.trainable_variables, trainable))):
+            return sum(self.model._get_regularization_losses(), jnp.zeros(()))
+
+    def _finish(self, trainable: Any, gradients: Any, scale: Any) -> tuple[Any, Any, Any]:
+        """Gradients with those of the penalties of weights, that penalty; squared norm, and whether all is finite."""
+        penalty, of_penalty = jax.value_and_grad(self._weight_penalty)(trainable)
+        gradients = jax.tree.map(lambda own, other: own + (scale * other).astype(own.dtype), gradients, of_penalty)
+        squares = sum((jnp.sum(jnp.square(leaf / scale)) for leaf in gradients), jnp.zeros(()))
+        return gradients, penalty, (squares, jnp.isfinite(squares))
+
+    def _update(self, trainable: Any, slots: Any, gradients: Any, totals: Any) -> tuple[Any, Any]:
+        from kerasdp.pipeline.plan import global_clipnorm, updating_some
+
+        if not trainable:
+            return trainable, slots
+        limit = global_clipnorm(self.optimizer)
+        if limit:
+            norm = jnp.sqrt(sum(squares for squares, _ in totals))
+            gradients = [gradient * (limit / jnp.maximum(norm, limit)) for gradient in gradients]
+        if self.scale_place is not None:  # one stage's overflow is everybody's
+            is_finite = functools.reduce(jnp.logical_and, (finite for _, finite in totals))
+            gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
+        by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
+        ordered = [by_variable[id(variable)] for variable in self.optimizer.variables]
+        with updating_some(self.optimizer, self.trainable.variables):
+            trainable, ordered = self.optimizer.stateless_apply(ordered, gradients, trainable)
+        new = {id(variable): value for variable, value in zip(self.optimizer.variables, ordered)}
+        return trainable, [new[id(variable)] for variable in self.clone_variables]
+
+    def measure(self, outputs: Any, penalties: Any, batch: DeviceBatch, metrics: Any) -> tuple[Any, ...]:
+        """The loss with all penalties, Keras' logs, and the new values of the metrics."""
+        penalties = [jax.device_put(penalty, self.whole) for penalty in penalties]
+        metrics = jax.device_put(list(metrics), self.whole)
+        return self._measured(outputs, penalties, batch.targets, batch.sample_weight, metrics)
+
+    def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
+        import keras
+
+        num_rows = outputs[0].shape[0]
+        with keras.StatelessScope(state_mapping=list(zip(self.whole_model.metrics_variables, metrics))) as scope:
+            loss = sum(penalties, self._compiled_loss(outputs, targets, sample_weight))
+            self.whole_model._loss_tracker.update_state(loss, sample_weight=num_rows)
+            logs = self.whole_model.compute_metrics(None, targets, self.plan.outputs(outputs), sample_weight)
+        new = [scope.get_current_value(variable) for variable in self.whole_model.metrics_variables]
+        kept = [old if value is None else value for old, value in zip(metrics, new)]
+        return loss, logs, kept
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)

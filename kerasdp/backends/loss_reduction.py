@@ -1,0 +1,45 @@
+"""Which losses of a global batch are the mean of the losses of its equal parts."""
+
+from typing import Any
+
+import keras
+
+# Of Keras' functions (3.15), those that give a loss for each row, and nothing about rows taken together (as `dice`).
+_BY_ROWS = {
+    getattr(keras.losses, name)
+    for name in (
+        "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy",
+        "categorical_focal_crossentropy", "categorical_hinge", "cosine_similarity", "hinge", "huber", "kl_divergence",
+        "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error",
+        "mean_squared_logarithmic_error", "poisson", "sparse_categorical_crossentropy", "squared_hinge",
+    )
+}  # fmt: skip
+
+
+def is_mean_over_shards(model: keras.Model, outputs: Any) -> bool:
+    """Whether the replicas may take the loss each of its own rows, if all have equally many.
+
+    Then nobody waits for the others' outputs between the forward and the backward pass. True for a single output with
+    one of Keras' own losses; else the loss is taken of the gathered outputs, which is right for any.
+
+    Args:
+        model: a compiled model.
+        outputs: of a part of the batch.
+    """
+    if type(model).compute_loss is not keras.Model.compute_loss or keras.tree.is_nested(outputs):
+        return False
+    # A mask's weights depend on how many rows are masked, and without a second axis the rows are what is averaged.
+    if getattr(outputs, "_keras_mask", None) is not None or len(outputs.shape) < 2:
+        return False
+    losses = getattr(model._compile_loss, "_flat_losses", None) or ()
+    if len(losses) != 1:
+        return False
+    loss = losses[0].loss
+    options = getattr(loss, "_fn_kwargs", {})
+    return (
+        type(loss).__module__.startswith("keras.src.")
+        and getattr(loss, "fn", None) in _BY_ROWS
+        and loss.reduction in ("sum_over_batch_size", "mean")
+        and options.get("ignore_class") is None
+        and options.get("axis", -1) in (-1, len(outputs.shape) - 1)
+    )

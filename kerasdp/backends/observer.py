@@ -1,0 +1,175 @@
+"""What a training step made on its way, for finding the place where two runs part."""
+
+import contextlib
+import contextvars
+import enum
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp.portability import replica_context
+
+
+class Detail(enum.IntEnum):
+    """How much a step tells: nothing; a few numbers; every layer's output and every weight's gradient, too."""
+
+    NOTHING = 0
+    SUMMARY = 1
+    EVERYTHING = 2
+
+
+class Observer:
+    """Asked before each training step what it should tell, and told it afterwards.
+
+    Attributes:
+        losses: of each step, over the global batch; scalar tensors.
+        gradient_norms: of each step, over all trainable weights; scalar tensors.
+        samples: the places in the data set of the rows of each step, integer tensors of shape `(rows,)`.
+        row_means: the mean of each row of the inputs of each step, of shape `(inputs, rows)`.
+        gradients: of the detailed step, for each trainable weight: an array, or None if the loss does not depend on it.
+        outputs: of the detailed step: the inputs, then what each layer gave for the global batch, in the order of
+            the calls.
+    """
+
+    def __init__(self, detailed_step: int | None = None):
+        """`detailed_step`: the step, counted from 0, that tells everything."""
+        self.detailed_step = detailed_step
+        self.losses: list[Any] = []
+        self.gradient_norms: list[Any] = []
+        self.samples: list[Any] = []
+        self.row_means: list[Any] = []
+        self.gradients: list[Any] = []
+        self.outputs: dict[str, Any] = {}
+
+    @property
+    def detail(self) -> Detail:
+        """What the next step should tell."""
+        return Detail.EVERYTHING if len(self.losses) == self.detailed_step else Detail.SUMMARY
+
+    def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
+        """Takes the loss of a step, its rows, and what `observed` gave (nothing of a train_step of the user's own)."""
+        self.losses.append(loss)
+        self.samples.append(samples)
+        self.gradient_norms.append(seen.get("gradient_norm"))
+        if "row_means" in seen:
+            self.row_means.append(seen["row_means"])
+        if "outputs" in seen:
+            self.gradients = [None if leaf is None else _array(leaf) for leaf in seen["gradients"]]
+            self.outputs = {name[_PLACE:]: _array(output) for name, output in sorted(seen["outputs"].items())}
+
+
+def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What a step tells, as tensors: part of its compiled function.
+
+    Args:
+        detail: how much.
+        gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
+        found: what `forward_pass` found.
+    """
+    if detail == Detail.NOTHING:
+        return {}
+    squares = [
+        ops.sum(ops.square(ops.cast(gradient, keras.backend.result_type(gradient.dtype, "float32"))))
+        for gradient in gradients
+        if gradient is not None
+    ]
+    seen = {"gradient_norm": ops.sqrt(sum(squares)), "row_means": found["row_means"]}
+    if detail == Detail.EVERYTHING:
+        seen |= {"gradients": gradients, "outputs": found["outputs"]}
+    return seen
+
+
+# Characters of the number before a name.
+_PLACE = 6
+# A context variable: TensorFlow traces each replica in a thread of its own.
+_outputs: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("kerasdp_outputs", default=None)
+
+
+@contextlib.contextmanager
+def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
+    """Around a replica's forward pass of a training step, within `watched_layers`: collects what `detail` asks for.
+
+    Yields:
+        A dictionary: `row_means` of the inputs; `outputs`: the inputs and what each layer gave, by name and in the
+        order of the calls.
+    """
+    found: dict[str, Any] = {}
+    if detail >= Detail.SUMMARY:
+        found["row_means"] = ops.stack([_whole(_row_means(leaf)) for leaf in keras.tree.flatten(inputs)])
+    if detail < Detail.EVERYTHING:
+        yield found
+        return
+    found["outputs"] = {}
+    token = _outputs.set(found["outputs"])
+    _collect("inputs", inputs)
+    try:
+        yield found
+    finally:
+        _outputs.reset(token)
+
+
+@contextlib.contextmanager
+def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
+    """Around the forward passes of all replicas: lets each layer tell what it gives, if `detail` asks for everything.
+
+    A layer counts as a whole with all layers in it; only models within models are entered.
+    """
+    layers = list(_layers(model)) if detail == Detail.EVERYTHING else []
+    kept = [vars(layer).get("call") for _, layer in layers]  # may be bound to the instance already
+    for name, layer in layers:
+        object.__setattr__(layer, "call", types.MethodType(_call_and_collect(layer.call, name), layer))
+    try:
+        yield
+    finally:
+        for (_, layer), call in zip(layers, kept, strict=True):
+            object.__delattr__(layer, "call")
+            if call is not None:
+                object.__setattr__(layer, "call", call)
+
+
+def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _layers(layer, f"{prefix}{layer.name}/")
+        elif not isinstance(layer, keras.layers.InputLayer):
+            yield f"{prefix}{layer.name}", layer
+
+
+def _call_and_collect(call: Any, name: str) -> Any:
+    def call_and_collect(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        _collect(name, result)
+        return result
+
+    return call_and_collect
+
+
+def _collect(name: str, result: Any) -> None:
+    outputs = _outputs.get()
+    for tensor in keras.tree.flatten(result):
+        if tensor is not None and outputs is not None:
+            number = sum(known[_PLACE:].partition(" ")[0] == name for known in outputs)
+            name_of_call = f"{name} ({number + 1})" if number else name
+            # Numbered, because what leaves a function compiled by JAX comes in the order of its names.
+            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = _whole(ops.stop_gradient(tensor))
+
+
+def _whole(tensor: Any) -> Any:
+    """The tensor of the global batch, if this is a replica's part of one."""
+    context = replica_context.current()
+    if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
+        return tensor
+    return context.gather_rows(tensor)
+
+
+def _row_means(tensor: Any) -> Any:
+    return ops.mean(ops.reshape(ops.cast(tensor, "float32"), (tensor.shape[0], -1)), axis=1)
+
+
+def _array(tensor: Any) -> Any:
+    if "bfloat16" in str(tensor.dtype):  # NumPy has none
+        tensor = ops.cast(tensor, "float32")
+    return ops.convert_to_numpy(tensor)

@@ -1,0 +1,174 @@
+"""One module a backend, with the same names in each: `count_gpus`, `start`, and the class `Replicas`.
+
+`Replicas` is the whole of what differs between the backends in a worker; `Runner` is the same for all.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from kerasdp.data.sampling import SKIPPED
+from kerasdp.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFunctions:
+    """What Keras' trainer calls for each batch, in place of the functions that it would make itself.
+
+    Their arguments are those of the backend's trainer (keras/src/backend/*/trainer.py).
+    """
+
+    train: Callable[..., Any]
+    test: Callable[..., Any]
+    predict: Callable[..., Any]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Hooks:
+    """What the step functions tell of training steps, and to whom. Asked anew in each step.
+
+    Args:
+        on_step: called behind each step with the loss of its global batch and its learning rate, scalar tensors (None
+            if they are not told), and the number of its rows.
+        observer: is told more of each step, if there is one.
+        batch_size: rows of a full batch of this run.
+        num_steps: that the run trains from its first to its last, if that is known.
+        steps_left: how many more the run may train, or None if nothing but the data ends it.
+        skipped_logs: what Keras is told of a batch that a resumed run passes over (`kerasdp.data.feed`).
+    """
+
+    on_step: Callable[[Any, Any, int], None] = lambda loss, learning_rate, num_rows: None
+    observer: Any = None
+    batch_size: int | None = None
+    num_steps: int | None = None
+    steps_left: Callable[[], int | None] = lambda: None
+    skipped_logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def detail(self) -> Any:
+        """How much the observer wants to see of the next step."""
+        from kerasdp.backends.observer import Detail
+
+        return Detail.NOTHING if self.observer is None else self.observer.detail
+
+    def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
+        """Tells of a step: its loss, the places of its rows in the data set, what `observed` gave, its rate."""
+        if self.observer is not None:
+            self.observer.on_step(loss, indices, seen)
+        self.on_step(loss, learning_rate, indices.shape[0])
+
+
+class DeviceBatch(NamedTuple):
+    """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get."""
+
+    inputs: Any
+    targets: Any
+    sample_weight: Any
+    indices: Any
+
+
+class WholeModel:
+    """What `Replicas` answer when each of them holds the whole model.
+
+    Attributes:
+        takes_several_steps: whether its step functions heed Keras' `steps_per_execution`.
+    """
+
+    takes_several_steps = False
+
+    def engine_of(self, model: Any) -> Any:
+        """What trains the model in stages: nothing."""
+        return None
+
+    def description(self, model: Any) -> str:
+        """What there is to say of how the work is shared."""
+        return ""
+
+    def tune(self, model: Any, first_batch: Callable[[], Any], report: Callable[[str], None]) -> None:
+        """Finds what is to be found by trying."""
+
+    def micro_batch_rows(self, model: Any) -> int | None:
+        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
+        return None
+
+    def gather_variables(self, model: Any) -> None:
+        """Gives each process the values of all variables."""
+
+
+def require_device_batch(batch: Any) -> DeviceBatch:
+    """The batch, if it comes from a feed.
+
+    Raises:
+        UserError: if it is one of Keras' own, from `model.evaluate` in a callback of a running `fit`.
+    """
+    if not isinstance(batch, DeviceBatch):
+        raise UserError(
+            "while runner.fit runs, use runner.evaluate in callbacks: model.evaluate has no place for its data"
+        )
+    return batch
+
+
+def next_batches(iterator: Iterator[Any], model: Any, hooks: Hooks | None = None) -> list[DeviceBatch]:
+    """The batches for one call of a step function: as many as the model's `steps_per_execution`, if there are.
+
+    With `hooks`, for training: without those that a resumed run passes over, and none behind the run's last step.
+
+    Raises:
+        StopIteration: if there are none left.
+        UserError: as `placed`.
+    """
+    taken = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
+    batches = [require_device_batch(batch) for batch in taken if batch is not SKIPPED]
+    return batches if hooks is None else batches[: hooks.steps_left()]
+
+
+class DeviceScalar:
+    """A number in a tensor on the device, for whoever asks for its value later.
+
+    Several steps of one call give their losses as one tensor; to take it apart would be a call each.
+    """
+
+    def __init__(self, values: Any, place: int):
+        self.values, self.place = values, place
+
+    def __float__(self) -> float:
+        import keras
+
+        return float(keras.ops.convert_to_numpy(self.values)[self.place])
+
+    @classmethod
+    def each(cls, values: Any, number: int) -> list[Any]:
+        """All of them; Nones if there is no tensor."""
+        return [None if values is None else cls(values, place) for place in range(number)]
+
+
+def own_steps(model: Any, num_replicas: int) -> set[str]:
+    """Which of train_step, test_step and predict_step the model's class overrides.
+
+    Raises:
+        UserError: if there are any, and several replicas each of which would see its part of the batch alone.
+    """
+    import keras
+
+    names = ("train_step", "test_step", "predict_step")
+    found = {name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)}
+    if found and num_replicas > 1:
+        raise UserError(
+            f"{type(model).__name__} has a {sorted(found)[-1]} of its own, which sees only one device's part of the "
+            "batch; override compute_loss or compute_metrics instead, or train on one device"
+        )
+    return found
+
+
+def all_variables(model: Any) -> list[Any]:
+    """The variables of a model, its metrics and its optimizer."""
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """The rate of the step to come, as a tensor of its own: part of the step, since to ask later would be to wait."""
+    import keras
+
+    return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0

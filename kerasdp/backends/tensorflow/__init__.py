@@ -1,0 +1,1 @@
+"""TensorFlow: one process drives all devices."""

@@ -1,0 +1,100 @@
+"""Batch norm of a whole batch in training, in few passes over the data."""
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backends.tensorflow.xla import compiled
+
+
+def normalize(
+    x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_rows: int | None = None, gather: Any = None
+) -> tuple[Any, Any, Any]:
+    """As `kerasdp.backends.torch.batch_norm.normalize`.
+
+    Not `tf.nn.fused_batch_norm`: on the CPU (2.21) outputs, mean, variance and gradients of 61 images of 28x28 are
+    wrong by 3e-6 to 8e-6; here by 1e-7 to 4e-7. Sums are taken one axis after the other: see `BatchNormalization._sum`.
+    """
+    wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
+    others = [other for other in reversed(range(len(x.shape))) if other != axis]
+    shape = [-1 if place == axis else 1 for place in range(len(x.shape))]
+
+    def total(values: Any) -> Any:
+        for other in others:
+            if values.shape[other] != 1:
+                values = tf.reduce_sum(values, other, keepdims=True)
+        return values
+
+    # Gradients go by way of the custom ones alone; gradients of gradients also by way of what those use of these.
+    part = wide if num_rows is None else wide[:num_rows]
+    count = tf.cast(tf.size(part) / tf.shape(part)[axis], wide.dtype)
+    mean = total(_partial_sums(part, axis)) / tf.maximum(count, 1.0)
+    squares = total(_squares(part, mean, others[0]))
+    if gather is not None:
+        counts, means, all_squares = tf.unstack(gather(tf.stack([tf.fill(tf.shape(mean), count), mean, squares])), 3, 1)
+        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+        count = tf.reduce_sum(counts, 0)
+        mean = tf.reduce_sum(counts * means, 0) / count
+        squares = tf.reduce_sum(all_squares + counts * tf.square(means - mean), 0)
+    variance = squares / count
+    inverse = tf.math.rsqrt(variance + epsilon)
+
+    @tf.custom_gradient
+    def standardize(wide: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
+        def gradient(upstream: Any) -> tuple[Any, Any, Any]:
+            products = _products(upstream, wide, mean, others[0])
+            own = total(_partial_sums(upstream, axis)), total(products)
+            sums = tf.stack(own) if gather is None else tf.reduce_sum(gather(tf.stack(own)), 0)
+            # What is left once the mean of the outputs and their spread are held.
+            for_mean, for_spread = tf.unstack(sums / count, 2)
+            for_wide = _for_x(upstream, wide, mean, inverse * scale, for_mean, for_spread * tf.square(inverse))
+            if num_rows is not None:  # rows that do not count have no gradient
+                padding = [[0, tf.shape(wide)[0] - num_rows]] + [[0, 0]] * (len(wide.shape) - 1)
+                for_wide = tf.pad(for_wide[:num_rows], padding)
+            return for_wide, own[1] * inverse, own[0]
+
+        return _standardized(wide, mean, inverse * scale, offset), gradient
+
+    scale = tf.ones_like(mean) if scale is None else tf.reshape(tf.cast(scale, wide.dtype), shape)
+    offset = tf.zeros_like(mean) if offset is None else tf.reshape(tf.cast(offset, wide.dtype), shape)
+    outputs = standardize(wide, scale, offset)
+    statistics = [tf.stop_gradient(tf.reshape(value, [-1])) for value in (mean, variance)]
+    return tf.cast(outputs, x.dtype), *statistics
+
+
+def _partial_sums(x: Any, axis: int) -> Any:
+    """Sums over some axes; of much, by way of a product with ones, the quickest way if channels come last."""
+    *rows, channels = x.shape
+    if axis != len(rows) or len(rows) < 2 or None in x.shape or x.shape.num_elements() < 2**20:
+        return x
+    # In long ones round-off piles up: 1.7e-7 of 1,024 numbers, 7e-6 of 65,536 (TensorFlow 2.21).
+    inner = math.prod(rows[1:]) if math.prod(rows[1:]) <= 4096 else rows[-1]
+    x = tf.reshape(x, (-1, inner, channels))
+    sums = tf.linalg.matmul(tf.ones((x.shape[0], 1, inner), x.dtype), x)
+    kept = rows[:1] if inner != rows[-1] else rows[:-1]
+    return tf.reshape(sums, (*kept, *[1] * (len(rows) - len(kept)), channels))
+
+
+# Under XLA in one pass each, and in half the time. Only one axis is added up: XLA makes of the sums over several axes
+# a single one, number by number.
+
+
+@compiled
+def _squares(x: Any, mean: Any, axis: int) -> Any:
+    return tf.reduce_sum(tf.square(x - mean), axis, keepdims=True)
+
+
+@compiled
+def _standardized(x: Any, mean: Any, factor: Any, offset: Any) -> Any:
+    return (x - mean) * factor + offset
+
+
+@compiled
+def _products(upstream: Any, x: Any, mean: Any, axis: int) -> Any:
+    return tf.reduce_sum(upstream * (x - mean), axis, keepdims=True)
+
+
+@compiled
+def _for_x(upstream: Any, x: Any, mean: Any, factor: Any, for_mean: Any, for_spread: Any) -> Any:
+    return factor * (upstream - ((x - mean) * for_spread + for_mean))

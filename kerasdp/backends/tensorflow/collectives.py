@@ -1,0 +1,117 @@
+"""What TensorFlow's replicas join or add up, and what Keras must not add up once more."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# Of a replica's rows that are gathered by a sum.
+_MOST_BYTES = 2**20
+
+
+def rank() -> int:
+    """The number of the replica that is being traced: each is by itself, with its number as a constant."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+def gather_rows(rows: tf.Tensor) -> tf.Tensor:
+    """The rows of all replicas; the gradient is that of `Replicas.gather`."""
+    context = tf.distribute.get_replica_context()
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            num_rows = tf.shape(rows)[0]
+            first = rank() * num_rows
+            return context.num_replicas_in_sync * upstream[first : first + num_rows]
+
+        if are_few(rows):
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(rows)), gradient
+        return context.all_gather(rows, axis=0), gradient
+
+    return gather(rows)
+
+
+def are_few(rows: tf.Tensor) -> bool:
+    """Whether they are better gathered by a sum."""
+    return rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
+
+
+def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
+    """Rows in their places among those of all replicas, which are zero: the sum over the replicas gathers them.
+
+    One message; TensorFlow's own gathering (2.21) asks for everyone's shape first, with another.
+    """
+    num_replicas, size = tf.distribute.get_replica_context().num_replicas_in_sync, rows.shape[0]
+    others = [[rank() * size, (num_replicas - 1 - rank()) * size]] + [[0, 0]] * (len(rows.shape) - 1)
+    return tf.pad(rows, others)
+
+
+def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
+    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(statistics[None]))
+
+
+def mean(
+    gradients: list[Any], shared: dict[str, tf.Tensor], precision: str = "float32"
+) -> tuple[list[Any], dict[str, tf.Tensor]]:
+    """The means over the replicas of gradients, and the sums of other tensors, in one call a type.
+
+    A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
+    added up in it; but not those of an embedding, which are rows and their places: TensorFlow (2.21) gathers no
+    bfloat16.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    sent = present
+    if precision != "float32":
+        sent = [tf.cast(each, precision) if isinstance(each, tf.Tensor) else each for each in present]
+    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    received = [*sent, *shared.values()]
+    for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor
+        places = [place for place, value in enumerate(received) if value.dtype == dtype]
+        values = [received[place] for place in places]
+        values = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, values)
+        for place, value in zip(places, values, strict=True):
+            received[place] = value
+    means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
+    sums = {name: value * num_replicas for name, value in zip(shared, received[len(sent) :], strict=True)}
+    return [None if gradient is None else next(means) for gradient in gradients], sums
+
+
+@contextlib.contextmanager
+def no_gradient_sum(optimizer: Any) -> Iterator[None]:
+    """Within it, a Keras optimizer takes gradients that have been reduced already.
+
+    Its own sum comes too late (Keras 3.15): clipping and loss scaling would see one replica's gradients.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    optimizers = [each for each in (optimizer, inner) if each is not None]
+    for each in optimizers:
+        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
+    try:
+        yield
+    finally:
+        for each in optimizers:
+            object.__delattr__(each, "_all_reduce_sum_gradients")
+
+
+@contextlib.contextmanager
+def loss_of_whole_batch() -> Iterator[None]:
+    """Within it, Keras' losses are not divided by the number of replicas.
+
+    Keras (3.15) divides those that take a mean, not those that take a sum or are the user's own, so that no
+    later factor could be right for all. Here each replica has the whole batch's loss: nothing is to be divided.
+    """
+    from keras.src.losses import loss as loss_module
+
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    originals = [getattr(loss_module, name) for name in names]
+    for name in names:
+        setattr(loss_module, name, lambda value: value)
+    try:
+        yield
+    finally:
+        for name, original in zip(names, originals, strict=True):
+            setattr(loss_module, name, original)

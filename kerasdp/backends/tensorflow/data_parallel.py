@@ -1,0 +1,346 @@
+"""TensorFlow: one process a host drives all its devices through `tf.distribute.MirroredStrategy`."""
+
+import contextlib
+import functools
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backends.steps import (
+    DeviceBatch,
+    DeviceScalar,
+    Hooks,
+    StepFunctions,
+    WholeModel,
+    all_variables,
+    next_batches,
+    require_device_batch,
+)
+from kerasdp.backends.tensorflow import collectives
+from kerasdp.config import Config
+from kerasdp.data.device_cache import CachedRows
+from kerasdp.data.sampling import replica_rows
+from kerasdp.portability.replica_context import ReplicaContext
+from kerasdp.runtime.devices import Devices
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that TensorFlow sees; does not start them."""
+    return len(tf.config.list_physical_devices("GPU"))
+
+
+def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in this process, which drives all devices."""
+    return worker(devices, *args)
+
+
+def make_devices(devices: Devices, config: Config) -> list[str]:
+    """Makes the virtual devices, if these are such; the names of all."""
+    # Numbers of Python's become those of 64 bits: `tf.cast` (2.21) makes them float32 on the way.
+    tf.cast = _cast_numbers_whole if config.precision == "float64" else _tf_cast
+    gpus = tf.config.list_physical_devices("GPU") if devices.kind == "gpu" else []
+    tf.config.set_visible_devices(gpus[: devices.count], "GPU")  # the others are left to other programs
+    if devices.kind == "cpu":
+        if devices.count > 1:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+    else:
+        # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+
+
+class Replicas(WholeModel):
+    """The replicas of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+
+    rank, num_processes, part = 0, 1, (0, 1)
+
+    takes_several_steps = True
+
+    def __init__(self, devices: Devices, config: Config):
+        """Makes the virtual devices and the strategy. Call before Keras is imported."""
+        self.num_devices = self.num_replicas = devices.count
+        self.splits_batches = devices.count > 1
+        self.gradient_precision = config.gradient_precision
+        self.names = make_devices(devices, config)
+        # One replica runs without a strategy: Keras turns XLA off under any.
+        self.strategy = (
+            tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: their variables are mirrored on all devices."""
+        with self.strategy.scope():
+            yield
+
+    def shard_batch(self, batch: Any) -> DeviceBatch:
+        """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
+        import keras
+
+        def put(data: Any, rank: int, split: bool) -> Any:
+            def put_leaf(leaf: Any) -> Any:
+                if leaf is None:
+                    return None
+                size = len(leaf) // self.num_replicas
+                return tf.convert_to_tensor(leaf[rank * size : (rank + 1) * size] if split else leaf)
+
+            with tf.device(self.names[rank]):
+                return keras.tree.map_structure(put_leaf, data)
+
+        def put_all(data: Any, split: bool) -> list[Any]:
+            return [put(data, rank, split) for rank in range(self.num_replicas)]
+
+        def take(rank: int, arrays: Any, rows: Any) -> Any:
+            with tf.device(self.names[rank]):
+                return keras.tree.map_structure(lambda leaf: tf.gather(leaf, rows), arrays)
+
+        if isinstance(batch.inputs, CachedRows):
+            kept = batch.inputs.kept.copies(lambda arrays: put_all(arrays, split=False))
+            inputs = list(map(take, range(self.num_replicas), kept, put_all(batch.inputs.numbers, split=True)))
+        else:
+            inputs = put_all(batch.inputs, split=True)
+        rest = (put_all(data, split=False) for data in (batch.targets, batch.sample_weight))
+        return DeviceBatch(inputs, *rest, batch.indices)
+
+    def adapt(self, feed: Any) -> Any:
+        """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
+        return _FeedDataset(feed)
+
+    def gather(self, outputs: Any, num_rows: int) -> Any:
+        """The rows of all replicas, padding cut off: the outputs of the global batch.
+
+        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
+        the loss of the global batch, whatever that loss is.
+        """
+        if self.num_replicas == 1:
+            return outputs
+
+        def gather(rows: tf.Tensor) -> tf.Tensor:
+            # TensorFlow (2.21) gathers no other types on the CPU; these hold all values of bfloat16, uint8, bool...
+            wide = rows
+            if rows.dtype not in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
+                wide = tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int32)
+            whole = tf.cast(collectives.gather_rows(wide)[:num_rows], rows.dtype)
+            # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
+            return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
+
+        return tf.nest.map_structure(gather, outputs)
+
+    def context(self, num_rows: int) -> ReplicaContext | None:
+        """The context of a step on a global batch of `num_rows` rows."""
+        if self.num_replicas == 1:
+            return None
+        size = replica_rows(num_rows, self.num_replicas)
+        rank = collectives.rank()
+        return ReplicaContext(
+            num_replicas=self.num_replicas,
+            num_rows=min(max(num_rows - rank * size, 0), size),
+            rows=size,
+            first_row=rank * size,
+            gather=collectives.gather_statistics,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+            moving=[],
+        )
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that run on all replicas."""
+        from kerasdp.backends.observer import Detail
+        from kerasdp.backends.tensorflow.train_step import ReplicaSteps
+
+        steps = ReplicaSteps(self, model)
+        run_test_step, run_predict_step = (
+            self._function(model, self._on_all(model, steps, step)) for step in (steps.test, steps.predict)
+        )
+        train_step = {
+            detail: self._on_all(model, steps, functools.partial(steps.train, detail), detail) for detail in Detail
+        }
+        run_train_step = {detail: self._function(model, step) for detail, step in train_step.items()}
+        run_train_steps = self._function(model, self._several(train_step[Detail.NOTHING]))
+
+        def train_function(iterator: Iterator[Any]) -> Any:
+            batches, logs = next_batches(iterator, model, hooks), hooks.skipped_logs
+            is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
+            if len(batches) > 1 and hooks.observer is None and is_even:
+                losses, rates, logs = run_train_steps(*batches)
+                each = (DeviceScalar.each(values, len(batches)) for values in (losses, rates))
+                for batch, loss, rate in zip(batches, *each):
+                    hooks.after_step(loss, batch.indices, {}, rate)
+                return logs
+            for batch in batches:
+                loss, rate, logs, seen = run_train_step[hooks.detail](batch)
+                hooks.after_step(loss, batch.indices, seen, rate)
+            return logs
+
+        def test_function(iterator: Iterator[Any]) -> Any:
+            for batch in next_batches(iterator, model):
+                logs = run_test_step(batch)
+            return logs
+
+        return StepFunctions(
+            train=train_function,
+            test=test_function,
+            predict=lambda data: run_predict_step(require_device_batch(data[0])),
+        )
+
+    def _on_all(self, model: Any, steps: Any, step: Callable[..., Any], detail: Any = 0) -> Callable[..., Any]:
+        """The step on all replicas; what it gives is the same on all, so the first one's is returned."""
+        from kerasdp.backends.observer import watched_layers
+
+        def run(num_rows: int, data: Any) -> Any:
+            whole_batch = steps.penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
+            with whole_batch, watched_layers(detail, model):
+                outputs = self.strategy.run(step, args=(num_rows, *data))
+            return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
+
+        return run
+
+    def _several(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
+
+        def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
+            rest = self.strategy.run(_stacked, args=batches[1:])
+            loss, rate, logs, _ = step(num_rows, batches[0])
+            arrays = [
+                None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
+                for value in (loss, rate)
+            ]
+
+            def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
+                *values, logs, _ = step(num_rows, self.strategy.run(_row, args=(rest, number - 1)))
+                arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
+                return number + 1, arrays, logs
+
+            _, arrays, logs = tf.while_loop(
+                lambda number, *_: number < len(batches), body, (tf.constant(1), arrays, logs), parallel_iterations=1
+            )
+            losses, rates = (array and array.stack() for array in arrays)
+            return losses, rates, logs
+
+        return run
+
+    def _function(self, model: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` on batches, each replica with its own part: as a graph, if the model is to run in one."""
+        graphs = {}
+
+        def function(*batches: DeviceBatch) -> Any:
+            num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
+
+            def run_parts(*data: Any) -> Any:
+                return run(num_rows, *(self.strategy.run(_own_part, args=(parts,)) for parts in data))
+
+            if model.run_eagerly:
+                return run_parts(*data)
+            # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
+            # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
+            first = tf.nest.flatten([parts[0] for parts in data[0]])
+            key = len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
+            if key not in graphs:
+                graph = tf.function(run_parts, jit_compile=model.jit_compile or None, autograph=False)
+                # To look it up anew in each step takes TensorFlow (2.21) a millisecond on four devices.
+                graphs[key] = graph.get_concrete_function(*data)
+            return graphs[key](*data)
+
+        return function
+
+    def variables_outside_scope(self, model: Any) -> list[str]:
+        """Paths of the variables that are not mirrored; each replica would change them once more."""
+        if self.num_replicas == 1:
+            return []
+        kinds = tf.distribute.DistributedValues
+        return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kinds)]
+
+    def diverged_variables(self, model: Any) -> list[str]:
+        """Names of the variables, seeds included, that are not bit-equal on all replicas."""
+        different = []
+        for variable in model.variables:
+            copies = [copy.numpy().tobytes() for copy in self.strategy.experimental_local_results(variable.value)]
+            if len(set(copies)) > 1:
+                different.append(variable.path)
+        return different
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`.
+
+        Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
+        own functions, each keeps those of its part, and reading one means adding them up.
+        """
+        variables = [variable.value for variable in model.metrics_variables]
+        variables = [variable for variable in variables if isinstance(variable, tf.distribute.DistributedValues)]
+        kept = [variable._aggregation for variable in variables]
+        for variable in variables:
+            variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        try:
+            with (
+                collectives.no_gradient_sum(getattr(model, "optimizer", None))
+                if self.num_replicas > 1
+                else contextlib.nullcontext()
+            ):
+                yield
+        finally:
+            for variable, aggregation in zip(variables, kept, strict=True):
+                variable._aggregation = aggregation
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        return [value]
+
+    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
+        """There is one process, so its values are everybody's."""
+        return values
+
+    def all_reduce_max_delayed(self, number: int) -> int:
+        """There is one process, so its number is everybody's."""
+        return number
+
+    def any_rank(self, flag: bool) -> bool:
+        """There is one process, so its flag is everybody's."""
+        return flag
+
+    def peak_memory_by_device(self) -> list[int]:
+        """The most memory that each device has used; nothing where they share one process."""
+        if not self.names[0].startswith("GPU"):
+            return []
+        return [tf.config.experimental.get_memory_info(name)["peak"] for name in self.names]
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that a device (on the CPU: this process) has used."""
+        return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _own_part(parts: Any) -> Any:
+    """What the replica that is being traced gets of a batch."""
+    return tuple(field[collectives.rank()] for field in parts)
+
+
+def _stacked(*batches: Any) -> Any:
+    return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
+
+
+def _row(stacked: Any, number: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)
+
+
+_tf_cast = tf.cast
+
+
+def _cast_numbers_whole(x: Any, dtype: Any, name: str | None = None) -> tf.Tensor:
+    return tf.constant(x, dtype, name=name) if isinstance(x, float) else _tf_cast(x, dtype, name=name)
+
+
+class _FeedDataset(tf.distribute.DistributedDataset):
+    """The feed in the form that Keras' trainer passes through untouched."""
+
+    def __init__(self, feed: Any):
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._feed)
+
+    @property
+    def element_spec(self) -> Any:
+        """Batches are made in Python, so nothing is known of them beforehand."""
+        return None

@@ -1,0 +1,199 @@
+"""TensorFlow: trains a model in stages, all in one graph; the runtime runs what has its inputs."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backends.steps import DeviceBatch
+from kerasdp.config import Config
+from kerasdp.portability.replica_context import ReplicaContext, use
+
+
+class Pipeline:
+    """A model on its stages' devices.
+
+    Attributes:
+        plan: how it is cut.
+        timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work.
+    """
+
+    def __init__(self, model: Any, config: Config, names: list[str], broadcast_from_rank0: Any):
+        from kerasdp.pipeline.plan import make_plan, seed_variables
+        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+
+        self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
+        self.broadcast_from_rank0, self.is_tuned = broadcast_from_rank0, False
+        self.timeline: list[Any] | None = None
+        self._begun: dict[tuple[int, str, int], float] = {}
+        self._timed: dict[int, Callable[..., Any]] = {}
+        self.plan = make_plan(model, config, len(names), broadcast_from_rank0)
+        self.penalties = WholeBatchPenalties(model)
+        self.seeds = [seed_variables(stage.model) for stage in self.plan.stages]
+        self.move_to_stage_devices()
+
+    def move_to_stage_devices(self) -> None:
+        """Makes all variables anew on the devices of their stages: operations do not follow variables, nor the other
+        way round.
+        """
+        from kerasdp.pipeline.plan import slots_of
+
+        weights = self.model.trainable_variables
+        optimizers = list(filter(None, (self.optimizer, getattr(self.optimizer, "inner_optimizer", None))))
+        spared = [
+            [weight for weight in weights if of._var_key(weight) in getattr(of, "_exclude_from_weight_decay", ())]
+            for of in optimizers
+        ]
+        slots = slots_of(self.optimizer, len(weights)) if self.optimizer is not None else {}
+        places = {id(variable): place for place, variable in enumerate(weights)}
+        for name, stage in zip(self.names, self.plan.stages):
+            own = {places[id(variable)] for variable in stage.model.trainable_variables}
+            for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
+                with tf.device(name):
+                    variable._value = tf.Variable(
+                        variable._value, dtype=variable._value.dtype, trainable=variable.trainable, name=variable.name
+                    )
+        self._values = [(variable, variable._value) for variable in self.model.variables]
+        # Optimizers know variables by what was just replaced.
+        for optimizer, without_decay in zip(optimizers, spared):
+            optimizer._trainable_variables_indices = {
+                optimizer._var_key(weight): place for place, weight in enumerate(weights)
+            }
+            if without_decay:
+                optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
+                optimizer._exclude_from_weight_decay_cache = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model was compiled anew since, or shares a layer with one whose engine was made later."""
+        return self.optimizer is not getattr(self.model, "optimizer", None) or any(
+            variable._value is not value for variable, value in self._values
+        )
+
+    def _forward(
+        self, inputs: Any, num_rows: int, training: bool, tape: tf.GradientTape | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Outputs of the global batch, and penalties of activities."""
+        micro_batches = self.plan.micro_batches(num_rows)
+        # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
+        seeds = [[(seed, tf.identity(seed.value)) for seed in own] for own in self.seeds] if training else []
+        inputs, outputs, penalties, self._watched = self.plan.inputs(inputs), [], [], []
+        for number in range(len(micro_batches)):
+            rows = micro_batches.rows(number)
+            values = [leaf[rows] for leaf in inputs]
+            if self.timeline is not None and training:
+                values = [tf.cast(leaf, own.dtype) for leaf, own in zip(values, self.plan.stages[0].model.inputs)]
+                for leaf in values:  # else nothing would tell when the first stage's backward pass is over
+                    tape.watch(leaf)
+                self._watched += values
+            context = ReplicaContext(
+                num_replicas=1,
+                num_rows=rows.stop - rows.start,
+                rows=rows.stop - rows.start,
+                first_row=rows.start,
+                gather=lambda statistics: statistics[None],
+                gather_rows=lambda tensor: tensor,
+            )
+            for place, (name, stage) in enumerate(zip(self.names, self.plan.stages)):
+                with tf.device(name), use(context), self.penalties.active():
+                    for seed, value in seeds[place] if training and number else ():
+                        seed.assign(value)
+                    values = self._marked(values, place, number, is_begin=True) if training else values
+                    values = stage(values, training=training)
+                    values = self._marked(values, place, number, is_begin=False) if training else values
+            outputs.append(values)
+            penalties += [penalty * micro_batches.share_of_rows(number) for penalty in context.penalties]
+        with tf.device(self.names[-1]):
+            return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*outputs)]), penalties
+
+    def _loss(self, batch: tuple[Any, ...], penalties: list[Any], training: bool) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        with tf.device(self.names[-1]):
+            loss = self.model._compute_loss(
+                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
+            )
+            return sum(penalties, loss)
+
+    def _logs(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        with tf.device(self.names[-1]):
+            self.model._loss_tracker.update_state(loss, sample_weight=num_rows)
+            return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def train_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
+        """The loss of the global batch, and Keras' logs."""
+        loss, batch, gradients = self._passes(inputs, targets, sample_weight, indices)
+        variables = self.model.trainable_weights
+        self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss, self._logs(batch, loss, indices.shape[0])
+
+    def _passes(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any, Any]:
+        """The loss of the global batch, what it is made of, and its gradients."""
+        num_rows = indices.shape[0]
+        with tf.GradientTape() as tape:
+            outputs, penalties = self._forward(inputs, num_rows, training=True, tape=tape)
+            batch = (inputs, targets, outputs, sample_weight)
+            loss = self._loss(batch, penalties, training=True)
+            scaled_loss = self.model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled_loss, [*self.model.trainable_weights, *self._watched])
+        own = gradients[: len(self.model.trainable_weights)]
+        with tf.control_dependencies([leaf for leaf in gradients[len(own) :] if leaf is not None]):
+            return tf.identity(loss), batch, own
+
+    def _dense(self, *data: Any) -> list[Any]:
+        """The gradients; that of an embedding is rows and their places."""
+        return [tf.convert_to_tensor(gradient) for gradient in self._passes(*data)[-1] if gradient is not None]
+
+    def _marked(self, values: list[Any], stage: int, number: int, is_begin: bool) -> list[Any]:
+        """The tensors as they are; the timeline learns when they, and later their gradients, are there."""
+        if self.timeline is None:
+            return values
+
+        def noting(kind: str, begins: bool) -> Callable[..., Any]:
+            def note(*arrays: Any) -> Any:
+                key, now = (stage, kind, number), time.perf_counter()
+                if begins:
+                    self._begun[key] = now
+                else:
+                    self.timeline.append((*key, self._begun.pop(key, now), now))
+                return arrays
+
+            # Stateless to TensorFlow, which would otherwise run all such functions one after the other.
+            return lambda *tensors: tf.numpy_function(note, tensors, [leaf.dtype for leaf in tensors], stateful=False)
+
+        @tf.custom_gradient
+        def mark(*tensors: Any) -> Any:
+            marked = noting("forward", is_begin)(*tensors)
+            for leaf, own in zip(marked, tensors):
+                leaf.set_shape(own.shape)
+            return marked, lambda *gradients: noting("backward", not is_begin)(*gradients)
+
+        return list(mark(*values))
+
+    def seconds_without_update(self, batch: DeviceBatch) -> float:
+        """What the passes of a training step take; no variable keeps a trace of it."""
+        variables = self.model.non_trainable_variables + self.model.metrics_variables
+        kept = [(variable, tf.identity(variable.value)) for variable in variables]
+        passes = self._timed.get(self.plan.size)
+        if passes is None:
+            step = tf.autograph.experimental.do_not_convert(self._dense)
+            passes = self._timed[self.plan.size] = tf.function(step, jit_compile=False)
+        begin = time.perf_counter()
+        for gradient in passes(*batch):
+            gradient.numpy()
+        seconds = time.perf_counter() - begin
+        for variable, value in kept:
+            variable.assign(value)
+        return seconds
+
+    def test_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+        """Keras' logs."""
+        num_rows = indices.shape[0]
+        outputs, penalties = self._forward(inputs, num_rows, training=False)
+        batch = (inputs, targets, outputs, sample_weight)
+        return self._logs(batch, self._loss(batch, penalties, training=False), num_rows)
+
+    def predict_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+        """The outputs of the global batch."""
+        return self._forward(inputs, indices.shape[0], training=False)[0]

@@ -1,0 +1,95 @@
+"""TensorFlow: all stages in one graph, each on its device; the runtime runs what has its inputs."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backends.steps import DeviceBatch, Hooks, StepFunctions, require_device_batch
+from kerasdp.backends.tensorflow import data_parallel
+from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
+from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
+from kerasdp.config import Config
+from kerasdp.data.sampling import SKIPPED
+from kerasdp.pipeline.replicas import CutModel
+from kerasdp.runtime.devices import Devices
+
+count_gpus, start = data_parallel.count_gpus, data_parallel.start
+
+
+class Replicas(CutModel, data_parallel.Replicas):
+    """The stages of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+
+    splits_batches = True
+
+    def __init__(self, devices: Devices, config: Config):
+        """Makes the virtual devices. Call before Keras is imported."""
+        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
+        self.names = data_parallel.make_devices(devices, config)
+        self.strategy = tf.distribute.get_strategy()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        with tf.device("CPU:0"):
+            yield
+
+    def shard_batch(self, batch: Any) -> DeviceBatch:
+        """Brings the inputs to the first stage's device, all else to the last one's."""
+        import keras
+
+        def put(leaf: Any, name: str) -> Any:
+            with tf.device(name):
+                return None if leaf is None else tf.convert_to_tensor(leaf)
+
+        inputs = keras.tree.map_structure(lambda leaf: put(leaf, self.names[0]), batch.inputs)
+        rest = (batch.targets, batch.sample_weight, batch.indices)
+        return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self.names[-1]), rest))
+
+    def make_pipeline(self, model: Any) -> Pipeline:
+        """An engine for a model."""
+        kind = Accumulation if self.config.accumulate > 1 else Pipeline
+        return kind(model, self.config, self.names, self.broadcast_from_rank0)
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        pipeline = self.engine_of(model)
+        train_step, watched_step, test_step, predict_step = (
+            self._graph(model, step)
+            for step in (pipeline.train_step, pipeline.train_step, pipeline.test_step, pipeline.predict_step)
+        )
+
+        def train_function(iterator: Iterator[Any]) -> Any:
+            if (batch := next(iterator)) is SKIPPED:
+                return hooks.skipped_logs
+            data = require_device_batch(batch)
+            loss, logs = (train_step if pipeline.timeline is None else watched_step)(*data)
+            hooks.after_step(loss, data.indices, {})
+            return logs
+
+        return StepFunctions(
+            train=train_function,
+            test=lambda iterator: test_step(*require_device_batch(next(iterator))),
+            predict=lambda data: predict_step(*require_device_batch(data[0])),
+        )
+
+    def _graph(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+        if model.run_eagerly:
+            return step
+        # XLA (2.21) takes no variables of several devices, whatever `jit_compile` says.
+        compiled = (model.jit_compile or None) if self.config.accumulate > 1 else False
+        return tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=compiled)
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`."""
+        yield
+
+    def variables_outside_scope(self, model: Any) -> list[str]:
+        """Variables may be made anywhere."""
+        return []
+
+    def diverged_variables(self, model: Any) -> list[str]:
+        """Each weight is there once."""
+        return []

@@ -1,0 +1,131 @@
+"""What each of TensorFlow's replicas does in a step, on its rows of the global batch."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backends.steps import learning_rate, own_steps
+from kerasdp.backends.tensorflow import collectives, optimizer_update
+from kerasdp.portability.replica_context import ReplicaContext, use
+
+
+class ReplicaSteps:
+    """The steps of a model; to be run within the strategy."""
+
+    def __init__(self, replicas: Any, model: Any):
+        """`replicas` of `tf_mirrored`."""
+        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+
+        self.replicas, self.model = replicas, model
+        self.own = own_steps(model, replicas.num_replicas)
+        self.penalties = WholeBatchPenalties(model)
+
+    def train(self, detail: Any, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> tuple[Any, ...]:
+        """A training step: the loss of the global batch, its learning rate, Keras' logs, what was observed."""
+        from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
+
+        model, replicas = self.model, self.replicas
+        if "train_step" in self.own:
+            logs = model.train_step((inputs, targets, sample_weight))
+            return logs.get("loss"), None, logs, {}
+        with tf.GradientTape() as tape:
+            with use(replicas.context(num_rows)) as context, forward_pass(detail, inputs) as found:
+                outputs = self._forward(inputs, training=True)
+            is_part = self._is_mean_over_shards(outputs, num_rows, context)
+            if not is_part:
+                outputs = replicas.gather(outputs, num_rows)
+            batch = (inputs, targets, outputs, sample_weight)
+            loss = self._loss(batch, num_rows, context, training=True, is_part=is_part)
+            scaled_loss = model.optimizer.scale_loss(loss)
+        variables = model.trainable_weights
+        gradients = tape.gradient(scaled_loss, variables)
+        if context is not None:
+            # In one call with the gradients: what each replica has a part of.
+            shared = {"loss": loss / replicas.num_replicas}
+            if context.moving:
+                shared["moving"] = pack_moving(context.moving)
+            if is_part:
+                shared["outputs"] = collectives.zero_pad_to_global_batch(outputs)
+            gradients, sums = collectives.mean(gradients, shared, replicas.gradient_precision)
+            loss, outputs = sums["loss"], sums.get("outputs", outputs)
+        # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
+        dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        seen, rate = observed(detail, dense, found), learning_rate(model.optimizer)
+
+        def update() -> None:
+            if context is not None and context.moving:
+                move_together(context.moving, sums["moving"])
+            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        if optimizer_update.can_be_one(model, gradients):
+            optimizer_update.as_one(model, update)
+        else:
+            update()
+        return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), seen
+
+    def test(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
+        """An evaluation step: Keras' logs."""
+        if "test_step" in self.own:
+            return self.model.test_step((inputs, targets, sample_weight))
+        outputs, context = self._whole_outputs(inputs, num_rows)
+        batch = (inputs, targets, outputs, sample_weight)
+        return self._metrics(batch, self._loss(batch, num_rows, context, training=False), num_rows)
+
+    def predict(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
+        """The outputs of the global batch."""
+        if "predict_step" in self.own:
+            return self.model.predict_step((inputs,))
+        return self._whole_outputs(inputs, num_rows)[0]
+
+    def _forward(self, inputs: Any, training: bool) -> Any:
+        model = self.model
+        return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+
+    def _whole_outputs(self, inputs: Any, num_rows: int) -> tuple[Any, ReplicaContext | None]:
+        """The outputs of the global batch in inference, and the context in which they were computed."""
+        with use(self.replicas.context(num_rows)) as context:
+            return self.replicas.gather(self._forward(inputs, training=False), num_rows), context
+
+    def _is_mean_over_shards(self, outputs: Any, num_rows: int, context: ReplicaContext | None) -> bool:
+        from kerasdp.backends.loss_reduction import is_mean_over_shards
+
+        is_even = context is not None and context.rows * context.num_replicas == num_rows
+        return is_even and is_mean_over_shards(self.model, outputs) and collectives.are_few(outputs)
+
+    def _loss(
+        self,
+        batch: tuple[Any, ...],
+        num_rows: int,
+        context: ReplicaContext | None,
+        training: bool,
+        is_part: bool = False,
+    ) -> Any:
+        """The loss of the global batch; or of this replica's part, whose mean over the replicas is the former."""
+        import keras
+
+        inputs, targets, outputs, sample_weight = batch
+        if is_part:
+            own = slice(context.first_row, context.first_row + context.rows)
+            targets, sample_weight = keras.tree.map_structure(
+                lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
+            )
+        inputs = self._inputs_for("compute_loss", inputs, num_rows)
+        with collectives.loss_of_whole_batch():
+            loss = self.model._compute_loss(
+                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
+            )
+        return loss if context is None else sum(context.penalties, loss)
+
+    def _metrics(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+        inputs, targets, outputs, sample_weight = batch
+        inputs = self._inputs_for("compute_metrics", inputs, num_rows)
+        self.model._loss_tracker.update_state(loss, sample_weight=num_rows)
+        return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
+        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
+        import keras
+
+        own = getattr(type(self.model), method) is getattr(keras.Model, method)
+        return inputs if own else self.replicas.gather(inputs, num_rows)

@@ -1,0 +1,1 @@
+"""PyTorch: a process a device."""

@@ -1,0 +1,65 @@
+"""Gathering over processes of torch, with the gradients that training on one global batch needs."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # its operations, too
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kerasdp.backends.torch import sockets
+
+
+def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Stacks the tensor of all ranks of a group along a new first axis."""
+    if group is None and sockets.takes(tensor):
+        return sockets.gather(tensor)
+    # torch 2.13 renamed it, and warns of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    tensor = tensor.contiguous()
+    if isinstance(tensor, FakeTensor):  # a step is being captured: the same, as a function
+        name, size = (group or dist.group.WORLD).group_name, dist.get_world_size(group)
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        rows = torch.ops._c10d_functional.all_gather_into_tensor(rows, size, name)
+        return torch.ops._c10d_functional.wait_tensor(rows).reshape(size, *tensor.shape)
+    gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=group)
+    return gathered
+
+
+def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = None) -> torch.Tensor:
+    """Concatenates the rows of all ranks of a group.
+
+    Args:
+        rows: as many on each rank.
+        group: None: all ranks.
+        factor: by which the gradient is multiplied. None: the number of ranks, for gradients that are averaged.
+    """
+    return _GatherRows.apply(rows, group, dist.get_world_size(group) if factor is None else factor)
+
+
+def gather_statistics(statistics: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Stacks a tensor of all ranks; a rank's gradient is the sum over what all ranks made of its tensor."""
+    return _GatherStatistics.apply(statistics, group)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any, factor: float) -> torch.Tensor:
+        ctx.first, ctx.num_rows, ctx.factor = dist.get_rank(group) * len(rows), len(rows), factor
+        return all_gather_stacked(rows, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.factor * gradient[ctx.first : ctx.first + ctx.num_rows], None, None
+
+
+class _GatherStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, statistics: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return all_gather_stacked(statistics, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather_stacked(gradient, ctx.group)[:, dist.get_rank(ctx.group)].sum(0), None

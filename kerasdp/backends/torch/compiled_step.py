@@ -1,0 +1,284 @@
+"""The training step as one graph: captured from Keras' Python, and compiled by Inductor.
+
+Forward pass, loss, gradients, their mean over the replicas, update and metrics: no Python runs between them. What Keras
+does on torch by itself (3.15: eager layer calls, or `torch.compile` of them, which breaks at each layer) is slower.
+"""
+
+import contextlib
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kerasdp.backends.steps import DeviceBatch, all_variables, learning_rate
+from kerasdp.backends.torch.graph_passes import (
+    fold_padding,
+    keep_channels_last,
+    refuse_exchanges,
+    remove_layout_round_trips,
+)
+from kerasdp.backends.torch.train_step import GlobalBatch, all_reduce_async, received
+from kerasdp.portability.replica_context import use
+from kerasdp.reporting import report
+
+# As large as those of DistributedDataParallel.
+_BUCKET_BYTES = 25 * 2**20
+# Batches of many shapes (texts, say) would be compiled forever.
+_MOST_GRAPHS = 8
+
+
+class CompiledSteps:
+    """Training steps of one model, a graph for each kind of batch.
+
+    Attributes:
+        reason: why there are none for the next kind of batch; empty if there may be.
+    """
+
+    def __init__(self, replicas: Any, model: Any, whole: GlobalBatch):
+        """`replicas` of `torch_ddp`."""
+        self.replicas, self.model, self.whole = replicas, model, whole
+        self.layers = list(model._flatten_layers())
+        self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
+        # Keras assigns in place, so these stay the variables' own memory.
+        self.values = [variable.value.detach() for variable in self.variables]
+        if replicas.is_gpu:
+            for value in self.values:
+                torch._dynamo.mark_static_address(value, guard=False)  # else CUDA graphs copy them in each step
+        self.graphs: dict[Any, Callable[..., Any]] = {}
+        self.reason = ""
+
+    def __call__(self, batch: DeviceBatch, detail: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]] | None:
+        """Trains a step: its loss, learning rate, Keras' logs, and what `observed` gave; None if it cannot."""
+        import keras
+
+        data = tuple(batch[:3])
+        shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
+        # Keras on torch obeys at once when a layer is frozen, with or without `compile`.
+        trained = tuple(layer.trainable for layer in self.layers)
+        key = (detail, len(batch.indices), trained, *shapes)
+        if key not in self.graphs:
+            return self._first(key, data, detail)
+        return self._run(self.graphs[key], data)
+
+    def _run(self, graph: Callable[..., Any], data: Any) -> Any:
+        with torch.no_grad():
+            result = graph(self.values, data)
+        if not self.replicas.is_gpu:
+            return result
+        import keras
+
+        # A CUDA graph gives the same memory each time, and losses are read later.
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf.clone(), result)
+
+    def _first(self, key: Any, data: Any, detail: Any) -> Any:
+        if self.reason:
+            return None
+        if len(self.graphs) == _MOST_GRAPHS:
+            self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
+            return None
+        reason = ""
+        try:
+            graph = self._captured(data, detail, key[1])
+            options = {
+                # Inductor takes every tensor of four axes for NCHW, and Keras' NHWC would be turned about (2.13).
+                "layout_optimization": False,
+                "triton.cudagraphs": self.replicas.is_gpu and self.replicas.num_replicas == 1,
+            }
+            graph = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
+        except Exception as error:  # whatever a layer's Python does with tensors that hold no numbers
+            reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
+        if self.replicas.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
+            self._give_up(reason or "another rank cannot capture the step as a graph")
+            return None
+        try:
+            result = self._run(graph, data)
+        except torch._dynamo.exc.TorchDynamoException as error:  # compiles, which comes before it does anything
+            self._give_up(f"the step cannot be compiled ({_line(error)})")
+            return None
+        self.graphs[key] = graph
+        return result
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        if self.replicas.rank == 0:
+            report.warn(f"{reason}: trained without --compile, which is slower")
+
+    def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
+        import keras
+
+        for layer in self.layers:
+            if isinstance(layer, keras.layers.TorchModuleWrapper):  # its weights are torch's own, not variables
+                raise ValueError(f"{layer.name} wraps a torch.nn.Module")
+
+        def step(values: list[torch.Tensor], data: Any) -> Any:
+            return self._step(values, data, detail, num_rows)
+
+        with _traceable(self.model.optimizer):
+            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
+        refuse_exchanges(graph.graph)
+        remove_layout_round_trips(graph.graph)
+        fold_padding(graph.graph)
+        if self.replicas.num_replicas > 1:  # batch norms of one replica go with the passes beside them
+            keep_channels_last(graph.graph)
+        graph.recompile()
+        return graph
+
+    def _step(self, values: list[torch.Tensor], data: Any, detail: Any, num_rows: int) -> Any:
+        """A step that changes `values` in place; no variable notices."""
+        import keras
+
+        from kerasdp.backends.observer import forward_pass, observed, watched_layers
+
+        model, replicas = self.model, self.replicas
+        batch = DeviceBatch(*data, range(num_rows))
+        trained = {id(variable) for variable in model.trainable_weights}
+        leaves = {
+            id(variable): value.detach().requires_grad_()
+            for variable, value in zip(self.variables, values)
+            if id(variable) in trained
+        }
+        averaging = _Averaging(replicas, leaves)
+        # Whatever is assigned stays in the scope.
+        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
+        with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
+            context = replicas.context(num_rows)
+            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+                outputs = self.whole.forward(model, batch.inputs, context, training=True)
+            loss, shared, finish = self.whole.training_loss(batch, outputs, context)
+            scaled_loss = model.optimizer.scale_loss(loss)
+        variables = model.trainable_weights[:]
+        wanted = [leaves[id(variable)] for variable in variables]
+        gradients = torch.autograd.grad(scaled_loss, wanted, allow_unused=True)
+        gradients, shared = averaging.mean(gradients, variables, shared)
+        between = [
+            (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
+            for variable, value in zip(self.variables, values)
+        ]
+        with torch.no_grad(), keras.StatelessScope(between) as updates:
+            outputs, loss = finish(shared)
+            seen = observed(detail, gradients, found)
+            rate = learning_rate(model.optimizer)
+            model.optimizer.apply(gradients, variables)
+            logs = self.whole.metrics(batch, outputs, loss)
+        _refuse_others({*passes.state_mapping, *updates.state_mapping} - {id(variable) for variable in self.variables})
+        for variable, value in zip(self.variables, values):
+            new = updates.get_current_value(variable)
+            if new is not value:
+                value.copy_(new)
+        return loss, rate, logs, seen
+
+
+def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
+    """What the update finds in a variable: what the passes assigned, but for the weights, which are still to change."""
+    return value if is_trained or new is value else new.detach()
+
+
+class _Averaging:
+    """The mean over the replicas of each gradient, sent off as soon as a bucket of them is there."""
+
+    def __init__(self, replicas: Any, leaves: dict[int, torch.Tensor]):
+        self.num_replicas, self.bucket, self.sent = replicas.num_replicas, [], []
+        self.is_coarse = replicas.config.gradient_precision == "bfloat16"
+        if replicas.num_replicas > 1:
+            for key, leaf in leaves.items():
+                leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
+
+    def _add(self, key: int, gradient: torch.Tensor) -> None:
+        if self.bucket and self.bucket[0][1].dtype != gradient.dtype:
+            self._send()
+        self.bucket.append((key, gradient))
+        if sum(gradient.nbytes for _, gradient in self.bucket) >= _BUCKET_BYTES:
+            self._send()
+
+    def _send(self, shared: torch.Tensor | None = None) -> None:
+        bucket, self.bucket = self.bucket, []
+        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
+        flat = (flat.to(torch.bfloat16) if self.is_coarse else flat) / self.num_replicas
+        self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
+
+    def mean(
+        self, gradients: tuple[Any, ...], variables: list[Any], shared: torch.Tensor | None
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """The gradients of these variables, once all are there, and the sum of `shared`.
+
+        The latter goes along with the last gradients: each message costs a wait for all ranks.
+        """
+        if self.num_replicas == 1:
+            return list(gradients), shared
+        goes_along = shared is not None and not self.is_coarse
+        goes_along = goes_along and {gradient.dtype for _, gradient in self.bucket} == {shared.dtype}
+        sums = all_reduce_async(shared) if shared is not None and not goes_along else None
+        if self.bucket:
+            self._send(shared if goes_along else None)
+        found = {}
+        for bucket, flat in self.sent:
+            flat, sizes = received(flat), [gradient.numel() for _, gradient in bucket]
+            rest = flat.numel() - sum(sizes)
+            *parts, rest = flat.to(bucket[0][1].dtype).split([*sizes, rest])
+            found |= {key: part.reshape(gradient.shape) for (key, gradient), part in zip(bucket, parts)}
+        if shared is not None:
+            shared = rest if goes_along else received(sums)
+        return [found.get(id(variable)) for variable in variables], shared
+
+
+@contextlib.contextmanager
+def _traceable(optimizer: Any) -> Iterator[None]:
+    """Lets an optimizer update variable by variable, and errors keep the frames of the layers that they come from.
+
+    Keras' optimizers for torch update all variables in one call, for which they read the rate as a Python number:
+    that waits for the device, and cannot be captured. In a graph there is nothing to gain by it.
+    """
+    import keras
+
+    optimizers = [optimizer]
+    while (inner := getattr(optimizers[-1], "inner_optimizer", None)) is not None:
+        optimizers.append(inner)
+    for one in optimizers:
+        kind = next(
+            kind
+            for kind in type(one).__mro__
+            if "_backend_update_step" in vars(kind) and ".backend.torch." not in kind.__module__
+        )
+        object.__setattr__(one, "_backend_update_step", types.MethodType(vars(kind)["_backend_update_step"], one))
+    was_filtering = keras.config.is_traceback_filtering_enabled()
+    keras.config.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        for one in optimizers:
+            object.__delattr__(one, "_backend_update_step")
+        if was_filtering:
+            keras.config.enable_traceback_filtering()
+
+
+def _refuse_others(unknown: set[int]) -> None:
+    """Raises if there are variables that are not the model's: the graph would forget what is assigned to them."""
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
+            "without a SeedGenerator"
+        )
+
+
+def _place(error: Exception) -> str:
+    """The innermost layer in whose call an error was raised, else the part of the step."""
+    import keras
+
+    place = "the training step"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.Model):
+            place = f"the {frame.f_code.co_name} of {owner.name}"
+        elif isinstance(owner, keras.layers.Layer):
+            place = f"layer {owner.name}"
+        elif isinstance(owner, (keras.metrics.Metric, keras.losses.Loss, keras.optimizers.Optimizer)):
+            place = f"{type(owner).__name__} {owner.name}"
+    return place
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -1,0 +1,343 @@
+"""PyTorch: a process a device, started by torch's elastic launcher, with DistributedDataParallel under Keras' `fit`."""
+
+import contextlib
+import hashlib
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from kerasdp.backends.steps import (
+    DeviceBatch,
+    Hooks,
+    StepFunctions,
+    WholeModel,
+    all_variables,
+    learning_rate,
+    own_steps,
+    require_device_batch,
+)
+from kerasdp.backends.torch import sockets
+from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
+from kerasdp.backends.torch.launcher import start
+from kerasdp.config import Config
+from kerasdp.data.device_cache import CachedRows
+from kerasdp.data.sampling import SKIPPED, replica_rows
+from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.devices import Devices, cache_folder
+
+# Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
+_WORTH_COMPILING = 1000
+
+__all__ = ["Replicas", "count_gpus", "start"]
+
+
+def count_gpus(config: Config) -> int:
+    """GPUs that PyTorch sees; does not start CUDA, so processes may be started afterwards."""
+    return torch.cuda.device_count()
+
+
+class Replicas(WholeModel):
+    """The replicas of a run, as seen by one of its processes.
+
+    Attributes:
+        rank: this process, counted from 0.
+        num_processes: processes of the run.
+        num_devices: over all processes.
+        num_replicas: replicas of the model, over all processes.
+        part: of the inputs that this process takes: its number, and of how many.
+        splits_batches: whether layers are run on a part of the batch alone; else one program on all of it.
+    """
+
+    def __init__(self, devices: Devices, config: Config):
+        """Joins the process group. Call before Keras is imported."""
+        self.num_devices = self.num_replicas = self.num_processes = devices.count
+        self.config = config
+        self.rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+        self.part = self.rank, self.num_processes
+        self.splits_batches = self.num_replicas > 1
+        self.is_gpu = devices.kind == "gpu"
+        self._control = self._asked = self._asking = None
+        self.device = torch.device("cuda", self.rank) if self.is_gpu else torch.device("cpu")
+        if (folder := cache_folder("torch")) is not None:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        # Keras asks this once, at import.
+        os.environ["KERAS_TORCH_DEVICE"] = "cuda" if self.is_gpu else "cpu"
+        if self.is_gpu:
+            torch.cuda.set_device(self.device)
+            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        if devices.count > 1:
+            dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
+            if not self.is_gpu:
+                sockets.connect()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made."""
+        yield
+
+    def shard_batch(self, batch: Any) -> DeviceBatch:
+        """Brings a `Batch` to the device: inputs, targets, sample weights, indices."""
+        import keras
+
+        def to_device(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            tensor = torch.from_numpy(np.ascontiguousarray(leaf))
+            return tensor.pin_memory().to(self.device, non_blocking=True) if self.is_gpu else tensor
+
+        def put(data: Any) -> Any:
+            return keras.tree.map_structure(to_device, data)
+
+        inputs = batch.inputs
+        if isinstance(inputs, CachedRows):
+            rows, kept = to_device(inputs.numbers), inputs.kept.copies(put)
+            inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
+        else:
+            inputs = put(inputs)
+        return DeviceBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
+
+    def adapt(self, feed: Any) -> Any:
+        """What Keras' `fit` is to iterate over: the feed as it is."""
+        return feed
+
+    def context(self, num_rows: int) -> ReplicaContext | None:
+        """The context of a step on a global batch of `num_rows` rows."""
+        if self.num_replicas == 1:
+            return None
+        size = replica_rows(num_rows, self.num_replicas)
+        own = min(max(num_rows - self.rank * size, 0), size)
+        return ReplicaContext(
+            num_replicas=self.num_replicas,
+            num_rows=own,
+            rows=size,
+            first_row=self.rank * size,
+            gather=gather_statistics,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+            moving=[],
+        )
+
+    def gather(self, outputs: Any, num_rows: int) -> Any:
+        """The rows of all replicas, padding cut off: the outputs of the global batch.
+
+        Its gradient is made so that the MEAN over the replicas (which DistributedDataParallel takes) of the
+        gradients of a weight is the gradient of the loss of the global batch, whatever that loss is.
+        """
+        import keras
+
+        if self.num_replicas == 1:
+            return outputs
+        return keras.tree.map_structure(lambda rows: gather_rows(rows)[:num_rows], outputs)
+
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Around Keras' `fit`, `evaluate` and `predict`."""
+        yield
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all replicas.
+
+        Args:
+            model: a built Keras model.
+            hooks: who is told of each training step.
+        """
+        from kerasdp.backends.observer import forward_pass, observed, watched_layers
+        from kerasdp.backends.torch.compiled_step import CompiledSteps
+        from kerasdp.backends.torch.train_step import GlobalBatch, all_reduce_async, received
+
+        own = own_steps(model, self.num_replicas)
+        whole = GlobalBatch(self, model)
+        parallel = compiled = parallel_for = None
+
+        def train_function(data: Any) -> dict[str, Any]:
+            nonlocal parallel, parallel_for, compiled
+            if data[0] is SKIPPED:
+                return hooks.skipped_logs
+            batch = require_device_batch(data[0])
+            if "train_step" in own:
+                logs = model.train_step(tuple(batch[:3]))
+                hooks.after_step(logs.get("loss"), batch.indices, {})
+                return logs
+            detail = hooks.detail
+            if self._compiles(model, hooks, len(batch.indices)):
+                compiled = compiled or CompiledSteps(self, model, whole)
+                if (done := compiled(batch, detail)) is not None:
+                    loss, rate, logs, seen = done
+                    hooks.after_step(loss, batch.indices, seen, rate)
+                    return logs
+            variables = model.trainable_weights[:]
+            # Not before: a model that is only evaluated may have nothing to train, which torch refuses. And anew when a
+            # callback has frozen a layer: DistributedDataParallel would wait for its gradients.
+            if parallel_for != (trained := [id(variable) for variable in variables]):
+                parallel = None
+                parallel, parallel_for = self._parallel(model, batch), trained
+            context = self.context(len(batch.indices))
+            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+                outputs = whole.forward(parallel, batch.inputs, context, training=True)
+            model.zero_grad()
+            loss, shared, finish = whole.training_loss(batch, outputs, context)
+            shared = None if shared is None else all_reduce_async(shared)  # on its way while the gradients are computed
+            model.optimizer.scale_loss(loss).backward()
+            gradients = [variable.value.grad for variable in variables]
+            with torch.no_grad():
+                outputs, loss = finish(None if shared is None else received(shared))
+                seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
+                rate = learning_rate(model.optimizer)
+                model.optimizer.apply(gradients, variables)
+                logs = whole.metrics(batch, outputs, loss)
+            hooks.after_step(loss, batch.indices, seen, rate)
+            return logs
+
+        @torch.no_grad()
+        def test_function(data: Any) -> dict[str, Any]:
+            batch = require_device_batch(data[0])
+            if "test_step" in own:
+                return model.test_step(tuple(batch[:3]))
+            context = self.context(len(batch.indices))
+            with use(context):
+                outputs = whole.forward(model, batch.inputs, context, training=False)
+                outputs = self.gather(outputs, len(batch.indices))
+            return whole.metrics(batch, outputs, whole.test_loss(batch, outputs, context))
+
+        @torch.no_grad()
+        def predict_function(data: Any) -> Any:
+            inputs, _, _, indices = require_device_batch(data[0])
+            if "predict_step" in own:
+                return model.predict_step((inputs,))
+            context = self.context(len(indices))
+            with use(context):
+                return self.gather(whole.forward(model, inputs, context, training=False), len(indices))
+
+        return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+
+    def _compiles(self, model: Any, hooks: Hooks, num_rows: int) -> bool:
+        """Whether a batch of so many rows is trained on by a compiled step: the smaller one that ends an epoch is not.
+
+        A run that is resumed must answer as the one that was stopped, or they would differ in round-off.
+        """
+        if model.run_eagerly or self.config.compile == "off" or num_rows != hooks.batch_size:
+            return False
+        return self.config.compile == "on" or hooks.num_steps is None or hooks.num_steps >= _WORTH_COMPILING
+
+    def _parallel(self, model: Any, batch: DeviceBatch) -> Any:
+        """The model in DistributedDataParallel, exactly once whatever the version of Keras.
+
+        Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
+        train function is already there, as here; and it adds up the metrics of all ranks, which here hold those of
+        the whole batch already.
+        """
+        import keras
+
+        if self.num_replicas == 1:
+            return model
+        trainer_class = keras.Model.__mro__[1]
+        if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
+            object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
+        parallel = torch.nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.is_gpu else None,
+            # Otherwise the second step fails. To look for them costs a walk through the graph in each step.
+            find_unused_parameters=self._has_unused_weights(model, batch),
+        )
+        if self.config.gradient_precision == "bfloat16":
+            # By way of a function of another name: torch (2.13) refuses its own by name where there is no NCCL, though
+            # Gloo adds up bfloat16, too.
+            parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+        return parallel
+
+    def _has_unused_weights(self, model: Any, batch: DeviceBatch) -> bool:
+        """Whether there is a weight that the loss does not depend on, as in an output without a loss."""
+        import keras
+
+        from kerasdp.backends.torch.train_step import GlobalBatch
+
+        values = [(variable, variable.value) for variable in all_variables(model)]
+        # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
+        with keras.StatelessScope(values), use(self.context(len(batch.indices))) as context:
+            # One of its own: in this scope, losses that layers add are not seen, so it cannot look for them.
+            whole = GlobalBatch(self, model)
+            outputs = whole.forward(model, batch.inputs, context, training=True)
+            loss, _, _ = whole.training_loss(batch, outputs, context)
+        used, seen, ahead = set(), set(), [loss.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                used.add(id(getattr(node, "variable", None)))
+                ahead += [following for following, _ in node.next_functions]
+        return any(id(variable.value) not in used for variable in model.trainable_weights)
+
+    def variables_outside_scope(self, model: Any) -> list[str]:
+        """Paths of the variables that were not made within `scope`, where that makes a difference."""
+        return []
+
+    def diverged_variables(self, model: Any) -> list[str]:
+        """Names of the variables, seeds included, that are not bit-equal on all replicas."""
+        return self._differing(model.variables)
+
+    def _differing(self, variables: list[Any], group: Any = None) -> list[str]:
+        if self.num_processes == 1:
+            return []
+        digests = [_digest(variable) for variable in variables]
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, digests, group=group)
+        return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        if self.num_processes == 1:
+            return [value]
+        gathered = [None] * self.num_processes
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
+        """Rank 0's values, on every rank."""
+        if self.num_processes == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, 0)
+        return tensor.tolist()
+
+    def all_reduce_max_delayed(self, number: int) -> int:
+        """The highest number of any rank in the call before this one: nobody has to wait for the answer."""
+        if self.num_processes == 1:
+            return number
+        if self._control is None:
+            # Among the hosts, so that no GPU has to be waited for either.
+            self._control = dist.new_group(backend="gloo")
+        asked, self._asked = self._asked, torch.tensor(number)
+        work, self._asking = self._asking, dist.all_reduce(self._asked, dist.ReduceOp.MAX, self._control, async_op=True)
+        if work is None:
+            return 0
+        work.wait()
+        return int(asked.item())
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.num_processes == 1:
+            return flag
+        tensor = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return bool(tensor.item())
+
+    def peak_memory_by_device(self) -> list[int]:
+        """The most memory that each device (on the CPU: each process) has used."""
+        return self.all_gather_object(self.peak_memory_bytes())
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that a device (on the CPU: this process) has used."""
+        if self.is_gpu:
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _digest(variable: Any) -> bytes:
+    array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
+    return hashlib.sha256(array.tobytes()).digest()

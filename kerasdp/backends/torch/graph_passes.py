@@ -1,0 +1,114 @@
+"""What Keras (3.15) does around convolutions on torch, taken out of a captured step; the numbers stay the same."""
+
+import operator
+
+import torch
+import torch._inductor.inductor_prims  # its operations, too
+from torch.fx import Graph, Node
+
+_aten = torch.ops.aten
+_force_strides = torch.ops.prims.inductor_force_stride_order.default
+_TAKES_ANY_LAYOUT = {
+    _aten.clone.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    _aten.constant_pad_nd.default,
+}
+# Places of their arguments.
+_FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
+
+
+def refuse_exchanges(graph: Graph) -> None:
+    """Raises if a variable is given what another held: Inductor (2.13) may read that behind its own change."""
+    for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        source = node.args[1]
+        while source.target in (_aten.clone.default, _aten.detach.default, _aten.alias.default):
+            source = source.args[0]
+        if source.op == "placeholder" and source is not node.args[0]:
+            raise ValueError("a variable is assigned the value of another")
+
+
+def remove_layout_round_trips(graph: Graph) -> None:
+    """Drops copies into NCHW that are turned back at once: there is one ahead of each convolution."""
+    for node in graph.nodes:
+        is_copy = node.target is _aten.clone.default
+        into_nchw = is_copy and node.kwargs.get("memory_format") == torch.contiguous_format
+        if into_nchw and all(user.target in _TAKES_ANY_LAYOUT for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def fold_padding(graph: Graph) -> None:
+    """Lets convolutions pad by themselves what a `ZeroPadding2D` pads for them: a copy less, and one less backwards."""
+    for pad in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
+        steps = _padded_for_convolutions(pad)
+        if steps is None:
+            continue
+        permute, copy = steps
+        _, _, left, _, top, _ = pad.args[1]
+        permute.replace_input_with(pad, pad.args[0])
+        for user in list(copy.users):
+            place = _FORWARD_PADDING if user.target is _aten.convolution.default else _BACKWARD_PADDING
+            arguments = list(user.args)
+            arguments[place] = [top, left]
+            user.args = tuple(arguments)
+            for crop in _crops(user) if place == _BACKWARD_PADDING else ():
+                crop.replace_all_uses_with(crop.args[0])
+                graph.erase_node(crop)
+        graph.erase_node(pad)
+
+
+def keep_channels_last(graph: Graph) -> None:
+    """Turns the outputs of convolutions of images with one channel to where Keras has channels, last.
+
+    The layout of such images can be read both ways, and Inductor (2.13) takes it for NCHW. A pass over such activations
+    and their gradients, which come with channels last, takes ten times as long where nothing else is fused into it.
+    """
+    for convolution in graph.find_nodes(op="call_function", target=_aten.convolution.default):
+        image, output = convolution.args[0].meta["val"], convolution.meta["val"]
+        if image.dim() == 4 and image.shape[1] == 1 and output.shape[1] > 1:
+            strides = torch.empty(output.shape, device="meta").to(memory_format=torch.channels_last).stride()
+            with graph.inserting_after(convolution):
+                turned = graph.call_function(_force_strides, (convolution, strides))
+            turned.meta["val"] = output
+            convolution.replace_all_uses_with(turned, delete_user_cb=lambda user, turned=turned: user is not turned)
+
+
+def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
+    """The turn to NCHW and the copy that follow, if images are padded with zeros, evenly, for convolutions alone."""
+    widths, value = pad.args[1], pad.args[2] if len(pad.args) > 2 else 0.0
+    if value != 0 or len(widths) != 6 or widths[:2] != [0, 0] or widths[2] != widths[3] or widths[4] != widths[5]:
+        return None
+    if min(widths) < 0 or len(pad.users) != 1:
+        return None
+    (permute,) = pad.users
+    if permute.target is not _aten.permute.default or permute.args[1] != [0, 3, 1, 2] or len(permute.users) != 1:
+        return None
+    (copy,) = permute.users
+    if copy.target is not _aten.clone.default:
+        return None
+    for user in copy.users:
+        if user.target is _aten.convolution.default:
+            fits = user.args[0] is copy and user.args[1] is not copy and set(user.args[_FORWARD_PADDING]) == {0}
+        elif user.target is _aten.convolution_backward.default:
+            fits = user.args[_BACKWARD_INPUT] is copy and set(user.args[_BACKWARD_PADDING]) == {0}
+            crops = _crops(user)
+            fits = fits and all(crop.args[1] == [-width for width in widths] for crop in crops or ())
+            fits = fits and crops is not None
+        else:
+            fits = False
+        if not fits:
+            return None
+    return permute, copy
+
+
+def _crops(backward: Node) -> list[Node] | None:
+    """The nodes that cut the padding off the gradient of its input; None if that gradient is used otherwise."""
+    crops = []
+    for part in backward.users:
+        if part.target is operator.getitem and part.args[1] == 0:
+            for permute in part.users:
+                if permute.target is not _aten.permute.default or permute.args[1] != [0, 2, 3, 1]:
+                    return None
+                crops += list(permute.users)
+    return crops if all(crop.target is _aten.constant_pad_nd.default for crop in crops) else None

@@ -1,0 +1,111 @@
+"""Starts a process a device through torch's own elastic launcher, and finds the error that ended a run."""
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from kerasdp import errors
+from kerasdp.runtime import signals
+from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.processes import how_it_ended
+
+
+def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
+
+    A single device needs no other process: `worker` then runs in this one.
+
+    Raises:
+        RunError: the first worker's own error, if one of them failed. All others are ended first.
+    """
+    if devices.count == 1:
+        return worker(devices, *args)
+    # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Keras reads it when it is imported, which the user's script may do at its top.
+    os.environ["KERAS_TORCH_DEVICE"] = "cuda" if devices.kind == "gpu" else "cpu"
+    # The processes share the cores; torch would give each of them all.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
+    # It logs every failure with all its frames; the one that matters is raised below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=devices.count,
+            run_id="kerasdp",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # a free port
+            local_addr="127.0.0.1",
+            max_restarts=0,  # `kerasdp.runtime.supervisor` does that, for all backends alike
+            # When one has died, the others get a signal, which they may take for the scheduler's, and finish a step.
+            shutdown_timeout=5,
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            with signals.passed_on(multiprocessing.active_children):
+                return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
+        except ChildFailedError as error:
+            signals.leave_as(error.get_first_failure()[1].exitcode)
+            raise _first_error(folder, error) from None
+        except SignalException as error:  # the agent has ended the workers
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+
+
+def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
+    """Runs the worker, and writes down what it raises: at once, before the other ranks can notice.
+
+    They fail, too, as soon as this one leaves, and torch's own record tells the first only to the second.
+    """
+    # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        result = worker(*args)
+    except Exception as error:
+        record = {"name": type(error).__name__, "message": str(error), "frames": traceback.format_exc()}
+        path = os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}.error")
+        with open(path, "w") as file:
+            json.dump(record, file)
+        # The process group is not left in order: that would wait for ranks that wait for this one.
+        raise
+    dist.destroy_process_group()
+    return result
+
+
+def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
+    for rank, failure in error.failures.items():
+        # Killed, by the system for its memory say, or crashed: it could not write anything down.
+        if failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
+            return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}")
+    written = sorted(name for name in os.listdir(folder) if name.endswith(".error"))
+    if not written:
+        rank, failure = error.get_first_failure()
+        return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}: {failure.message}")
+    records = {}
+    for name in written:
+        with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote
+            records[name.removesuffix(".error").partition("-")[2]] = json.load(file)
+    rank, record = next(iter(records.items()), ("", {"name": "", "message": "", "frames": "for an unknown reason"}))
+    known = errors.from_name(record["name"], record["message"])
+    if known and "0" in records:  # of what all ranks raise, rank 0 may know more: which checkpoint is left, say
+        known = errors.from_name(records["0"]["name"], records["0"]["message"]) or known
+    return known or errors.WorkerError(f"rank {rank} failed\n{record['frames']}".rstrip())

@@ -1,0 +1,268 @@
+"""PyTorch: trains a model in stages, with the schedules of torch.distributed.pipelining."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.torch.pipeline_stage import Part, Step, to_torch_dtype
+
+
+class Pipeline:
+    """A model of which this process works on some stages.
+
+    Attributes:
+        plan: how it is cut.
+        timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work
+            of this process.
+    """
+
+    def __init__(self, model: Any, replicas: Any):
+        from kerasdp.pipeline.plan import make_plan
+
+        self.model, self.optimizer, self.replicas = model, getattr(model, "optimizer", None), replicas
+        with replicas.scope():  # where the weights still are
+            self.plan = make_plan(model, replicas.config, replicas.num_devices, replicas.broadcast_from_rank0)
+        self.group, self.copies = replicas.stage_group, replicas.copy_group
+        self.place, self.length = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.copy, self.num_copies = dist.get_rank(self.copies), dist.get_world_size(self.copies)
+        self.broadcast_from_rank0 = replicas.broadcast_from_rank0
+        self.parts = {
+            number: Part(self, stage, number)
+            for number, stage in enumerate(self.plan.stages)
+            if number % self.length == self.place
+        }
+        for number in self.parts:
+            for variable in self.variables_of(number):
+                variable.value.data = variable.value.data.to(replicas.device)
+        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
+            layer.activity_regularizer is not None for layer in model._flatten_layers()
+        )
+        # Variables of the optimizer that belong to all weights, as the number of the step. A process that has nothing
+        # to train, and so never asks the optimizer for anything, gets them from one that has.
+        self.shared, self.idle_source = self._shared()
+        self.timeline: list[Any] | None = None
+        self.is_tuned = False
+        self.step: Step | None = None
+        self._schedules: dict[tuple[int, int, bool], Any] = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model was compiled anew since."""
+        return self.optimizer is not getattr(self.model, "optimizer", None)
+
+    @property
+    def size(self) -> int:
+        """This pipeline's rows of a micro-batch."""
+        return self.plan.size // self.num_copies
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is one of this process's."""
+        return len(self.plan.stages) - 1 in self.parts
+
+    def own_variables(self) -> list[Any]:
+        """The variables of this process's stages."""
+        return [variable for part in self.parts.values() for variable in part.model.variables]
+
+    def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss of the global batch, and Keras' logs."""
+        self.model.zero_grad()
+        self._run(batch, training=True)
+        step = self.step
+        weights = [weight for part in self.parts.values() for weight in part.model.trainable_variables]
+        self._add_up([weight.value for weight in weights])
+        penalty = sum(step.penalties, torch.zeros((), device=self.replicas.device))
+        of_weights = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
+        if of_weights:
+            (sum(of_weights) * step.scale).backward()
+            penalty = penalty + sum(of_weights).detach()
+        with torch.no_grad():
+            total_penalty = self._update(weights, penalty)
+            outputs = self._outputs()
+            loss = self._compiled_loss(batch, outputs) + total_penalty
+            return loss, self._logs(batch, outputs, loss)
+
+    def seconds_without_update(self, batch: DeviceBatch) -> float:
+        """What the passes of a training step take; no variable keeps a trace of it."""
+        variables = [variable for part in self.parts.values() for variable in part.model.non_trainable_variables]
+        kept = [variable.value.clone() for variable in variables]
+        dist.barrier()
+        begin = time.perf_counter()
+        self._run(batch, training=True)
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        self.model.zero_grad()
+        for variable, value in zip(variables, kept):
+            variable.assign(value)
+        return seconds
+
+    def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
+        """Keras' logs."""
+        outputs = self.predict_step(batch)
+        penalties = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
+        penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.replicas.device))
+        (total,) = self._totals([penalty]) if self.has_penalties else (0.0,)
+        return self._logs(batch, outputs, self._compiled_loss(batch, outputs) + total)
+
+    def predict_step(self, batch: DeviceBatch) -> Any:
+        """The outputs of the global batch."""
+        self._run(batch, training=False)
+        return self._outputs()
+
+    def _run(self, batch: DeviceBatch, training: bool) -> None:
+        micro_batches = self.plan.micro_batches(len(batch.indices))
+        self.step = Step(self, batch, micro_batches, training)
+        schedule = self._schedule(len(micro_batches), training)
+        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.place == 0 else []
+        target = torch.arange(len(micro_batches)) if training and self.has_last else None
+        schedule.step(*inputs, target=target, return_outputs=False)
+
+    def _own_rows(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
+        """This pipeline's rows of each micro-batch, padded with copies to the same number in each."""
+        count, size = len(micro_batches), self.size
+        if self.num_copies == 1 and count * size == micro_batches.num_rows:
+            return inputs
+        rows = torch.arange(count).unsqueeze(1) * self.plan.size + self.copy * size + torch.arange(size)
+        rows = rows.flatten().clamp(max=micro_batches.num_rows - 1).to(inputs[0].device)
+        return [leaf[rows] for leaf in inputs]
+
+    def _schedule(self, num_micro_batches: int, training: bool) -> Any:
+        """Its buffers have a fixed size, and it a fixed number of micro-batches."""
+        key = self.size, num_micro_batches, training
+        if key in self._schedules:
+            return self._schedules[key]
+        name = self.plan.schedule_for(num_micro_batches) if training else "gpipe"
+        kind = {
+            "gpipe": pipelining.ScheduleGPipe,
+            "1f1b": pipelining.Schedule1F1B,
+            "interleaved1f1b": pipelining.ScheduleInterleaved1F1B,
+        }[name]
+        rounds = max(1, num_micro_batches // self.length)
+        if len(self.parts) > 1 and (name == "gpipe" or num_micro_batches % rounds):
+            kind = pipelining.ScheduleLoopedBFS  # all forwards first, with several stages a device
+        stages = [part.stage() for part in self.parts.values()]
+        schedule = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+            n_microbatches=num_micro_batches,
+            loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
+            scale_grads=False,
+        )
+        schedule.is_whole = kind in (pipelining.ScheduleGPipe, pipelining.ScheduleLoopedBFS)
+        self._schedules[key] = schedule
+        return schedule
+
+    def is_whole(self, num_micro_batches: int) -> bool:
+        """Whether all outputs are there before the first gradient is asked for, so that any loss can be had."""
+        return self._schedule(num_micro_batches, True).is_whole
+
+    def _add_up(self, weights: list[torch.Tensor]) -> None:
+        """Adds up the gradients of the pipelines."""
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if self.num_copies == 1 or not gradients:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self.copies)
+        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(part.view_as(gradient))
+
+    def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
+        """Updates this process's weights; the penalties of all stages."""
+        import keras
+
+        from kerasdp.pipeline.plan import global_clipnorm, updating_some
+
+        optimizer, scale = self.model.optimizer, self.step.scale
+        gradients = [weight.value.grad for weight in weights]
+        limit = global_clipnorm(optimizer)
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        total_penalty = torch.zeros_like(penalty)
+        if limit or is_scaled or self.has_penalties:
+            squares = [(gradient / scale).square().sum() for gradient in gradients if gradient is not None]
+            total, total_penalty = self._totals([sum(squares, torch.zeros_like(penalty)), penalty])
+            if limit:
+                factor = limit / total.sqrt().clamp(min=limit)
+                gradients = [None if gradient is None else gradient * factor for gradient in gradients]
+            if is_scaled and not total.isfinite():  # one stage's overflow is everybody's
+                gradients = [gradient if gradient is None else torch.full_like(gradient, torch.nan)
+                             for gradient in gradients]  # fmt: skip
+        if any(gradient is not None for gradient in gradients):
+            with updating_some(optimizer, weights):
+                optimizer.apply(gradients, weights)
+        if self.idle_source is not None:
+            for variable in self.shared:
+                self._send(variable, self.idle_source)
+        return total_penalty
+
+    def _totals(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """Sums over the stages."""
+        totals = torch.stack([value.double() for value in values])
+        if self.length > 1:
+            dist.all_reduce(totals, group=self.group)
+        return totals.to(values[-1].dtype)
+
+    def _outputs(self) -> Any:
+        """The outputs of the global batch, from the last stage, on every process: each computes loss and metrics."""
+        step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.length)
+        outputs = []
+        for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
+            if self.has_last:
+                leaf = torch.cat([step.gathered(number)[place] for number in range(len(step.micro_batches))])
+            else:
+                shape = (step.micro_batches.num_rows, *step.shapes[place])
+                leaf = torch.empty(shape, dtype=to_torch_dtype(tensor.dtype), device=self.replicas.device)
+            if self.length > 1:
+                dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
+            outputs.append(leaf)
+        return self.plan.outputs(outputs)
+
+    def _compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
+        if self.model._compile_loss is None:
+            return torch.zeros((), device=self.replicas.device)
+        return self.model._compile_loss(batch.targets, outputs, batch.sample_weight)
+
+    def _logs(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
+        self.model._loss_tracker.update_state(loss, sample_weight=len(batch.indices))
+        return self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
+
+    def _shared(self) -> tuple[list[Any], int | None]:
+        from kerasdp.pipeline.plan import slots_of
+
+        if self.optimizer is None:
+            return [], None
+        slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
+        busy = {
+            number % self.length
+            for number, stage in enumerate(self.plan.stages)
+            if stage.model.trainable_variables
+        }  # fmt: skip
+        source = dist.get_global_rank(self.group, min(busy)) if 0 < len(busy) < self.length else None
+        return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
+
+    def variables_of(self, number: int) -> list[Any]:
+        """The variables of a stage, and what the optimizer keeps for each of its weights."""
+        from kerasdp.pipeline.plan import slots_of
+
+        weights, model = self.model.trainable_variables, self.plan.stages[number].model
+        slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))
+        places = {id(weight): place for place, weight in enumerate(weights)}
+        own = {places[id(weight)] for weight in model.trainable_variables}
+        return [*model.variables, *(slot for (_, place), slot in slots.items() if place in own)]
+
+    def collect(self) -> None:
+        """Gives each process of the pipeline the values of all variables."""
+        for number in range(len(self.plan.stages)) if self.length > 1 else ():
+            source = dist.get_global_rank(self.group, number % self.length)
+            for variable in self.variables_of(number):
+                self._send(variable, source)
+
+    def _send(self, variable: Any, source: int) -> None:
+        """Gives all processes of the pipeline the value that one of them has."""
+        value = variable.value.detach()
+        copy = value.to(self.replicas.device).contiguous()
+        dist.broadcast(copy, source, group=self.group)
+        value.copy_(copy)

@@ -1,0 +1,84 @@
+"""PyTorch: a process a device, with the schedules of torch.distributed.pipelining."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kerasdp.backends.steps import DeviceBatch, Hooks, StepFunctions, require_device_batch
+from kerasdp.backends.torch import data_parallel
+from kerasdp.backends.torch.pipeline_engine import Pipeline
+from kerasdp.config import Config
+from kerasdp.data.sampling import SKIPPED
+from kerasdp.pipeline.replicas import CutModel
+from kerasdp.runtime.devices import Devices
+
+count_gpus, start = data_parallel.count_gpus, data_parallel.start
+
+
+class Replicas(CutModel, data_parallel.Replicas):
+    """The stages of a run, as seen by one of its processes. See `kerasdp.backends.torch.data_parallel.Replicas`.
+
+    Attributes:
+        stage_group: the processes that hold this one's pipeline.
+        copy_group: those that hold copies of this one's stages.
+    """
+
+    def __init__(self, devices: Devices, config: Config):
+        """Joins the process groups. Call before Keras is imported."""
+        super().__init__(devices, config)
+        self.config, self.num_replicas, self.part, self.splits_batches = config, 1, (0, 1), True
+        if devices.count == 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        length = devices.count // config.num_pipelines(devices.count)
+        ranks = torch.arange(devices.count).reshape(-1, length)
+        self.stage_group, self.copy_group = (
+            next(group for group in [dist.new_group(part.tolist()) for part in parts] if dist.get_rank(group) >= 0)
+            for parts in (ranks, ranks.T)
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        import keras
+
+        with keras.device("cpu"):
+            yield
+
+    def shard_batch(self, batch: Any) -> DeviceBatch:
+        """Brings targets to every device, inputs to that of the first stage alone."""
+        placed_batch = super().shard_batch(batch)
+        is_first = dist.get_rank(self.stage_group) == 0
+        return placed_batch if is_first else placed_batch._replace(inputs=None)
+
+    def make_pipeline(self, model: Any) -> Pipeline:
+        """An engine for a model."""
+        return Pipeline(model, self)
+
+    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        pipeline = self.engine_of(model)
+
+        def train_function(data: Any) -> dict[str, Any]:
+            if data[0] is SKIPPED:
+                return hooks.skipped_logs
+            batch = require_device_batch(data[0])
+            loss, logs = pipeline.train_step(batch)
+            hooks.after_step(loss, batch.indices, {})
+            return logs
+
+        return StepFunctions(
+            train=train_function,
+            test=torch.no_grad()(lambda data: pipeline.test_step(require_device_batch(data[0]))),
+            predict=torch.no_grad()(lambda data: pipeline.predict_step(require_device_batch(data[0]))),
+        )
+
+    def gather_variables(self, model: Any) -> None:
+        """Gives each process the values of all variables, of which it computes only those of its stages."""
+        self.engine_of(model).collect()
+
+    def diverged_variables(self, model: Any) -> list[str]:
+        """Names of the variables that are not bit-equal in all pipelines."""
+        return self._differing(self.engine_of(model).own_variables(), self.copy_group)

@@ -1,0 +1,217 @@
+"""PyTorch: one stage of a pipeline as a module, and what the micro-batches of a step have in common."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import pipelining
+
+from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, gather_statistics
+from kerasdp.portability.replica_context import ReplicaContext, use
+
+
+class Step:
+    """What a step's micro-batches have in common."""
+
+    def __init__(self, pipeline: Any, batch: DeviceBatch, micro_batches: Any, training: bool):
+        self.pipeline, self.batch, self.micro_batches, self.training = pipeline, batch, micro_batches, training
+        one = torch.ones((), device=pipeline.replicas.device)
+        self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
+        self.penalties: list[torch.Tensor] = []
+        self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.size)
+        self.seeds = {part.number: [seed.value.clone() for seed in part.seeds] for part in pipeline.parts.values()}
+        self._outputs: dict[int, list[torch.Tensor]] = {}
+        self._gathered: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        if training and not pipeline.is_whole(len(micro_batches)):
+            self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
+
+    def context(self, number: int) -> ReplicaContext:
+        """The place of this pipeline's rows of a micro-batch."""
+        pipeline, rows = self.pipeline, self.micro_batches.rows(number)
+        first = rows.start + pipeline.copy * pipeline.size
+        whole = rows.stop - rows.start
+        several = pipeline.num_copies > 1
+        num_rows = min(max(rows.stop - first, 0), pipeline.size)
+        # Without padding, and with nothing to join, batch norm may be torch's own, which is faster and keeps less.
+        as_torch = pipeline.plan.is_whole_model and not several and num_rows == pipeline.size
+        return ReplicaContext(
+            num_replicas=pipeline.num_copies,
+            num_rows=num_rows,
+            rows=pipeline.size,
+            first_row=first,
+            gather=None if as_torch else lambda own: gather_statistics(own, pipeline.copies) if several else own[None],
+            gather_rows=lambda own: (gather_rows(own, pipeline.copies, 1) if several else own)[:whole],
+        )
+
+    def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:
+        """Takes what the last stage gives for a micro-batch."""
+        self._outputs[number] = [leaf.detach() for leaf in outputs]
+
+    def gathered(self, number: int) -> list[torch.Tensor]:
+        """A micro-batch's outputs of all pipelines, without padding."""
+        if number not in self._gathered:
+            whole, copies = self.micro_batches.num_rows_of(number), self.pipeline.copies
+            leaves = self._outputs[number]
+            if self.pipeline.num_copies > 1:
+                leaves = [all_gather_stacked(leaf, copies).flatten(0, 1) for leaf in leaves]
+            self._gathered[number] = [leaf[:whole] for leaf in leaves]
+        return self._gathered[number]
+
+    def loss(self, outputs: Any, number: int) -> torch.Tensor:
+        """Something to call `backward` on; what it is worth is not known yet."""
+        return _Deferred.apply(self, number, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    def gradients(self, number: int) -> list[torch.Tensor]:
+        """Those of the outputs of a micro-batch."""
+        if self.pipeline.is_whole(len(self.micro_batches)):
+            if not self._gradients:
+                self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
+            return self._gradients.pop(number)
+        import keras
+
+        rows, batch = self.micro_batches.rows(number), self.batch
+        targets, weights = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[rows], (batch.targets, batch.sample_weight)
+        )
+        self._compute_gradients([number], batch._replace(targets=targets, sample_weight=weights), self.shares[number])
+        return self._gradients.pop(number)
+
+    @torch.enable_grad()
+    def _compute_gradients(self, numbers: list[int], batch: DeviceBatch, share: float) -> None:
+        import keras
+
+        pipeline = self.pipeline
+        # A whole number beside the logits, the class say, has no gradient.
+        leaves = [
+            [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in self.gathered(number)]
+            for number in numbers
+        ]
+        outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
+        with keras.StatelessScope():  # the losses of several outputs are metrics, too
+            loss = pipeline._compiled_loss(batch, outputs) * (share * self.scale)
+        flat = [leaf for parts in leaves for leaf in parts if leaf.requires_grad]
+        found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
+        first = pipeline.copy * pipeline.size
+        for number, parts in zip(numbers, leaves):
+            self._gradients[number] = []
+            for leaf in parts:
+                gradient = next(found) if leaf.requires_grad else None
+                own = leaf.new_zeros((pipeline.size, *leaf.shape[1:]))
+                if gradient is not None:
+                    part = gradient[first : first + pipeline.size]
+                    own[: len(part)] = part
+                self._gradients[number].append(own)
+
+
+class _Deferred(torch.autograd.Function):
+    """Gives the gradients of a step's loss, when they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, number: int, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.step, ctx.number = step, number
+        return next(leaf for leaf in outputs if leaf.is_floating_point()).new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.step.gradients(ctx.number)
+
+
+class _WithPenalty(torch.autograd.Function):
+    """The outputs as they are; in the backward pass a penalty gets its gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: torch.Tensor, penalty: torch.Tensor, *outputs: torch.Tensor) -> tuple[Any, ...]:
+        ctx.scale = scale.to(penalty.dtype)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, ctx.scale, *gradients
+
+
+class Part(torch.nn.Module):
+    """A stage as a module that takes a micro-batch's tensors."""
+
+    def __init__(self, pipeline: Any, stage: Any, number: int):
+        from kerasdp.pipeline.plan import seed_variables
+        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+
+        super().__init__()
+        self.pipeline, self.keras_stage, self.model, self.number = pipeline, stage, stage.model, number
+        self.is_last = number == len(pipeline.plan.stages) - 1
+        self.penalties = WholeBatchPenalties(stage.model)
+        self.seeds = seed_variables(stage.model)
+        self.micro_batch = 0
+
+    def stage(self) -> "_Stage":
+        """With the shapes of a micro-batch. Without them torch (2.13) would find them out by a training step on
+        whatever numbers are in memory, after which moving statistics are not numbers any more.
+        """
+        size = self.pipeline.size
+
+        def like(tensors: list[Any], shapes: list[Any]) -> tuple[torch.Tensor, ...]:
+            dtypes = [to_torch_dtype(tensor.dtype) for tensor in tensors]
+            return tuple(
+                torch.empty((size, *shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+                for dtype, shape in zip(dtypes, shapes)
+            )
+
+        stage = self.keras_stage
+        return _Stage(
+            self,
+            self.number,
+            len(self.pipeline.plan.stages),
+            self.pipeline.replicas.device,
+            input_args=like(stage.model.inputs, stage.input_shapes()),
+            output_args=like(stage.model.outputs, stage.output_shapes(size)),
+            group=self.pipeline.group,
+        )
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Outputs of the stage, for the micro-batch whose number is set."""
+        step, number = self.pipeline.step, self.micro_batch
+        context = step.context(number)
+        if step.training:
+            for seed, value in zip(self.seeds, step.seeds[self.number]):
+                seed.assign(value)  # so that a micro-batch draws what its rows draw in the whole batch
+        with use(context), self.penalties.active():
+            outputs = self.keras_stage(list(inputs), training=step.training)
+        # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
+        outputs = [output.contiguous() for output in outputs]
+        if context.penalties:
+            penalty = sum(context.penalties) * step.micro_batches.share_of_rows(number)
+            if self.pipeline.copy == 0:
+                step.penalties.append(penalty.detach())
+            outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
+        if self.is_last:
+            step.add_output(number, outputs)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+class _Stage(pipelining.PipelineStage):
+    """Tells the module which micro-batch it works on, and the timeline when."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.micro_batch = fwd_chunk_id
+        return self._timed("forward", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        return self._timed("backward", bwd_chunk_id, super().backward_one_chunk, *args, **kwargs)
+
+    def _timed(self, kind: str, number: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        timeline = self.submod.pipeline.timeline
+        begin = time.perf_counter()
+        result = work(number, *args, **kwargs)
+        if timeline is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            timeline.append((self.stage_index, kind, number, begin, time.perf_counter()))
+        return result
+
+
+def to_torch_dtype(name: str) -> torch.dtype:
+    """What torch calls the type of the numbers of a Keras tensor."""
+    return getattr(torch, name)

@@ -1,0 +1,128 @@
+"""Loss and metrics of a global batch, from the forward pass of each rank on its rows of it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # its operations, too
+
+from kerasdp.backends.steps import DeviceBatch
+from kerasdp.portability.replica_context import ReplicaContext
+
+_collectives = torch.ops._c10d_functional
+# Of a rank's outputs that go along with the gradients.
+_MOST_BYTES = 2**20
+
+
+class GlobalBatch:
+    """What the steps of a model compute beside its layers."""
+
+    def __init__(self, replicas: Any, model: Any):
+        """`replicas` of `torch_ddp`."""
+        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+
+        self.replicas, self.model = replicas, model
+        self.penalties = WholeBatchPenalties(model)
+
+    def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
+        """The outputs of this rank's rows. `module`: the model itself, or the model in DistributedDataParallel."""
+        arguments = {"training": training} if self.model._call_has_training_arg else {}
+        if context is None:
+            return module(inputs, **arguments)
+        with self.penalties.active():
+            return module(inputs, **arguments)
+
+    def training_loss(
+        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor | None], tuple[Any, torch.Tensor]]]:
+        """A loss whose gradients, averaged over the ranks, are those of the global batch's loss.
+
+        Returns:
+            That loss; what is to be added up over the ranks, a flat tensor, or None; and a function that takes the
+            sums, moves the moving statistics, and returns the outputs and the loss of the global batch.
+        """
+        from kerasdp.backends.loss_reduction import is_mean_over_shards
+        from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
+
+        num_rows = len(batch.indices)
+        if context is None:
+            loss = self._loss(batch, outputs, training=True)
+            return loss, None, lambda _: (_detached(outputs), loss.detach())
+        is_even = context.rows * context.num_replicas == num_rows
+        is_part = is_even and is_mean_over_shards(self.model, outputs) and outputs.nbytes < _MOST_BYTES
+        if is_part:
+            own = slice(context.first_row, context.first_row + context.rows)
+            loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
+            # Rows of others are zero, and so the sum over the ranks is all rows.
+            others = [0, 0] * (outputs.dim() - 1) + [context.first_row, num_rows - context.first_row - context.rows]
+            rows = torch.nn.functional.pad(outputs.detach(), others)
+            shared = [loss.detach() / context.num_replicas, rows]
+        else:
+            outputs = self.replicas.gather(outputs, num_rows)
+            loss = sum(context.penalties, self._loss(batch, outputs, training=True))
+            shared = []
+        if context.moving:
+            shared.append(pack_moving(context.moving))
+        if not shared:
+            return loss, None, lambda _: (_detached(outputs), loss.detach())
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in shared))
+
+        def finish(sums: torch.Tensor) -> tuple[Any, torch.Tensor]:
+            parts = sums.split([part.numel() for part in shared])
+            if context.moving:
+                move_together(context.moving, parts[-1])
+            if not is_part:
+                return _detached(outputs), loss.detach()
+            whole = parts[1].reshape(num_rows, *outputs.shape[1:]).to(outputs.dtype)
+            return whole, parts[0].reshape(()).to(loss.dtype)
+
+        return loss, torch.cat([part.reshape(-1).to(dtype) for part in shared]), finish
+
+    def test_loss(self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None) -> torch.Tensor:
+        """The loss of the global batch; `outputs` of all of it."""
+        loss = self._loss(batch, outputs, training=False)
+        return loss if context is None else sum(context.penalties, loss)
+
+    def metrics(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
+        """Adds the global batch to the metrics: what they are now."""
+        inputs, targets, sample_weight, indices = batch
+        self.model._loss_tracker.update_state(loss, sample_weight=len(indices))
+        inputs = self._inputs_for("compute_metrics", inputs, len(indices))
+        return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def _loss(self, batch: DeviceBatch, outputs: Any, training: bool, rows: slice = slice(None)) -> torch.Tensor:
+        import keras
+
+        inputs, targets, sample_weight, indices = batch
+        inputs = self._inputs_for("compute_loss", inputs, len(indices))
+        targets, sample_weight = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight)
+        )
+        return self.model._compute_loss(
+            x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
+        )
+
+    def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
+        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
+        import keras
+
+        own = getattr(type(self.model), method) is getattr(keras.Model, method)
+        return inputs if own else self.replicas.gather(inputs, num_rows)
+
+
+def _detached(outputs: Any) -> Any:
+    import keras
+
+    return keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
+
+
+def all_reduce_async(tensor: torch.Tensor) -> torch.Tensor:
+    """Begins to add a tensor up over the ranks. The functional form can be captured in a graph, too."""
+    return _collectives.all_reduce(tensor, "sum", dist.group.WORLD.group_name)
+
+
+def received(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for what was begun."""
+    return _collectives.wait_tensor(tensor)

@@ -1,0 +1,117 @@
+"""The kit as a contender: `python -m kerasdp.benchmark.kerasdp_program CONFIG STEPS`, with a `Config` as JSON.
+
+It is asked for repetitions as `benchmarks/protocol.py` tells. With torch on several devices each rank has a named
+pipe, into which the first process writes what it reads: so no rank waits for the others in a collective, which could
+time out.
+"""
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import kerasdp
+
+STARTED = time.time()
+WARM_UP_STEPS = 3
+
+
+def train(steps: int, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
+    """Trains for a step, warms up, and repeats as it is asked to."""
+    import keras
+    import numpy as np
+
+    config = runner.config
+    data = kerasdp.load_data(config)
+    indices = np.arange(data.train.num_samples // config.batch_size * config.batch_size)  # full batches only
+    if not len(indices):
+        raise kerasdp.UserError(f"--batch_size: expected at most {data.train.num_samples}, the samples there are")
+    x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
+    with runner.scope():
+        model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+        model.compile(
+            kerasdp.make_optimizer(config),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+
+    def repeat(steps: int) -> dict[str, float]:
+        history = runner.fit(
+            model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
+        ).history
+        memory = runner.replicas.all_gather_object(runner.replicas.peak_memory_bytes())
+        return {
+            "seconds": runner.epoch_seconds[-1],
+            "loss": history["loss"][0],
+            "accuracy": history["accuracy"][0],
+            "peak_memory_bytes": max(memory) if runner.devices.kind == "gpu" else sum(memory),
+        }
+
+    repeat(1)
+    seconds = time.time() - started
+    repeat(WARM_UP_STEPS)
+    repeat(WARM_UP_STEPS)
+    parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    _say(
+        runner, ready=True, seconds_to_first_step=seconds, parameters=parameters, flops=forward_flops(model),
+        device=runner.devices.kind,
+    )  # fmt: skip
+    for _ in _lines(folder, runner.replicas.rank):
+        runner.replicas.any_rank(False)  # all ranks begin together
+        _say(runner, **repeat(steps))
+
+
+def forward_flops(model: Any) -> float | None:
+    """Operations of a sample's forward pass; None where the layers' calls are not known."""
+    from kerasdp.pipeline.cost_model import costs_of
+
+    by_depth = getattr(model, "_nodes_by_depth", None)
+    if by_depth is None:
+        return None
+    nodes = [node for depth in by_depth.values() for node in depth if not node.is_input]
+    return sum(costs_of(nodes, model.inputs, "flops", 1))
+
+
+def _say(runner: "kerasdp.Runner", **values: Any) -> None:
+    if runner.is_chief:
+        print(json.dumps(values), flush=True)
+
+
+def _lines(folder: str | None, rank: int) -> Iterable[str]:
+    return sys.stdin if folder is None else open(os.path.join(folder, str(rank)))  # noqa: SIM115
+
+
+def _pass_on(folder: str, count: int) -> None:
+    """Writes each line into the ranks' pipes."""
+    pipes = [open(os.path.join(folder, str(rank)), "w", buffering=1) for rank in range(count)]  # noqa: SIM115
+    for line in sys.stdin:
+        for pipe in pipes:
+            pipe.write(line)
+    for pipe in pipes:
+        pipe.close()
+
+
+def main() -> None:
+    """Starts the run that the arguments describe."""
+    config, steps = kerasdp.Config(**json.loads(sys.argv[1])), int(sys.argv[2])
+    several = config.backend == "torch" and config.num_devices > 1
+    try:
+        if not several:
+            kerasdp.launch(functools.partial(train, steps, STARTED, None), config)
+            return
+        with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+            for rank in range(config.num_devices):
+                os.mkfifo(os.path.join(folder, str(rank)))
+            threading.Thread(target=_pass_on, args=(folder, config.num_devices), daemon=True).start()
+            kerasdp.launch(functools.partial(train, steps, STARTED, folder), config)
+    except kerasdp.RunError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

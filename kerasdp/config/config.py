@@ -1,0 +1,260 @@
+"""What a run is: one frozen record of every choice, checked when it is made."""
+
+import dataclasses
+import os
+from typing import Any
+
+from kerasdp.config import validation
+from kerasdp.errors import UserError
+
+CHECKPOINTS = "checkpoints"  # folder in the workdir
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every choice of a run.
+
+    `kerasdp.launch` reads the fields on devices, batch norm, precision, seed and output; the main job reads all.
+
+    Args:
+        backend: `"torch"`, `"jax"` or `"tensorflow"`. None: $KERAS_BACKEND, else the first installed.
+        num_devices: devices of the run. None: all GPUs there are, or 1.
+        device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
+        strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
+            output channels (`"tensor"`, with jax).
+        num_stages: of a pipeline. None: one a device.
+        cut_at: layers behind which a pipeline is cut, comma-separated. None: where the stages are balanced.
+        balance: what the stages of a pipeline have equal parts of: `"time"` (measured), `"flops"`, `"parameters"`.
+        split_size: samples a micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
+        micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
+        schedule: which micro-batch a stage works on next: all forwards first (`"gpipe"`), or backwards as soon as
+            they can be (`"1f1b"`), also with several stages a device (`"interleaved1f1b"`).
+        model: a model of `kerasdp.models`, or the user's own function (`file.py:function`).
+        dataset: a data set of `kerasdp.data`, or the user's own function.
+        data_dir: folder of the data set's files. None: where Keras or the system keeps them.
+        data_on_device: whether inputs that are in memory stay on the devices while `fit` runs, so that a step sends the
+            numbers of its rows alone: `"on"`, `"off"`, or `"auto"`: on GPUs, up to 1 GiB. Each device then holds all.
+        batch_size: samples a step, over all devices: the global batch.
+        accumulate: in how many parts each device works on its samples, one after the other, so that it holds the
+            activations of one part alone; their gradients, added up, are those of the global batch. Batch norm takes
+            its statistics from each part.
+        epochs: passes over the training data.
+        max_steps: updates after which the run ends. None: only `epochs` counts.
+        optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
+        learning_rate: None: that of `optimizer`, its argument or its default.
+        lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
+        kernel_initializer: a Keras initializer for every convolution and dense kernel of the kit's models,
+            as `random_normal(stddev=0.01)`. None: each layer's default.
+        batch_norm: statistics over the global batch (`"sync"`) or each replica's part (`"replica"`).
+        precision: of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
+            telling round-off from mistakes.
+        compile: whether training steps run as one compiled graph, on torch: `"on"`, `"off"`, or `"auto"`: in runs of at
+            least 1,000 steps. What cannot be captured is trained without, with a warning. On jax and tensorflow the
+            model's own `jit_compile` decides, as in Keras.
+        gradient_precision: in which replicas exchange their gradients: `"bfloat16"` halves what they send (torch, and
+            tensorflow, which sends those of an embedding in float32 all the same).
+        seed: of initial weights, sample order and dropout.
+        workdir: folder for what the run leaves. None: nothing is written.
+        log_every: steps between two lines of steps.jsonl.
+        verbose: 0 nothing, 1 progress bar, 2 a line an epoch; None: a bar in a terminal, else lines.
+        tensorboard: write event files into the workdir.
+        checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
+            behind every 50 steps; `"10m"`, and every 10 minutes; `"never"`.
+        keep: how many of the newest checkpoints stay. The best one, by validation loss, stays besides.
+        resume: go on from the newest checkpoint in the workdir; without one, start.
+        max_restarts: how often a run is started again from its last checkpoint when a worker dies or hangs.
+        hang_timeout: seconds without a step after which a run is taken to hang, and ended. None: never.
+        export: file for the finished model, `.keras` or `.weights.h5`. None: none.
+
+    Raises:
+        UserError: if a value is out of its range.
+    """
+
+    backend: str | None = None
+    num_devices: int | None = None
+    device: str = "auto"
+    strategy: str = "data"
+    num_stages: int | None = None
+    cut_at: str | None = None
+    balance: str = "time"
+    split_size: int | str | None = None
+    micro_batches: int | None = None
+    schedule: str = "gpipe"
+    model: str = "lenet"
+    dataset: str = "digits"
+    data_dir: str | None = None
+    data_on_device: str = "auto"
+    batch_size: int = 64
+    accumulate: int = 1
+    epochs: int = 20
+    max_steps: int | None = None
+    optimizer: str = "sgd(learning_rate=0.03, momentum=0.9)"
+    learning_rate: float | None = None
+    lr_base_batch: int | None = None
+    kernel_initializer: str | None = None
+    batch_norm: str = "sync"
+    precision: str = "float32"
+    compile: str = "auto"
+    gradient_precision: str = "float32"
+    seed: int = 0
+    workdir: str | None = None
+    log_every: int = 10
+    verbose: int | None = None
+    tensorboard: bool = False
+    checkpoint_every: str = "epoch"
+    keep: int = 3
+    resume: bool = False
+    max_restarts: int = 0
+    hang_timeout: float | None = None
+    export: str | None = None
+
+    def __post_init__(self) -> None:
+        validation.check(self)
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
+        if self.gradient_precision != "float32" and num_replicas == 1:
+            raise UserError(
+                f"--gradient_precision={self.gradient_precision}: one device sends no gradients; leave it out, or use "
+                "--gpus=2 or more"
+            )
+        if self.accumulate > 1 and num_replicas > 1 and self.backend == "tensorflow":
+            raise UserError(
+                f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
+                f"Received: {num_replicas}; use --backend=torch or jax"
+            )
+        if self.batch_size < num_replicas:
+            raise UserError(
+                f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
+                f"for {num_replicas} devices. Received: {self.batch_size}"
+            )
+        rows = self.replica_batch_size(num_replicas)
+        if self.accumulate > rows:
+            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
+        count = -(-rows // -(-rows // self.accumulate))
+        if count != self.accumulate:
+            raise UserError(
+                f"--accumulate: {rows} samples, those of a device, cannot be cut into {self.accumulate} parts of one "
+                f"size, but for the last; use {count}, or another --batch_size"
+            )
+
+    @property
+    def engine(self) -> str:
+        """The strategy whose engine trains: parts that are worked on one after the other are a pipeline's, of one
+        stage.
+        """
+        return "pipeline" if self.accumulate > 1 else self.strategy
+
+    def num_replicas(self, num_devices: int) -> int:
+        """How many copies of the model share the batch on so many devices.
+
+        Raises:
+            UserError: if the stages of a pipeline and the devices do not go together.
+        """
+        if self.strategy == "tensor":
+            return 1
+        return self.num_pipelines(num_devices) if self.strategy == "pipeline" else num_devices
+
+    def with_devices_for_stages(self) -> "Config":
+        """With a device for each stage of a pipeline, if their number is known and that of devices is not."""
+        if self.strategy != "pipeline" or self.num_devices or not (self.num_stages or self.cut_at):
+            return self
+        stages = self.stages_on(1)
+        return dataclasses.replace(self, num_devices=-(-stages // 2) if self.schedule == "interleaved1f1b" else stages)
+
+    def stages_on(self, num_devices: int) -> int:
+        """How many stages a pipeline on so many devices has."""
+        if self.accumulate > 1:
+            return 1
+        if self.cut_at is not None:
+            return len(self.cut_at.split(",")) + 1
+        return self.num_stages or (2 * num_devices if self.schedule == "interleaved1f1b" else num_devices)
+
+    def num_pipelines(self, num_devices: int) -> int:
+        """How many pipelines share the batch, each with a copy of the model.
+
+        Raises:
+            UserError: if stages and devices do not go together.
+        """
+        stages = self.stages_on(num_devices)
+        if self.schedule == "interleaved1f1b":
+            if stages % num_devices or stages == num_devices:
+                raise UserError(
+                    f"--stages: expected a multiple of the {num_devices} devices with --schedule=interleaved1f1b, "
+                    f"several on each. Received: {stages}"
+                )
+            return 1
+        if num_devices % stages:
+            raise UserError(
+                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
+            )
+        if self.backend == "tensorflow" and num_devices > stages:
+            raise UserError(
+                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
+                f"device by device. Received: {num_devices}; use --backend=torch or jax"
+            )
+        return num_devices // stages
+
+    def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
+        """Samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
+        size = self.replica_batch_size(num_pipelines)
+        if self.split_size is not None:
+            return min(int(self.split_size), size)
+        count = self.accumulate if self.accumulate > 1 else self.micro_batches or 2 * num_stages
+        return -(-size // min(count, size))
+
+    def replica_batch_size(self, num_replicas: int) -> int:
+        """Samples of a full batch on one replica (the last replica holds fewer if they do not divide)."""
+        return -(-self.batch_size // num_replicas)
+
+    def scaled_learning_rate(self, default: float) -> float:
+        """The rate in use: `learning_rate`, or the optimizer's own (`default`), scaled if `lr_base_batch` is set."""
+        rate = default if self.learning_rate is None else self.learning_rate
+        return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
+
+    def checkpoint_interval(self) -> tuple[int | None, float | None]:
+        """Steps, and seconds, after which a checkpoint is due; None where they do not count."""
+        text = self.checkpoint_every
+        if text in ("epoch", "never"):
+            return None, None
+        number = text.removesuffix("m")
+        if not number.isdecimal() or int(number) < 1:
+            raise UserError(
+                f"--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). Received: {text!r}"
+            )
+        return (None, 60.0 * int(number)) if text.endswith("m") else (int(number), None)
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.workdir is not None and self.checkpoint_every != "never"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a dictionary that JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+def check_workdir(workdir: str, resume: bool = False) -> None:
+    """Makes the workdir, and raises `UserError` if nothing can be written there, or if checkpoints would be lost."""
+    if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
+        raise UserError(
+            f"--workdir: {workdir!r} holds the checkpoints of an earlier run; go on with it (--resume), or choose "
+            "another folder"
+        )
+    probe = os.path.join(workdir, ".writable")
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        with open(probe, "w"):
+            pass
+        os.remove(probe)
+    except OSError as error:
+        raise UserError(
+            f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder"
+        ) from error
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -1,0 +1,243 @@
+"""Trains one model many ways and compares: is its training a property of the model, or of the backend?"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from kerasdp.config.validation import BACKENDS
+from kerasdp.errors import RunError, UserError
+from kerasdp.parity.charts import draw_comparison
+from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
+from kerasdp.parity.trace import Job, Trace, Way, trace
+from kerasdp.runtime.devices import is_installed
+
+__all__ = ["Comparison", "Job", "Outcome", "Divergence", "Reference", "Tolerance", "Way", "compare", "judge"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one way to train.
+
+    Args:
+        way: backend, devices, precision.
+        reference: the way that it is compared with.
+        losses: of each step.
+        differences: of the losses from the reference's, relative, of each step.
+        divergence: where it parts from the reference; None if nowhere.
+        round_off: the largest difference in float64, if it parts in float32 but not there: then round-off has grown,
+            and nothing is wrong. None also where a difference in float32 is too large for that from the start.
+        error: why it could not be trained; empty if it could.
+        seconds: of the whole process.
+    """
+
+    way: Way
+    reference: Way
+    losses: np.ndarray
+    differences: np.ndarray
+    divergence: Divergence | None = None
+    round_off: float | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was trained, and as the reference was."""
+        return not self.error and (self.divergence is None or self.round_off is not None)
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.way} failed: {self.error}"
+        if self.divergence is None:
+            return f"{self.way} trains as {self.reference}"
+        if self.round_off is not None:
+            return (
+                f"{self.way} parts from {self.reference} by round-off alone (in float64 they are {self.round_off:.1e} "
+                f"apart): {dataclasses.replace(self.divergence, layer='')}"
+            )
+        return f"{self.way} parts from {self.reference}: {self.divergence}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A model trained many ways.
+
+    Args:
+        outcomes: one for each way, the first being the reference.
+        tolerance: of the losses.
+    """
+
+    outcomes: list[Outcome]
+    tolerance: Tolerance
+
+    @property
+    def passed(self) -> bool:
+        """Whether all ways were trained alike."""
+        return all(outcome.passed for outcome in self.outcomes)
+
+    def table(self) -> str:
+        """A row for each way: largest difference of a loss from the reference's, first step that parts, seconds."""
+        rows = [("trained on", "max difference", "first divergent step", "seconds")]
+        for outcome in self.outcomes:
+            step = "failed" if outcome.error else "none"
+            if outcome.divergence is not None:
+                step = "-" if outcome.divergence.step is None else str(outcome.divergence.step)
+            worst = f"{outcome.differences.max():.1e}" if len(outcome.differences) else ""
+            if outcome.way == outcome.reference:
+                worst = "(reference)"
+            rows.append((str(outcome.way), worst, step, f"{outcome.seconds:.1f}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width)
+                      for number, (cell, width) in enumerate(zip(row, widths))).rstrip()
+            for row in rows
+        ]  # fmt: skip
+        lines += [str(outcome) for outcome in self.outcomes if outcome.error or outcome.divergence]
+        return "\n".join(lines)
+
+    def draw(self, path: str) -> None:
+        """Draws the loss curves on top of one another, and their differences, into a PNG file."""
+        draw_comparison(self.outcomes, self.tolerance, path)
+
+
+def compare(
+    build_model: Callable[[], Any],
+    data: Any,
+    *,
+    backends: Iterable[str] | None = None,
+    device_counts: Iterable[int] = (1, 2),
+    precision: str = "float32",
+    tolerance: Tolerance | None = None,
+    report: Callable[[Outcome], None] | None = None,
+    **choices: Any,
+) -> Comparison:
+    """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
+
+    Initial weights and the samples of each step must be equal bit for bit; losses, gradient norms, metrics and final
+    weights up to round-off. Where two trainings part, both are run again to find the layer; and, unless the first
+    forward pass is more than ten tolerances apart, in float64, to tell mistakes from round-off that has grown.
+
+    Args:
+        build_model: called without arguments in each process, returns a compiled Keras model; a function of a module.
+        data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function of a module that returns it.
+        backends: None: all that are installed.
+        device_counts: replicas; virtual CPU devices, unless `device` says otherwise.
+        precision: `"float32"`, or `"float64"`, in which only mistakes are left.
+        tolerance: None: that of `kerasdp.parity.divergence.tolerance_for`.
+        report: called with each outcome as it comes.
+        **choices: fields of `Job`: `steps` (40), `batch_size` (32), `seed`, `batch_norm`, `class_weight`, `device`,
+            `compile` (of torch).
+
+    Returns:
+        The comparison. With `batch_norm="replica"` ways are compared with the first backend on as many devices.
+
+    Raises:
+        UserError: if the model cannot be sent to other processes, or the reference cannot be trained.
+    """
+    job = Job(build_model=build_model, data=data, **choices)
+    names = tuple(backends) if backends is not None else tuple(name for name in BACKENDS if is_installed(name))
+    ways = [Way(backend=name, num_devices=count, precision=precision) for name in names for count in device_counts]
+    if not ways:
+        raise UserError("parity: expected at least one backend and device count. Received: none")
+    references: dict[int, Reference] = {}
+    outcomes = []
+    for way in ways:
+        key = way.num_devices if job.batch_norm == "replica" else 0
+        if key not in references:
+            references[key] = Reference(job, way)
+        tolerance = tolerance or references[key].tolerance()
+        outcomes.append(judge(way, references[key], tolerance))
+        if report is not None:
+            report(outcomes[-1])
+    return Comparison(outcomes=outcomes, tolerance=tolerance)
+
+
+class Reference:
+    """The training that others are compared with. Each of its traces is made once, when it is first asked for."""
+
+    def __init__(self, job: Job, way: Way):
+        self.job, self.way = job, way
+        self._traces: dict[int | None, Trace] = {}
+        self._in_float64: Reference | None = None
+
+    def trace(self, detailed_step: int | None = None) -> Trace:
+        """All steps; or those up to the detailed one."""
+        if detailed_step not in self._traces:
+            self._traces[detailed_step] = trace(_until(self.job, detailed_step), self.way, detailed_step)
+        return self._traces[detailed_step]
+
+    def in_float64(self) -> "Reference":
+        """The same way in float64."""
+        if self._in_float64 is None:
+            self._in_float64 = Reference(self.job, dataclasses.replace(self.way, precision="float64"))
+        return self._in_float64
+
+    def tolerance(self) -> Tolerance:
+        """The tolerance that fits its precision and optimizer."""
+        return tolerance_for(self.way.precision, self.trace().optimizer)
+
+
+def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
+    """Trains one way and compares it with the reference."""
+    expected = reference.trace()
+    if way == reference.way:
+        return Outcome(
+            way=way,
+            reference=way,
+            losses=expected.losses,
+            differences=np.zeros(len(expected.losses)),
+            seconds=expected.seconds,
+        )
+    try:
+        received = trace(reference.job, way)
+        divergence, round_off = first_divergence(expected, received, tolerance), None
+        if divergence is not None and divergence.what in ("loss", "gradient", "metrics", "final weights"):
+            step = len(expected.losses) - 1 if divergence.step is None else divergence.step
+            layer, is_certain = _find_layer(way, reference, step, tolerance)
+            divergence = dataclasses.replace(divergence, layer=layer)
+            # In the first step a ReLU near zero does not move the norm of all gradients beyond the tolerance.
+            is_certain |= divergence.what == "gradient" and divergence.step == 0
+            if not is_certain and way.precision == "float32":
+                round_off = _difference_in_float64(way, reference)
+    except RunError as error:
+        nothing = np.empty(0)
+        return Outcome(way=way, reference=reference.way, losses=nothing, differences=nothing, error=str(error))
+    return Outcome(
+        way=way,
+        reference=reference.way,
+        losses=received.losses,
+        differences=np.array([difference(*pair) for pair in zip(expected.losses, received.losses)]),
+        divergence=divergence,
+        round_off=round_off,
+        seconds=received.seconds,
+    )
+
+
+def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance) -> tuple[str, bool]:
+    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients part.
+
+    Returns:
+        What differs; and whether that cannot be round-off: it is far apart in the forward pass of the first step.
+    """
+    for detailed in dict.fromkeys((0, step)):
+        received = trace(_until(reference.job, detailed), way, detailed)
+        found, is_certain = locate(detailed, reference.trace(detailed), received, tolerance)
+        if found and detailed == 0:
+            return (found if step == 0 else f"in step 0 already {found}"), is_certain
+        if found:
+            return f"{found}; step 0 agrees: an update differs, or round-off has grown", False
+    return "in that step no layer's output and no gradient stands out", False
+
+
+def _difference_in_float64(way: Way, reference: Reference) -> float | None:
+    """The largest difference of a loss in float64; None if the two part there, too."""
+    exact = reference.in_float64()
+    received = trace(reference.job, dataclasses.replace(way, precision="float64"))
+    if first_divergence(exact.trace(), received, exact.tolerance()) is not None:
+        return None
+    return max(difference(*pair) for pair in zip(exact.trace().losses, received.losses))
+
+
+def _until(job: Job, step: int | None) -> Job:
+    return job if step is None else dataclasses.replace(job, steps=step + 1)

@@ -1,0 +1,274 @@
+"""Says whether two trainings are the same up to round-off, and where they first part."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from kerasdp.parity.trace import Trace
+
+# The spacing of numbers around 1.
+_ROUND_OFF = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+# A third of float32's round-off: TensorFlow (2.21) keeps some constants in float32 even in float64, those of GELU and
+# leaky ReLU (4e-9 off), and resizes images in it. Without these, 40 steps of a model agree to 1e-15.
+_FLOAT64_START = 2e-8
+# Single numbers within a step are further apart than their mean, the loss.
+_SINGLE_NUMBERS = 30.0
+# Beyond it no round-off of a deep model goes: in EfficientNetB0's first pass an output differs by 1.03 tolerances.
+_BEYOND_ROUND_OFF = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far two trainings may be apart after a number of steps, relative to the larger of the two.
+
+    Args:
+        start: at the first step: some round-offs, for each backend adds up its sums in another order.
+        growth: factor a step: each update carries the difference on, and most make it larger.
+        limit: of a loss, that no number of steps exceeds.
+        kinks: of a gradient: an activation within round-off of zero passes its ReLU here and not there, which
+            moves the gradient by its whole share at once.
+    """
+
+    start: float
+    growth: float
+    limit: float
+    kinks: float
+
+    def after(self, step: int) -> float:
+        """For the loss of a step, counted from 0."""
+        return min(self.limit, self.start * self.growth**step)
+
+    def of_outputs(self, step: int) -> float:
+        """For a layer's output in a step."""
+        return _SINGLE_NUMBERS * self.after(step)
+
+    def of_gradients(self, step: int) -> float:
+        """For gradients of a step, and for all that was learned until then."""
+        return max(self.of_outputs(step), self.kinks)
+
+
+def tolerance_for(precision: str, optimizer: str) -> Tolerance:
+    """The tolerance that fits precision and optimizer.
+
+    It starts at ten round-offs; in float32 that is 1.2e-6. With SGD differences grow by about 12% a step: 1e-4 after 40
+    steps. Optimizers of Adam's kind divide each gradient by its own size, so that where it is tiny its round-off counts
+    as much as all else: 23% a step, 1e-5 after 10 steps and 5e-3, the limit, after 40. In float64 it is 2e-8 to 1e-6.
+
+    Args:
+        precision: of the arithmetic.
+        optimizer: the name of a Keras optimizer's class.
+    """
+    growth = 1.12 if optimizer == "SGD" else 1.23
+    if precision == "float64":
+        return Tolerance(start=_FLOAT64_START, growth=growth, limit=1e-6, kinks=0.0)
+    start = 10 * _ROUND_OFF[precision]
+    return Tolerance(start=start, growth=growth, limit=max(5e-3, start), kinks=max(2e-2, 3 * start))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Where two trainings first part.
+
+    Args:
+        step: counted from 0; None: before the first, or after the last.
+        what: `"initial weights"`, `"samples"`, `"inputs"`, `"loss"`, `"gradient"`, `"metrics"` or `"final weights"`.
+        where: the variable, row or metric.
+        expected: what the reference has there.
+        received: what the other has.
+        difference: relative, where it is a number.
+        layer: the layer, weight or part of the step where the difference first shows; empty if not looked for.
+    """
+
+    step: int | None
+    what: str
+    where: str
+    expected: str
+    received: str
+    difference: float = math.nan
+    layer: str = ""
+
+    def __str__(self) -> str:
+        when = "" if self.step is None else f"step {self.step}: "
+        apart = "" if math.isnan(self.difference) else f" ({self.difference:.1e} apart)"
+        place = f", {self.where}" if self.where else ""
+        cause = f"; {self.layer}" if self.layer else ""
+        return f"{when}{self.what}{place}: expected {self.expected}, received {self.received}{apart}{cause}"
+
+
+def difference(expected: np.ndarray, received: np.ndarray) -> float:
+    """The largest difference of two arrays, relative to their largest number; infinite for other shapes or NaN."""
+    expected, received = np.asarray(expected), np.asarray(received)
+    if expected.shape != received.shape:
+        return math.inf
+    if not expected.size:
+        return 0.0
+    expected, received = expected.astype(float), received.astype(float)
+    apart, scale = np.abs(expected - received).max(), max(np.abs(expected).max(), np.abs(received).max())
+    if not math.isfinite(apart):
+        return math.inf
+    return apart / scale if scale else 0.0
+
+
+def first_divergence(expected: Trace, received: Trace, tolerance: Tolerance) -> Divergence | None:
+    """Compares everything that two trainings left, in the order of time.
+
+    Initial weights and the places of the samples must be equal bit for bit.
+    """
+    return (
+        _initial_weights(expected, received)
+        or next(
+            filter(None, (_step(expected, received, tolerance, step) for step in range(len(expected.losses)))), None
+        )
+        or _number_of_steps(expected, received)
+        or _after_the_last(expected, received, tolerance)
+    )
+
+
+def _initial_weights(expected: Trace, received: Trace) -> Divergence | None:
+    names, others = list(expected.initial), list(received.initial)
+    if names != others:
+        odd = next(
+            (pair for pair in zip(names, others) if pair[0] != pair[1]), (f"{len(names)} variables", len(others))
+        )
+        return Divergence(step=None, what="initial weights", where="", expected=str(odd[0]), received=str(odd[1]))
+    for name, value in expected.initial.items():
+        other = received.initial[name]
+        if value.shape != other.shape or value.tobytes() != other.astype(value.dtype).tobytes():
+            apart = difference(value, other)
+            return Divergence(
+                step=None, what="initial weights", where=name, difference=apart,
+                expected=_brief(value), received=_brief(other),
+            )  # fmt: skip
+    return None
+
+
+def _step(expected: Trace, received: Trace, tolerance: Tolerance, step: int) -> Divergence | None:
+    if step >= len(received.losses):
+        return _number_of_steps(expected, received)
+    rows, other_rows = expected.samples[step], received.samples[step]
+    if len(rows) != len(other_rows):
+        return Divergence(
+            step=step, what="samples", where="", expected=f"{len(rows)} rows", received=f"{len(other_rows)} rows"
+        )
+    if not np.array_equal(rows, other_rows):
+        row = int(np.argmax(rows != other_rows))
+        return Divergence(
+            step=step, what="samples", where=f"row {row}", expected=f"sample {rows[row]}",
+            received=f"sample {other_rows[row]}",
+        )  # fmt: skip
+    if expected.row_means and received.row_means:
+        means, other_means = expected.row_means[step], received.row_means[step]
+        # A mean over many numbers is added up in another order on each backend.
+        apart = np.abs(means - other_means) > 1e-4 * max(np.abs(means).max(), 1e-30)
+        if apart.any():
+            row = int(np.argmax(apart.any(axis=0)))
+            return Divergence(
+                step=step, what="inputs", where=f"row {row} (sample {rows[row]})",
+                expected=f"mean {means[:, row].tolist()}", received=f"{other_means[:, row].tolist()}",
+                difference=difference(means, other_means),
+            )  # fmt: skip
+    for what, values, others, allowed in (
+        ("loss", expected.losses, received.losses, tolerance.after(step)),
+        ("gradient", expected.gradient_norms, received.gradient_norms, tolerance.of_gradients(step)),
+    ):
+        apart = difference(values[step], others[step])
+        if apart > allowed and not (np.isnan(values[step]) and np.isnan(others[step])):
+            return Divergence(
+                step=step, what=what, where="" if what == "loss" else "norm over all weights",
+                expected=f"{values[step]:.9g}", received=f"{others[step]:.9g}", difference=apart,
+            )  # fmt: skip
+    return None
+
+
+def _number_of_steps(expected: Trace, received: Trace) -> Divergence | None:
+    counts = len(expected.losses), len(received.losses)
+    if counts[0] == counts[1]:
+        return None
+    return Divergence(
+        step=min(counts), what="samples", where="", expected=f"{counts[0]} steps", received=f"{counts[1]} steps"
+    )
+
+
+def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> Divergence | None:
+    allowed = tolerance.of_gradients(len(expected.losses))
+    for name in sorted(expected.metrics.keys() | received.metrics.keys()):
+        pair = [trace.metrics.get(name, math.nan) for trace in (expected, received)]
+        apart = difference(*pair)
+        if apart > allowed:
+            return Divergence(
+                step=None, what="metrics", where=name, expected=f"{pair[0]:.9g}", received=f"{pair[1]:.9g}",
+                difference=apart,
+            )  # fmt: skip
+    # As a part of the way that all weights went. Alone, one that the loss does not depend on (a bias before a batch
+    # norm) is nothing but round-off.
+    apart, way, worst = 0.0, 0.0, ("", -1.0)
+    for name, value in expected.final.items():
+        other = received.final[name]
+        if value.dtype.kind != "f":
+            if not np.array_equal(value, other):
+                return Divergence(
+                    step=None, what="final weights", where=name, expected=_brief(value), received=_brief(other)
+                )
+            continue
+        squares = float(np.square(value.astype(float) - other).sum())
+        apart, way = apart + squares, way + float(np.square(value.astype(float) - expected.initial[name]).sum())
+        worst = max(worst, (name, squares), key=lambda pair: pair[1])
+    apart, way = math.sqrt(apart), math.sqrt(way)
+    if apart > allowed * way:
+        name = worst[0]
+        return Divergence(
+            step=None, what="final weights", where=f"most in {name}", expected=_brief(expected.final[name]),
+            received=_brief(received.final[name]), difference=apart / way if way else math.inf,
+        )  # fmt: skip
+    return None
+
+
+def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
+    """The layer, weight or part of a step where two trainings differ first.
+
+    Args:
+        step: the detailed step of both.
+        expected: of the reference.
+        received: of the other.
+        tolerance: of outputs and gradients.
+
+    Returns:
+        It in words, empty if they agree in this step; and whether it is in the forward pass and too large for the
+        round-off of any model: a fault for certain.
+    """
+    largest = ("no layer", 0.0)
+    for name, output in expected.outputs.items():
+        apart = difference(output, received.outputs.get(name, np.empty(0)))
+        if apart > tolerance.of_outputs(step):
+            before = f"before it: at most {largest[1]:.1e}, in {largest[0]}" if largest[1] else "equal before it"
+            is_large = apart > _BEYOND_ROUND_OFF * tolerance.of_outputs(step)
+            return f"the output of {name} differs first, by {apart:.1e} ({before})", is_large
+        largest = max(largest, (name, apart), key=lambda pair: pair[1])
+    agreed = f"the outputs of all layers agree (at most {largest[1]:.1e} apart)"
+    apart = difference(expected.losses[step], received.losses[step])
+    if apart > tolerance.after(step):
+        return (
+            f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas",
+            apart > _BEYOND_ROUND_OFF * tolerance.after(step),
+        )
+    # A weight whose gradient is nothing but round-off, as that of a bias before a batch norm, says nothing.
+    scale = max((np.abs(gradient).max() for gradient in expected.gradients.values() if gradient.size), default=1.0)
+    allowed = tolerance.of_gradients(step)
+    for name, gradient in reversed(expected.gradients.items()):
+        other = received.gradients.get(name, np.empty(0))
+        apart = difference(gradient, other)
+        if apart == math.inf or (apart > allowed and np.abs(gradient - other).max() > 1e-3 * allowed * scale):
+            return (
+                f"{agreed}, and the loss; backwards, the gradient of {name} differs first, by {apart:.1e}: how it is "
+                "computed, or reduced over the replicas",
+                False,
+            )
+    return "", False
+
+
+def _brief(value: np.ndarray) -> str:
+    numbers = ", ".join(f"{number:.6g}" for number in value.ravel()[:3].tolist())
+    return f"[{numbers}{', ...' if value.size > 3 else ''}]"

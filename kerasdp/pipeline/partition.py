@@ -1,0 +1,247 @@
+"""Cuts a functional Keras model into stages, each a Keras model that shares its layers with the whole."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.config.validation import BALANCES
+from kerasdp.errors import UserError
+from kerasdp.pipeline.cost_model import costs_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a model.
+
+    Args:
+        model: functional; its inputs are the tensors that the stage before gives (of the first one: the whole model's
+            inputs), its outputs those that the next one takes (of the last one: the whole model's outputs). Its layers
+            are those of the whole model, so that their weights are, too.
+        layers: names, in the order of their work.
+        share: of the cost of the whole model, from 0 to 1.
+        num_bytes: of the tensors that go to the next stage, for a sample; 0 for the last stage.
+    """
+
+    model: keras.Model
+    layers: list[str]
+    share: float
+    num_bytes: int
+
+    def __call__(self, inputs: list[Any], training: bool = False) -> list[Any]:
+        """The outputs, for a list of inputs."""
+        # Keras takes a list of one tensor, but gives the tensor.
+        return keras.tree.flatten(self.model(inputs, training=training))
+
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """Of a sample."""
+        return [tuple(tensor.shape[1:]) for tensor in self.model.inputs]
+
+    def output_shapes(self, num_rows: int) -> list[tuple[int, ...]]:
+        """Of a sample."""
+        inputs = [
+            keras.KerasTensor((num_rows, *shape), tensor.dtype)
+            for shape, tensor in zip(self.input_shapes(), self.model.inputs)
+        ]
+        outputs = keras.tree.flatten(self.model.compute_output_spec(inputs))
+        return [tuple(output.shape[1:]) for output in outputs]
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the weights of its layers."""
+        return self.model.count_params()
+
+
+def split(
+    model: keras.Model,
+    num_stages: int = 2,
+    *,
+    cut_at: list[str] | None = None,
+    balance: str = "time",
+    batch_size: int = 8,
+    broadcast_from_rank0: Callable[[list[float]], list[float]] = lambda costs: costs,
+) -> list[Stage]:
+    """Cuts a model into stages.
+
+    A cut may be between any two layers: several tensors may cross it, and a tensor may pass through a stage that does
+    not use it. Not cut are layers with weights that are used on both sides, and tensors that carry a mask.
+
+    Args:
+        model: functional or Sequential, built; a model within it counts as one layer.
+        num_stages: if `cut_at` is not given.
+        cut_at: names of the layers behind which to cut, in their order.
+        balance: what is to be equal in all stages: `"time"`, measured here, `"flops"` or `"parameters"`.
+        batch_size: samples with which the time is measured.
+        broadcast_from_rank0: gives all processes of a run the costs that one of them measured.
+
+    Returns:
+        The stages in their order.
+
+    Raises:
+        UserError: if the model cannot be cut (so often), or not there.
+    """
+    if balance not in BALANCES:
+        raise UserError(f"balance: expected one of {', '.join(BALANCES)}. Received: {balance!r}")
+    graph = _Graph(functional(model))
+    costs = broadcast_from_rank0(costs_of(graph.nodes, graph.inputs, balance, batch_size))
+    if cut_at is None:
+        places = _balanced(graph, costs, num_stages)
+    else:
+        places = [graph.place_behind(name) for name in cut_at]
+        if places != sorted(set(places)):
+            raise UserError(f"--cut_at: expected layers in the order of their work. Received: {', '.join(cut_at)}")
+    bounds = [0, *places, len(graph.nodes)]
+    total = sum(costs) or 1.0
+    return [
+        Stage(
+            model=graph.stage(start, end, f"stage_{number}"),
+            layers=[node.operation.name for node in graph.nodes[start:end]],
+            share=sum(costs[start:end]) / total,
+            num_bytes=graph.num_bytes(end) if end < len(graph.nodes) else 0,
+        )
+        for number, (start, end) in enumerate(zip(bounds, bounds[1:]))
+    ]
+
+
+def table(stages: list[Stage]) -> str:
+    """What each stage holds and sends, a line each, for people."""
+    rows = [("stage", "layers", "number", "parameters", "share", "tensors out", "bytes a sample")]
+    for number, stage in enumerate(stages):
+        names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+        rows.append((
+            str(number), names, str(len(stage.layers)), f"{stage.num_parameters:,}", f"{stage.share:.0%}",
+            str(len(stage.model.outputs)), f"{stage.num_bytes:,}" if stage.num_bytes else "-",
+        ))  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if column == 1 else cell.rjust(width)
+                  for column, (cell, width) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    )  # fmt: skip
+
+
+def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
+    """The model, or that in a Sequential one, whose layers' calls are known; `user` is who needs that.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    if isinstance(model, keras.Sequential) and model.built:
+        model = model._functional
+    if not isinstance(model, keras.src.models.functional.Functional):
+        raise UserError(
+            f"{user} needs a model whose layers are known: functional, or Sequential with an Input. Received: "
+            f"{type(model).__name__} {model.name!r}"
+        )
+    return model
+
+
+class _Graph:
+    """The calls of a model's layers in an order in which they can be made."""
+
+    def __init__(self, model: keras.Model):
+        self.inputs, self.outputs = model.inputs, model.outputs
+        self.structure = model._outputs_struct
+        by_depth = model._nodes_by_depth
+        self.nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+        made = {id(tensor): 0 for tensor in self.inputs}
+        for place, node in enumerate(self.nodes):
+            made |= {id(tensor): place + 1 for tensor in node.outputs}
+        # For each tensor: behind how many calls it is there, and until how many it is needed.
+        self._spans: dict[int, tuple[int, int]] = dict.fromkeys(made, (0, 0))
+        self._tensors = {id(tensor): tensor for tensor in self.inputs}
+        self._tensors |= {id(tensor): tensor for node in self.nodes for tensor in node.outputs}
+        uses = [(tensor, place) for place, node in enumerate(self.nodes) for tensor in node.input_tensors]
+        uses += [(tensor, len(self.nodes)) for tensor in self.outputs]
+        for tensor, place in uses:
+            self._spans[id(tensor)] = made[id(tensor)], max(place, self._spans[id(tensor)][1])
+
+    def crossing(self, place: int) -> list[Any]:
+        """The tensors that are made before a place, and used behind it."""
+        return [self._tensors[key] for key, (made, used) in self._spans.items() if made <= place <= used]
+
+    def num_bytes(self, place: int) -> int:
+        """Of the tensors that cross a place, for a sample."""
+        return sum(
+            int(np.prod([size or 1 for size in tensor.shape[1:]])) * _item_size(tensor.dtype)
+            for tensor in self.crossing(place)
+        )
+
+    def why_not(self, place: int) -> str:
+        """Why the model cannot be cut at a place; empty if it can."""
+
+        def holders(nodes: list[Any]) -> dict[int, str]:
+            return {
+                id(variable): node.operation.name
+                for node in nodes
+                for variable in getattr(node.operation, "variables", [])
+            }
+
+        before, behind = holders(self.nodes[:place]), holders(self.nodes[place:])
+        for variable in before.keys() & behind.keys():
+            if before[variable] == behind[variable]:
+                return f"layer {before[variable]} has weights and is used on both sides"
+            return f"layers {before[variable]} and {behind[variable]}, on both sides, share weights"
+        if any(getattr(tensor, "_keras_mask", None) is not None for tensor in self.crossing(place)):
+            return "a tensor with a mask would cross it, and lose the mask"
+        return ""
+
+    def places(self) -> list[int]:
+        """Where the model can be cut: behind so many calls."""
+        return [place for place in range(1, len(self.nodes)) if not self.why_not(place)]
+
+    def place_behind(self, name: str) -> int:
+        """The place behind the last call of a layer."""
+        names = [node.operation.name for node in self.nodes]
+        if name not in names:
+            raise UserError(f"--cut_at: expected names of layers. Received: {name!r}; they are {', '.join(names)}")
+        place = len(names) - names[::-1].index(name)
+        reason = "nothing would be left behind it" if place == len(names) else self.why_not(place)
+        if reason:
+            raise UserError(f"--cut_at: the model cannot be cut behind {name}: {reason}")
+        return place
+
+    def stage(self, start: int, end: int, name: str) -> keras.Model:
+        """The calls from one place to another as a model, by making them anew on inputs of its own."""
+        incoming = self.inputs if start == 0 else self.crossing(start)
+        inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in incoming]
+        known = {id(tensor): value for tensor, value in zip(incoming, inputs)}
+        for node in self.nodes[start:end]:
+            args, kwargs = node.arguments.fill_in(known)
+            outputs = node.operation(*args, **kwargs)
+            known |= {id(tensor): value for tensor, value in zip(node.outputs, keras.tree.flatten(outputs))}
+        outgoing = self.outputs if end == len(self.nodes) else self.crossing(end)
+        return keras.Model(inputs, [known[id(tensor)] for tensor in outgoing], name=name)
+
+
+def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
+    """The places where the costliest stage costs least; among nearly equal ones, those with the fewest bytes."""
+    places = graph.places()
+    if num_stages < 1 or num_stages - 1 > len(places):
+        raise UserError(
+            f"--stages: expected from 1 to {len(places) + 1}, the parts of this model. Received: {num_stages}"
+        )
+    done = np.concatenate([[0.0], np.cumsum(costs)]) / (sum(costs) or 1.0)
+    sizes = {place: graph.num_bytes(place) for place in places}
+    # Reached with so many cuts, the last at a place: (share of the costliest stage, in hundredths, so that what is
+    # nearly equal is equal; bytes over all cuts; the cuts).
+    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [])}
+    for _ in range(num_stages - 1):
+        best = {
+            place: min(
+                (max(worst, round(done[place] - done[last], 2)), num_bytes + sizes[place], [*cuts, place])
+                for last, (worst, num_bytes, cuts) in best.items()
+                if last < place
+            )
+            for place in places
+            if any(last < place for last in best)
+        }
+    return min(
+        (max(worst, round(1.0 - done[last], 2)), num_bytes, cuts) for last, (worst, num_bytes, cuts) in best.items()
+    )[2]
+
+
+def _item_size(dtype: str) -> int:
+    return {"bool": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize

@@ -1,0 +1,58 @@
+"""Activity regularizers on several replicas: they see the global batch, as on one device."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kerasdp.errors import UserError
+from kerasdp.portability import replica_context
+
+
+class WholeBatchPenalties:
+    """Activity regularizers that see the global batch, as on one device, not one replica's padded rows.
+
+    What they give goes into `ReplicaContext.penalties`, not into Keras' list of losses: that list belongs to the
+    layer, which with TensorFlow all replicas share while they are traced in turns.
+    """
+
+    def __init__(self, model: keras.Model):
+        self.layers = list(model._flatten_layers())
+        self.regularized = [layer for layer in self.layers if layer.activity_regularizer is not None]
+        self.is_checked = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Around a forward pass on several replicas.
+
+        Raises:
+            UserError: if a layer adds a loss of its own, in which a replica's part cannot be told from the whole.
+        """
+        kept = [layer.activity_regularizer for layer in self.regularized]
+        for layer, regularizer in zip(self.regularized, kept):
+            layer.activity_regularizer = lambda output, regularizer=regularizer: _penalize(regularizer, output)
+        try:
+            yield
+        finally:
+            for layer, regularizer in zip(self.regularized, kept):
+                layer.activity_regularizer = regularizer
+        if self.is_checked:
+            return
+        for layer in itertools.filterfalse(self.regularized.__contains__, self.layers):
+            if layer._get_own_losses():
+                raise UserError(
+                    f"layer {layer.name} calls add_loss, with which it would count only one device's part of the "
+                    "batch; move that loss into the model's compute_loss, or train on one device or with --backend=jax"
+                )
+        self.is_checked = True
+
+
+def _penalize(regularizer: Any, output: Any) -> Any:
+    context = replica_context.current()
+    if context is None:
+        return regularizer(output)
+    whole = context.gather_rows(output)
+    context.penalties.append(regularizer(whole) / whole.shape[0])  # by the samples, as Keras does
+    return keras.ops.zeros(())

@@ -1,0 +1,139 @@
+"""Initial weights that depend on the seed and on a variable's place, and on nothing else.
+
+Keras draws initial weights with its backend's random numbers, so the same seed gives other weights on each backend.
+Here they are drawn in NumPy, from the distribution of the layer's own initializer.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.portability import random as random_numbers
+
+# The spread that a unit normal keeps after everything beyond two deviations is cut off; Keras divides by it.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+
+@contextlib.contextmanager
+def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
+    """Within it, every random weight that a layer creates, and the seed of every random layer, depend on `seed` alone.
+
+    An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
+    (a pretrained model) are not touched: only the first value of a new variable is drawn here.
+
+    Args:
+        seed: the run's seed.
+        places: numbers the random variables and the seed generators in the order in which they are created.
+    """
+    places = itertools.count() if places is None else places
+    layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
+    original, make_generator = layer_class.add_weight, seed_class.__init__
+
+    def add_weight(
+        layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
+    ):
+        # The three that Keras also takes by position.
+        shape, initializer, dtype = (*args, *(shape, initializer, dtype)[len(args) :])
+        floating = "float" in keras.backend.standardize_dtype(dtype or layer.variable_dtype)
+        initializer = keras.initializers.get(initializer or ("glorot_uniform" if floating else "zeros"))
+        if floating and hasattr(initializer, "seed"):
+            initializer = _in_numpy(initializer, seed, next(places))
+        return original(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
+
+    def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
+        own_seed = kwargs.pop("seed", own_seed)
+        if own_seed is None:
+            own_seed = int(np.random.RandomState([seed, next(places)]).randint(2**31 - 1))
+        make_generator(generator, own_seed, *args, **kwargs)
+
+    layer_class.add_weight, seed_class.__init__ = add_weight, init
+    try:
+        # For initializers that are not Keras' own: what they take from keras.random.
+        with random_numbers.portable_draws("of initial weights"):
+            yield
+    finally:
+        layer_class.add_weight, seed_class.__init__ = original, make_generator
+
+
+def _in_numpy(initializer: Any, seed: int, place: int) -> Callable[..., Any]:
+    # Not `get_config()["seed"]`: that serializes, for which Keras (3.15) imports TensorFlow where it is installed.
+    own_seed = getattr(initializer, "_init_seed", None)
+    key = [seed, place] if own_seed is None else [own_seed]
+
+    def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
+        values = draw(initializer, tuple(shape), key)
+        if values is None:
+            return initializer(shape, dtype=dtype)
+        return keras.ops.convert_to_tensor(values.astype("float32"), dtype=dtype)
+
+    return draw_values
+
+
+def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray | None:
+    """Draws from the distribution of a Keras initializer.
+
+    `numpy.random.RandomState` is used because NumPy promises never to change its streams (NEP 19).
+
+    Args:
+        initializer: one of the random `keras.initializers`.
+        shape: of the array to draw.
+        key: whole numbers from 0 to 2**32 - 1 that seed the draw.
+
+    Returns:
+        Float64 array of that shape, or None for an initializer of an unknown kind.
+    """
+    random = np.random.RandomState(key)
+    kinds = keras.initializers
+    if isinstance(initializer, kinds.VarianceScaling):
+        return _variance_scaling(initializer, shape, random)
+    if isinstance(initializer, kinds.RandomNormal):
+        return random.normal(initializer.mean, initializer.stddev, shape)
+    if isinstance(initializer, kinds.TruncatedNormal):
+        return initializer.mean + initializer.stddev * _truncated_normal(shape, random)
+    if isinstance(initializer, kinds.RandomUniform):
+        return random.uniform(initializer.minval, initializer.maxval, shape)
+    if isinstance(initializer, kinds.Orthogonal):
+        return initializer.gain * _orthogonal(shape, random)
+    return None
+
+
+def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
+    fan_in, fan_out = _fans(shape)
+    fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[initializer.mode]
+    variance = initializer.scale / max(1.0, fan)
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3.0 * variance)
+        return random.uniform(-limit, limit, shape)
+    if initializer.distribution == "untruncated_normal":
+        return random.normal(0.0, math.sqrt(variance), shape)
+    return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, random)
+
+
+def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
+    """Inputs and outputs of a kernel, counted as Keras counts them (keras/src/initializers/random_initializers.py)."""
+    if len(shape) < 2:
+        size = shape[0] if shape else 1
+        return size, size
+    field = math.prod(shape[:-2])
+    return field * shape[-2], field * shape[-1]
+
+
+def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
+    """Unit normal values, those beyond two deviations drawn again."""
+    values = random.standard_normal(shape)
+    while (outside := np.abs(values) > 2.0).any():
+        values[outside] = random.standard_normal(int(outside.sum()))
+    return values
+
+
+def _orthogonal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
+    """Saxe et al. 2014 (arXiv:1312.6120): the Q of a QR decomposition, its signs made unique."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    q, r = np.linalg.qr(random.standard_normal((max(rows, columns), min(rows, columns))))
+    q *= np.sign(np.diag(r))
+    return (q.T if rows < columns else q).reshape(shape)

@@ -1,0 +1,217 @@
+"""Batch norm with one meaning on every backend and device count."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp.data.sampling import replica_rows
+from kerasdp.keras_compat import saved_as_keras
+from kerasdp.portability import replica_context
+
+
+@saved_as_keras
+class BatchNormalization(keras.layers.BatchNormalization):
+    """Keras' batch norm, its statistics over the global batch or over each replica's part of it.
+
+    Keras itself takes them over the global batch on jax and over each replica's part on torch and tensorflow
+    (3.15: `synchronized=True` is refused on torch and jax). Weights, arguments and config are Keras' own.
+
+    Attributes:
+        statistics: `"sync"`: over the global batch, gradients through them. `"replica"`: over each replica's part;
+            the moving statistics are the mean over the replicas, weighted by their rows, so they stay the same
+            on all of them.
+    """
+
+    statistics = "sync"
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """As `keras.layers.BatchNormalization`."""
+        context = replica_context.current()
+        whole_batch = context is None or (context.gather is None and self.statistics == "sync")
+        is_plain = training and self.trainable and mask is None and not self.renorm
+        if is_plain and self._has_fused_kernel(inputs, context):
+            return self._fused(inputs, context)
+        # Keras' own way is right for a whole batch, but on TensorFlow it is coarse: see `_sum`.
+        as_keras = whole_batch and (keras.backend.backend() != "tensorflow" or self.renorm)
+        if as_keras or not (training and self.trainable):
+            return super().call(inputs, training=training, mask=mask)
+        if self.renorm:
+            raise ValueError("batch renormalization on several devices is not supported; set renorm=False")
+        x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        mean, variance, moving = self._statistics(x, mask, None if whole_batch else context)
+        if moving is not None:
+            self._move(*moving)
+        scale = ops.rsqrt(variance + self.epsilon)
+        if self.scale:
+            scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
+        outputs = (x - self._spread(mean, x)) * self._spread(scale, x)
+        if self.center:
+            outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
+        return ops.cast(outputs, self.compute_dtype)
+
+    def move_together(self, sums: Any) -> None:
+        """Moves the moving statistics by those of all replicas: the sums of what these left in `moving`."""
+        count, total, squares = (sums[place] for place in range(3))
+        count = ops.maximum(count, 1.0)
+        self._move(total / count, squares / count)
+
+    def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
+        """Whether the backend has a way of its own for these statistics."""
+        if keras.backend.backend() == "jax":  # where nothing is split, XLA makes of Keras' own way what it can
+            is_split = context is not None and context.everywhere is not None
+            return is_split and self.statistics == "sync" and inputs.shape[0] % context.num_replicas == 0
+        # With statistics of each replica, its padding is hidden from them elsewhere.
+        return context is None or self.statistics == "sync" or _is_without_padding(context)
+
+    def _fused(self, inputs: Any, context: replica_context.ReplicaContext | None) -> Any:
+        scale, offset = self.gamma.value if self.scale else None, self.beta.value if self.center else None
+        axis = self.axis % len(inputs.shape)
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
+            inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        together = {}
+        if context is not None and context.everywhere is not None:
+            together = {"num_replicas": context.num_replicas, "everywhere": context.everywhere}
+        elif context is not None and self.statistics == "sync":
+            is_padded = context.num_rows != context.rows
+            together = {"num_rows": context.num_rows if is_padded else None, "gather": context.gather}
+        outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
+        if context is None or together:
+            self._move(mean, variance)
+        else:
+            count = self._count(inputs, mean.dtype)
+            sums = ops.stack([ops.broadcast_to(count, ops.shape(mean)), count * mean, count * variance])
+            context.moving.append((self, sums))
+        return ops.cast(outputs, self.compute_dtype)
+
+    def _move(self, mean: Any, variance: Any) -> None:
+        for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
+
+    def _statistics(
+        self, x: Any, mask: Any, context: replica_context.ReplicaContext | None
+    ) -> tuple[Any, Any, tuple[Any, Any] | None]:
+        """Mean and variance to normalize with (they broadcast with `x`), and those to move by, if they are known."""
+        if context is None:
+            count, mean, squares = self._sums(x, mask)
+            variance = squares / ops.maximum(count, 1.0)
+            return self._along_channels(mean), self._along_channels(variance), (mean, variance)
+        if context.gather is None:
+            rows, groups = x.shape[0], context.num_replicas
+            size = replica_rows(rows, groups)
+            if rows == size * groups:  # a new axis leaves each device its own rows; slices would be sent about
+                parts = [
+                    None if values is None else ops.reshape(values, (groups, size, *values.shape[1:]))
+                    for values in (x, mask)
+                ]
+                if mask is None:
+                    counts, means, squares = ops.vectorized_map(lambda part: self._sums(part, None), parts[0])
+                else:
+                    counts, means, squares = ops.vectorized_map(lambda part: self._sums(*part), tuple(parts))
+            else:
+                parts = [(x[i : i + size], None if mask is None else mask[i : i + size]) for i in range(0, rows, size)]
+                counts, means, squares = (ops.stack(values) for values in zip(*[self._sums(*part) for part in parts]))
+            variances = squares / ops.maximum(counts, 1.0)
+            shape = ops.shape(self._along_channels(means[0]))
+
+            def for_each_row(values: Any) -> Any:
+                """Each group's value for each of its rows."""
+                if rows == size * groups:
+                    values = ops.reshape(values, (groups, 1, *shape[1:]))
+                    values = ops.broadcast_to(values, (groups, size, *shape[1:]))
+                    return ops.reshape(values, (rows, *shape[1:]))
+                return ops.reshape(ops.repeat(values, size, axis=0)[:rows], (rows, *shape[1:]))
+
+            mean, variance = for_each_row(means), for_each_row(variances)
+        else:
+            part = x[: context.num_rows], None if mask is None else mask[: context.num_rows]
+            own = ops.stack(self._sums(*part))
+            if self.statistics == "replica":
+                mean, variance = (self._along_channels(value) for value in (own[1], own[2] / ops.maximum(own[0], 1.0)))
+                own = ops.stop_gradient(own)
+                if context.moving is not None:
+                    context.moving.append((self, ops.stack([own[0], own[0] * own[1], own[2]])))
+                    return mean, variance, None
+            # One collective for the three: its latency is what synchronized batch norm costs.
+            gathered = context.gather(own)
+            counts, means, squares = gathered[:, 0], gathered[:, 1], gathered[:, 2]
+            variances = squares / ops.maximum(counts, 1.0)
+        total = ops.sum(counts, axis=0)
+        if self.statistics == "replica":
+            moving = ops.sum(counts * means, axis=0) / total, ops.sum(counts * variances, axis=0) / total
+            return mean, variance, moving
+        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+        joint = ops.sum(counts * means, axis=0) / total
+        variance = ops.sum(squares + counts * ops.square(means - joint), axis=0) / total
+        return self._along_channels(joint), self._along_channels(variance), (joint, variance)
+
+    def _sums(self, x: Any, mask: Any) -> tuple[Any, Any, Any]:
+        """Count, mean and sum of squared deviations a channel, each of shape `(channels,)`; zeros if `x` is empty."""
+        if mask is None:
+            count = self._count(x, x.dtype)
+            mean = self._sum(x) / ops.maximum(count, 1.0)
+            squares = self._sum(ops.square(x - self._spread(self._along_channels(mean), x)))
+            return ops.broadcast_to(count, ops.shape(mean)), mean, squares
+        weights = ops.cast(ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(x)), x.dtype)
+        count = self._sum(weights)
+        mean = self._sum(x * weights) / ops.maximum(count, 1.0)
+        return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))
+
+    def _count(self, x: Any, dtype: Any) -> Any:
+        """How many numbers of `x` a channel has."""
+        count = ops.cast(1.0, dtype)
+        for axis in self._reduction_axes:
+            count = count * ops.cast(ops.shape(x)[axis], dtype)
+        return count
+
+    def _sum(self, x: Any) -> Any:
+        """The sum a channel, one axis after the other.
+
+        TensorFlow (2.21, on the CPU) adds up all numbers of a sum one by one: over 61 images of 28x28 its variance is
+        wrong by 3e-4, and so is the gradient of a broadcast, which is such a sum (`_spread`). In short sums the
+        round-off does not pile up: 2e-7, in half the time.
+        """
+        for axis in sorted(self._reduction_axes, reverse=True):
+            x = ops.sum(x, axis=axis)
+        return x
+
+    def _spread(self, values: Any, x: Any) -> Any:
+        """Broadcasts values so far that they broadcast with `x`, one axis after the other, for the gradient's sake."""
+        for axis in self._reduction_axes[:-1]:
+            if values.shape[axis] == 1:
+                shape = list(ops.shape(values))
+                shape[axis] = ops.shape(x)[axis]
+                values = ops.broadcast_to(values, shape)
+        return values
+
+    def _along_channels(self, values: Any) -> Any:
+        """Values of shape `(channels,)` in a shape that broadcasts with the inputs."""
+        shape = [1] * (len(self._reduction_axes) + 1)
+        shape[self.axis] = -1
+        return ops.reshape(values, shape)
+
+
+def _normalize() -> Callable[..., Any]:
+    """The backend's own way."""
+    return importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.batch_norm").normalize
+
+
+def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
+    return context.moving is not None and context.num_rows == context.rows
+
+
+def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
+    """What batch norms left in `ReplicaContext.moving`, as one flat tensor, to be added up over the replicas."""
+    dtype = keras.backend.result_type(*(sums.dtype for _, sums in moving))
+    return ops.concatenate([ops.reshape(ops.cast(sums, dtype), (-1,)) for _, sums in moving])
+
+
+def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
+    """Moves the moving statistics of these layers; `packed`: the sum over the replicas of what `pack_moving` gave."""
+    first = 0
+    for layer, sums in moving:
+        size = 3 * sums.shape[1]
+        layer.move_together(ops.reshape(packed[first : first + size], (3, -1)))
+        first += size

@@ -1,0 +1,132 @@
+"""Makes a Keras model train the same on every backend and device count."""
+
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kerasdp.config.validation import BATCH_NORMS
+from kerasdp.errors import UserError
+from kerasdp.portability import initial_weights, layers
+from kerasdp.portability import random as random_numbers
+
+# Keras' own classes only: a subclass of somebody's may do anything in its `call`.
+_REPLACEMENTS = {
+    getattr(keras.layers, name): getattr(layers, name)
+    for name in ("BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
+}
+
+# Which differ for the same random numbers (Keras 3.15).
+_NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
+
+
+def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = None) -> keras.Model:
+    """Gives batch norm and all random layers of a model the same meaning on every backend and device count.
+
+    The layers are changed in place, so it works for any model: functional, Sequential, nested, subclassed. Batch norm
+    and dropout become `kerasdp.layers`; every other layer with a seed generator (GaussianNoise, RandomFlip, LSTM with
+    dropout, the user's own) gets its numbers from `kerasdp.portability.random`. What cannot be made portable is named
+    in a warning. `Runner` applies it to every model.
+
+    Args:
+        model: a built Keras model.
+        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over each replica's part.
+        seed: of new initial weights and of random layers, both of which then depend on it alone: for a model that was
+            not built within `runner.scope()`. None: weights stay as they are.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: if the model is not built yet, or `seed` is given and some layer's weights cannot be drawn anew.
+    """
+    if not isinstance(model, keras.Model):
+        raise UserError(f"portable: expected a Keras model. Received: {type(model).__name__}")
+    if batch_norm not in BATCH_NORMS:
+        raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")
+    if not model.built:
+        raise UserError(f"portable: {model.name} has no weights yet; call it on a batch or build it first")
+    for layer in model._flatten_layers():
+        if type(layer) in _REPLACEMENTS:
+            layer.__class__ = _REPLACEMENTS[type(layer)]
+        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
+            # Bound to the instance: the class, by which a model is saved, stays. Survives copy.deepcopy, too.
+            object.__setattr__(layer, "call", types.MethodType(_call_with_portable_draws, layer))
+        if isinstance(layer, layers.BatchNormalization):
+            layer.statistics = batch_norm
+    for layer in model._flatten_layers():
+        if type(layer).__name__ in _NOT_PORTABLE and type(layer).__module__.startswith("keras."):
+            warnings.warn(
+                f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
+                stacklevel=2,
+            )
+    for layer in foreign_batch_norms(model):
+        warnings.warn(
+            f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization: its statistics stay "
+            "those of the backend, over the global batch with jax, over each replica's part elsewhere",
+            stacklevel=2,
+        )
+    if seed is not None:
+        _draw_initial_weights(model, seed)
+    return model
+
+
+def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers that are Keras' batch norm, or derive from it."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def foreign_batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
+    """Those of `batch_norms` that are not the kit's."""
+    return [layer for layer in batch_norms(model) if not isinstance(layer, layers.BatchNormalization)]
+
+
+def _draws(layer: keras.layers.Layer) -> bool:
+    """Whether a layer may draw random numbers by itself, or through layers within it (an LSTM through its cell)."""
+    own = bool(layer._seed_generators)
+    if isinstance(layer, keras.Model):  # its layers are looked at one by one
+        return own
+    return own or any(part._seed_generators for part in layer._flatten_layers())
+
+
+def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    with random_numbers.portable_draws(layer.name):
+        return type(layer).call(layer, *args, **kwargs)
+
+
+def _draw_initial_weights(model: keras.Model, seed: int) -> None:
+    """New values for all weights, as if the layers were made within `runner.scope()` in the order of the model."""
+    with initial_weights.portable(seed):
+        for layer in _outermost_layers(model):
+            if not layer.variables:
+                continue
+            try:
+                twin = type(layer).from_config(layer.get_config())
+                twin.build_from_config(layer.get_build_config() or {})
+                values = [keras.ops.convert_to_numpy(variable) for variable in twin.variables]
+                for variable, value in zip(layer.variables, values, strict=True):
+                    variable.assign(value)
+            except Exception as error:
+                raise UserError(
+                    f"portable(seed=): layer {layer.name} cannot be made anew from its config "
+                    f"({str(error).splitlines()[0]}); build the model within runner.scope() instead"
+                ) from error
+
+
+def _outermost_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """The layers of a model and of the models within it.
+
+    Raises:
+        UserError: if a model has weights that belong to none of its layers.
+    """
+    if model._trainable_variables or model._non_trainable_variables:
+        raise UserError(
+            f"portable(seed=): {model.name} has weights outside of its layers; build it within runner.scope() instead"
+        )
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _outermost_layers(layer)
+        else:
+            yield layer

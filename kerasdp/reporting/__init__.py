@@ -1,0 +1,1 @@
+"""What a run shows and leaves: lines for people, files for programs, pictures."""

@@ -1,0 +1,136 @@
+"""What a run says of itself: lines for people, and the content of report.json."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import platform
+import statistics
+import sys
+from typing import Any
+
+from kerasdp.config import Config
+
+PACKAGES = ("kerasdp", "keras", "torch", "jax", "tensorflow", "numpy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run before it starts.
+
+    Args:
+        config: its choices.
+        devices: the devices in words.
+        device_kind: `"gpu"` or `"cpu"`.
+        num_devices: over all processes.
+        num_replicas: of the model.
+        num_processes: worker processes.
+        model: the model's name.
+        global_batch_size: samples a step, over all devices.
+    """
+
+    config: Config
+    devices: str
+    device_kind: str
+    num_devices: int
+    num_replicas: int
+    num_processes: int
+    model: str
+    global_batch_size: int
+
+
+def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
+    """Logs as numbers; a metric of several values (a score a class, say) as a list of them."""
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in (logs or {}).items()}
+    return {name: value if isinstance(value, list) else float(value) for name, value in values.items()}
+
+
+def warn(text: str) -> None:
+    """A line that people must see, whatever --verbose says."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache  # a checkpoint asks, too
+def versions() -> dict[str, str]:
+    """Python's version, and that of every package that plays a part and is installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def start_line(facts: Facts, learning_rate: float) -> str:
+    """One line on what is about to run."""
+    replica_batch = facts.config.replica_batch_size(facts.num_replicas)
+    share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
+    return (
+        f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
+        f"learning rate {learning_rate:.6g} | {facts.config.precision}"
+    )
+
+
+def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: bool) -> str:
+    """One line on what a run goes on from; `epoch` counts from 0."""
+    plural = "" if saved_by["devices"] == 1 else "s"
+    came = f"from where {saved_by['backend']} on {saved_by['devices']} device{plural} came"
+    if is_over:
+        return f"had ended behind step {step}, {came}: nothing is left to train"
+    return f"goes on behind step {step}, in epoch {epoch + 1}, {came}"
+
+
+def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:
+    """One line on an epoch that is over."""
+    values = " - ".join(f"{name} {value:.4f}" for name, value in logs.items() if isinstance(value, float))
+    return f"epoch {epoch + 1}/{epochs} - {seconds:.1f} s - {rate:,.0f} images/s - {values}"
+
+
+def result(
+    facts: Facts,
+    *,
+    steps: int,
+    final: dict[str, float],
+    epoch_seconds: list[float],
+    epoch_rates: list[float],
+    peak_memory_bytes: int,
+) -> dict[str, Any]:
+    """The content of report.json.
+
+    Args:
+        facts: what was known before.
+        steps: updates made.
+        final: loss and metrics of the last epoch.
+        epoch_seconds: seconds of the training part of each epoch. The first, with compilation in it, is left out of
+            the median where there are others.
+        epoch_rates: images a second of each epoch, likewise.
+        peak_memory_bytes: of the first process, or of its device that used most.
+    """
+    config = facts.config
+    return {
+        "backend": config.backend,
+        "device_kind": facts.device_kind,
+        "num_devices": facts.num_devices,
+        "num_processes": facts.num_processes,
+        "model": facts.model,
+        "dataset": config.dataset,
+        "global_batch_size": facts.global_batch_size,
+        "epochs": len(epoch_seconds),
+        "steps": steps,
+        "final": final,
+        "seconds_per_epoch": statistics.median(epoch_seconds[1:] or epoch_seconds),
+        "images_per_second": statistics.median(epoch_rates[1:] or epoch_rates),
+        "peak_memory_bytes": peak_memory_bytes,
+        "versions": versions(),
+    }
+
+
+def end_line(facts: Facts, result: dict[str, Any]) -> str:
+    """One line on how the run went."""
+    final = result["final"]
+    name = next((name for name in ("val_accuracy", "accuracy", "val_loss", "loss") if name in final), None)
+    words = {"val_accuracy": "test accuracy", "accuracy": "training accuracy", "val_loss": "test loss"}
+    score = f"{words.get(name, name)} {final[name]:.4f}, " if name else ""
+    return (
+        f"{score}{result['seconds_per_epoch']:.2f} s/epoch, {result['images_per_second']:,.0f} images/s "
+        f"on {facts.devices}" + (f"; files in {facts.config.workdir}" if facts.config.workdir else "")
+    )

@@ -1,0 +1,180 @@
+"""The files that a run leaves in its workdir."""
+
+import contextlib
+import csv
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from kerasdp.reporting.report import Facts, versions, warn
+
+
+class RunFiles:
+    """The files that a run leaves in its workdir. Those of an earlier run there are replaced.
+
+    A run goes on without them: that the disk is full must not cost what was learned.
+
+    Attributes:
+        history: the rows of history.csv.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        facts: Facts,
+        *,
+        tensorboard: bool = False,
+        last_step: int = 0,
+        history: list[dict[str, Any]] | None = None,
+    ):
+        """With `last_step` and `history` the files of a run go on behind that step."""
+        self.workdir = workdir
+        self.history = list(history or [])
+        self._reported: set[str] = set()
+        self._steps: TextIO | None = None
+        os.makedirs(workdir, exist_ok=True)
+        for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._path(name))
+        self._write_json("config.json", facts.config.as_dict() | {"versions": versions()})
+        with self._tolerated("steps.jsonl"):
+            path = self._path("steps.jsonl")
+            with open(f"{path}.tmp", "w") as file:
+                file.writelines(_lines_until(last_step, path))
+            os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
+            self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
+        self._events = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
+        if self.history:
+            self._write_history()
+
+    def add_step(self, step: int, epoch: int, loss: float, learning_rate: float, images_per_second: float) -> None:
+        """Writes a line of steps.jsonl; `step` and the epochs in the files count from 1, the argument from 0."""
+        line = {
+            "step": step,
+            "epoch": epoch + 1,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "images_per_second": images_per_second,
+        }
+        if self._steps is not None:
+            with self._tolerated("steps.jsonl"):
+                self._steps.write(json.dumps(line) + "\n")
+        if self._can_write_events():
+            for name in ("loss", "learning_rate", "images_per_second"):
+                self._events.add_scalar(f"step/{name}", line[name], step)
+
+    def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
+        """Writes a row of history.csv and draws curves.png anew."""
+        self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
+        self._write_history()
+        if self._can_write_events():
+            for name, value in logs.items():
+                self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
+
+    def _write_history(self) -> None:
+        # Anew each time: with validation_freq a column may first come in a later epoch.
+        names = list(dict.fromkeys(name for row in self.history for name in row))
+        with self._tolerated("history.csv"), open(self._path("history.csv"), "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(self.history)
+        with self._tolerated("curves.png"):
+            draw_curves(self.history, self._path("curves.png"))
+
+    def add_result(self, result: dict[str, Any]) -> None:
+        """Writes report.json."""
+        self._write_json("report.json", result)
+
+    def close(self) -> None:
+        """Closes what is open."""
+        if self._steps is not None:
+            with self._tolerated("steps.jsonl"):
+                self._steps.close()
+        if self._can_write_events():
+            self._events.close()
+
+    def _can_write_events(self) -> bool:
+        # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
+        if self._events and not self._events.file_writer.event_writer._worker.is_alive():
+            warn(f"cannot write into {self._path('tensorboard')}; training goes on")
+            self._events = None
+        return self._events is not None
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.workdir, name)
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        with self._tolerated(name), open(self._path(name), "w") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+
+    @contextlib.contextmanager
+    def _tolerated(self, name: str) -> Iterator[None]:
+        """Says once that a file cannot be written, and lets the training go on."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._reported:
+                self._reported.add(name)
+                reason = error.strerror or error
+                warn(f"cannot write {self._path(name)} ({reason}); training goes on")
+
+
+def _lines_until(last_step: int, path: str) -> list[str]:
+    """The lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
+    kept = []
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line.rstrip("\n") + "\n")
+    return kept
+
+
+def _event_writer(folder: str, last_step: int) -> Any:
+    from tensorboardX import SummaryWriter  # writes event files without TensorFlow
+
+    return SummaryWriter(folder, purge_step=last_step + 1 if last_step else None)
+
+
+def draw_curves(history: list[dict[str, Any]], path: str) -> None:
+    """Draws loss and accuracy by epoch.
+
+    Args:
+        history: a dictionary an epoch, as the rows of history.csv.
+        path: of the PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = [name for name in ("loss", "accuracy") if any(name in row for row in history)]
+    if not names:
+        return
+    # A figure of its own, not pyplot: the user's plots and display are left alone.
+    figure = Figure(figsize=(5.2 * len(names), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        ends = {key: row[key] for row in history for key in (name, f"val_{name}") if key in row}
+        for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "test", "#f58518")):
+            points = [(row["epoch"], row[key]) for row in history if key in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
+                axes.annotate(
+                    f"{points[-1][1]:.3f}",
+                    points[-1],
+                    xytext=(6, 0),
+                    textcoords="offset points",
+                    # Apart from one another, however close the curves end.
+                    va="bottom" if ends[key] == max(ends.values()) else "top",
+                    fontsize=8,
+                    color=colour,
+                )
+        axes.set(xlabel="epoch", title=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.12)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)

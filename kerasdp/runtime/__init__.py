@@ -1,0 +1,1 @@
+"""Processes, devices and signals of a run."""

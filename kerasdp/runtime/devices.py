@@ -1,0 +1,129 @@
+"""Backend and devices, picked before Keras is first imported."""
+
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import platform
+import sys
+
+from kerasdp.config import Config
+from kerasdp.config.validation import BACKENDS
+from kerasdp.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of a run.
+
+    Args:
+        kind: `"gpu"` or `"cpu"`.
+        count: number of devices, one replica each. CPU devices are virtual: parts of the one machine.
+        reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for GPUs.
+    """
+
+    kind: str
+    count: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        plural = "s" if self.count > 1 else ""
+        if self.kind == "gpu":
+            return f"{self.count} GPU{plural}"
+        return f"{self.count} virtual CPU device{plural} ({self.reason})"
+
+
+def is_installed(backend: str) -> bool:
+    """Whether the backend's framework can be imported (nothing is imported to find out)."""
+    return importlib.util.find_spec(backend) is not None
+
+
+def choose_backend(name: str | None) -> str:
+    """The backend to use: `name`, else $KERAS_BACKEND, else the first installed.
+
+    Raises:
+        UserError: if it is unknown or not installed; the text holds the command that installs it.
+    """
+    source = "--backend"
+    if name is None and os.environ.get("KERAS_BACKEND"):
+        name, source = os.environ["KERAS_BACKEND"], "KERAS_BACKEND"
+    if name is None:
+        name = next((backend for backend in BACKENDS if is_installed(backend)), None)
+        if name is None:
+            raise UserError("no backend is installed; add one: pip install 'kerasdp[jax]' (or torch, or tensorflow)")
+    if name not in BACKENDS:
+        raise UserError(f"{source}: expected one of {', '.join(BACKENDS)}. Received: {name!r}")
+    if not is_installed(name):
+        have = ", ".join(backend for backend in BACKENDS if is_installed(backend)) or "none"
+        raise UserError(
+            f"{source}: {name} is not installed (installed: {have}); add it: pip install 'kerasdp[{name}]' "
+            f"(in a checkout: pip install -c constraints.txt -e '.[{name}]')"
+        )
+    return name
+
+
+def set_backend(name: str) -> None:
+    """Makes Keras use the backend.
+
+    Raises:
+        UserError: if Keras has been imported with another one, which nothing can change any more.
+    """
+    if "keras" in sys.modules:
+        current = sys.modules["keras"].config.backend()
+        if current != name:
+            raise UserError(
+                f"Keras is already imported with the {current} backend, expected {name}: call kerasdp.launch before "
+                f"anything imports Keras, or set KERAS_BACKEND={name}"
+            )
+    os.environ["KERAS_BACKEND"] = name
+    # Warnings and errors of TensorFlow only.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def choose_devices(config: Config, num_gpus: int) -> Devices:
+    """The devices to use.
+
+    Args:
+        config: `num_devices` and `device` are read.
+        num_gpus: GPUs that the backend sees.
+
+    Raises:
+        UserError: if there are some GPUs but fewer than asked for, or none though GPUs were asked for.
+    """
+    if config.device == "gpu" and num_gpus == 0:
+        raise UserError("--device=gpu: this backend sees no GPU; use --device=cpu for virtual CPU devices")
+    if config.device == "cpu" or num_gpus == 0:
+        reason = "as asked" if config.device == "cpu" else "no GPU found"
+        if reason != "as asked" and os.path.exists("/dev/nvidia0"):
+            # The plain packages of jax and tensorflow hold no CUDA.
+            reason = f"{config.backend} sees no GPU here: pip install 'kerasdp[{config.backend}-cuda]'"
+        devices = Devices(kind="cpu", count=config.num_devices or 1, reason=reason)
+    else:
+        count = config.num_devices or num_gpus
+        if count > num_gpus:
+            raise UserError(
+                f"--gpus: there {'is' if num_gpus == 1 else 'are'} {num_gpus}. Received: {count}; "
+                f"ask for at most {num_gpus}, or use --device=cpu for virtual CPU devices"
+            )
+        devices = Devices(kind="gpu", count=count)
+    config.check_replicas(config.num_replicas(devices.count))
+    return devices
+
+
+def cache_folder(name: str) -> str | None:
+    """A folder of this user for what a backend has compiled; None if nothing can be written there.
+
+    One for each kind of CPU: homes are shared by machines, and programs for one may not run on another.
+    """
+    try:
+        with open("/proc/cpuinfo") as file:
+            kind = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        kind = platform.processor()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(home, "kerasdp", f"{name}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None

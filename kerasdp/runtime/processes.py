@@ -1,0 +1,81 @@
+"""A function in a process of its own, and what becomes of it."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from kerasdp.errors import RunError, WorkerError
+from kerasdp.runtime import signals
+
+
+def call_in_new_process(
+    function: Callable[..., Any], *args: Any, name: str, on_start: Callable[[Any], None] | None = None
+) -> Any:
+    """What the function returns or raises in a new process, which ends with this one, however that ends.
+
+    Args:
+        function: of a module, as all that travels to another process.
+        *args: its arguments.
+        name: of the process, for errors.
+        on_start: called with the process.
+
+    Raises:
+        RunError: the function's own, or a `WorkerError` if the process died or raised anything else.
+        SystemExit: if the process was ended by a signal that this one got, too.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, name, function, *args))
+    try:
+        with signals.passed_on(lambda: [process] if process.pid else []):
+            process.start()
+            sender.close()
+            if on_start is not None:
+                on_start(process)
+            result = receiver.recv()
+            process.join(timeout=30)  # its own way out
+    except EOFError:
+        process.join()
+        signals.leave_as(process.exitcode)
+        raise WorkerError(f"{name} {how_it_ended(process.exitcode)}") from None
+    finally:
+        if process.pid is not None and process.is_alive():
+            process.terminate()
+            process.join()
+    if isinstance(result, RunError):
+        raise result
+    return result
+
+
+def how_it_ended(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def end_with_parent() -> None:
+    """Lets the system end this process when the one that started it dies, even by `kill -9`. On Linux only."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def _send_result(sender: Any, name: str, function: Callable[..., Any], *args: Any) -> None:
+    end_with_parent()
+    try:
+        result = function(*args)
+    except RunError as error:
+        result = error
+    except KeyboardInterrupt:  # which the parent gets, too
+        os._exit(128 + signal.SIGINT)
+    except Exception:
+        result = WorkerError(f"{name} failed\n{traceback.format_exc()}".rstrip())
+    with contextlib.suppress(BrokenPipeError):
+        sender.send(result)

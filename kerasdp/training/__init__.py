@@ -1,0 +1,1 @@
+"""`Runner` and what works for it during `fit`."""

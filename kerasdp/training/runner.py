@@ -1,0 +1,352 @@
+"""What a `train` function works with: Keras' `fit`, `evaluate` and `predict` on all devices of the run."""
+
+import contextlib
+import itertools
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from kerasdp.backends.steps import Hooks
+from kerasdp.config import Config
+from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
+from kerasdp.data.sampling import Order
+from kerasdp.data.sources import ArraySource, split_off
+from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
+from kerasdp.keras_compat import set_precision, set_seed
+from kerasdp.portability import initial_weights
+from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+from kerasdp.runtime import signals
+from kerasdp.runtime.devices import Devices
+from kerasdp.training.callbacks import RunCallbacks
+
+# Bytes of inputs that stay on each GPU without being asked to.
+MOST_ON_DEVICE = 2**30
+
+
+class Runner:
+    """Trains, evaluates and predicts with a Keras model on all devices of a run.
+
+    Made by `kerasdp.launch`, one in each worker process.
+
+    Attributes:
+        config: the choices of the run.
+        devices: the devices of the run.
+        replicas: the backend's part of the work (`kerasdp.backends.steps`).
+        hooks: who is told of each training step.
+        heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
+        num_fits: calls of `fit`.
+        epoch_seconds: of the last `fit`, the training part of each epoch.
+    """
+
+    def __init__(self, config: Config, devices: Devices, replicas: Any, heartbeat: Any = None):
+        self.config, self.devices, self.replicas, self.heartbeat = config, devices, replicas, heartbeat
+        self._places: Iterator[int] = itertools.count()
+        self.hooks = Hooks()
+        self.num_fits = 0
+        self.epoch_seconds: list[float] = []
+        set_seed(config.seed)
+        set_precision(config.precision)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the model, one a device."""
+        return self.replicas.num_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that prints and writes files."""
+        return self.replicas.rank == 0
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Where models are built and compiled: gives each device its replica, and weights that depend on the seed."""
+        self._places = itertools.count()
+        with self._scope():
+            yield
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        with self.replicas.scope(), initial_weights.portable(self.config.seed, self._places):
+            yield
+
+    def fit(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: list[keras.callbacks.Callback] | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | list[int] = 1,
+    ) -> keras.callbacks.History:
+        """Keras' own `fit`, on all devices. The arguments are those of `keras.Model.fit`.
+
+        Args that mean more than in Keras:
+            x: also a `kerasdp.data.sources.Source`. Generators, tf.data and DataLoaders are taken where one process
+                feeds all devices; with torch on several devices use arrays, a Source or a `keras.utils.PyDataset`.
+            batch_size: the GLOBAL batch, over all devices. None: `config.batch_size`.
+            verbose: `"auto"`: `config.verbose`.
+
+        Returns:
+            The `History`. With `config.workdir`, the files of the run are there as well, those of a second call in a
+            folder `fit-2` of its own.
+
+        Raises:
+            UserError: if the data cannot be split over the devices.
+            NonFiniteLossError: if the loss becomes NaN or infinite.
+            ReplicasDifferError: if the replicas do not hold equal weights at the end.
+        """
+        batch_size = batch_size or self.config.batch_size
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
+        reader = self._reader(
+            x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True, fitting=True
+        )
+        num_rows = self._prepare(model, reader)
+        feed = Feed(reader, self.replicas.shard_batch)
+        if validation_data is not None:
+            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
+            size = validation_batch_size or batch_size
+            validation = Feed(
+                self._reader(*parts, size, steps=validation_steps, fitting=True), self.replicas.shard_batch
+            )
+            validation_data = self._adapter(validation, size)
+        self.hooks.batch_size = num_rows
+        steps = feed.num_batches and feed.num_batches * epochs
+        self.hooks.num_steps = min(filter(None, [steps, self.config.max_steps]), default=None)
+        self.replicas.tune(model, reader.first, self._say)
+        run_callbacks = RunCallbacks(
+            self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
+        )
+        if run_callbacks.resumed is not None:
+            initial_epoch = run_callbacks.resumed.state["epoch"]
+            epochs = initial_epoch if run_callbacks.recorder.was_over else epochs
+        with self._training(run_callbacks), self._running(model, "train", "test"):
+            history = model.fit(
+                self._adapter(feed, batch_size),
+                epochs=epochs,
+                verbose=0,
+                callbacks=run_callbacks,
+                validation_data=validation_data,
+                shuffle=False,
+                initial_epoch=initial_epoch,
+                validation_freq=validation_freq,
+            )
+        self.replicas.gather_variables(model)
+        self.check_replicas(model)
+        return history
+
+    def _say(self, line: str) -> None:
+        if self.is_chief and self.config.verbose != 0:
+            print(line, flush=True)
+
+    def next_folder(self) -> str | None:
+        """Where a `fit` puts its files: a second one leaves the first one's alone."""
+        self.num_fits += 1
+        folder = self.config.workdir
+        return folder if folder is None or self.num_fits == 1 else os.path.join(folder, f"fit-{self.num_fits}")
+
+    def evaluate(
+        self,
+        model: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = 0,
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: list[keras.callbacks.Callback] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Keras' own `evaluate`, on all devices: each sample counts exactly once. Arguments as in `fit`."""
+        batch_size = batch_size or self.config.batch_size
+        reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
+        self._prepare(model, reader)
+        with self._running(model, "test"):
+            return model.evaluate(
+                self._adapter(Feed(reader, self.replicas.shard_batch), batch_size),
+                verbose=verbose if self.is_chief else 0,
+                callbacks=callbacks,
+                return_dict=return_dict,
+            )
+
+    def predict(
+        self,
+        model: keras.Model,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = 0,
+        steps: int | None = None,
+        callbacks: list[keras.callbacks.Callback] | None = None,
+    ) -> Any:
+        """Keras' own `predict`, on all devices; each process gets the outputs of all samples, in their order."""
+        batch_size = batch_size or self.config.batch_size
+        reader = self._reader(x, None, None, batch_size, steps=steps)
+        self._prepare(model, reader, with_targets=False)
+        several = model.steps_per_execution
+        with self._running(model, "predict"), contextlib.ExitStack() as stack:
+            model.steps_per_execution = 1  # the predict functions take a batch at a time
+            stack.callback(setattr, model, "steps_per_execution", several)
+            return model.predict(
+                self._adapter(Feed(reader, self.replicas.shard_batch), batch_size),
+                verbose=verbose if self.is_chief else 0,
+                callbacks=callbacks,
+            )
+
+    def check_replicas(self, model: keras.Model) -> None:
+        """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
+        different = self.replicas.diverged_variables(model)
+        if different:
+            raise ReplicasDifferError(
+                f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
+                f"{different[0]}: a layer or callback changed a weight on one device but not on the others"
+            )
+
+    def _reader(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        steps: int | None = None,
+        class_weight: dict[int, float] | None = None,
+        training: bool = False,
+        fitting: bool = False,
+    ) -> SampleReader | BatchReader:
+        part = self.replicas.part
+        is_source = hasattr(x, "inputs") and hasattr(x, "targets")
+        is_structure = isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__")
+        if is_source or is_structure:
+            if is_source and not (y is None and sample_weight is None and class_weight is None):
+                raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
+            if class_weight is not None:
+                if sample_weight is not None:
+                    raise UserError("give class_weight or sample_weight, not both")
+                sample_weight = data_adapter_utils.class_weight_to_sample_weights(np.asarray(y), class_weight)
+            source = x if is_source else ArraySource(x, y, sample_weight)
+            if steps is not None and not training:  # else samples would count twice
+                steps = min(steps, -(-source.num_samples // batch_size))
+            order = Order(
+                num_samples=source.num_samples,
+                batch_size=batch_size,
+                seed=self.config.seed,
+                shuffle=shuffle,
+                steps_per_epoch=steps,
+            )
+            return SampleReader(source, order, self.num_replicas, part, fitting and self._stays_on_device(source))
+        if fitting:
+            self._stays_on_device(x)  # raises if it was asked to
+        if y is not None or sample_weight is not None or class_weight is not None:
+            raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
+        if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
+            raise UserError(
+                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
+                f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
+            )
+        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part, steps)
+
+    def _stays_on_device(self, source: Any) -> bool:
+        choice, is_in_memory = self.config.data_on_device, isinstance(source, ArraySource)
+        if choice == "on" and not is_in_memory:
+            raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
+        if choice == "auto" and self.devices.kind == "gpu" and self.config.engine == "data":
+            return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
+        return choice == "on"
+
+    def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
+        return FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
+
+    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
+        """Builds whatever is not built, from the first batch, makes batch norm portable; that batch's rows."""
+        if model.steps_per_execution != 1 and not self.replicas.takes_several_steps:
+            raise UserError(
+                f"steps_per_execution: expected 1 with {self.config.backend} and --strategy={self.config.strategy}. "
+                f"Received: {model.steps_per_execution}; leave it out"
+            )
+        batch = reader.first()
+        num_rows = len(batch.indices)
+
+        def symbol(leaf: Any) -> Any:
+            # As many rows as the global batch has: this process may hold only some of the inputs.
+            return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
+
+        symbols = keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))
+        with self._scope():
+            if model.compiled and with_targets:  # loss and metrics, too
+                model._symbolic_build(data_batch=symbols)
+            elif not model.built:
+                model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
+        outside = self.replicas.variables_outside_scope(model)
+        if outside:
+            raise UserError(
+                f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
+                "all layers, the optimizer and the metrics within it"
+            )
+        portable(model, self.config.batch_norm)
+        if self.config.batch_norm == "replica" and self.is_chief and not batch_norms(model):
+            warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=3)
+        for layer in foreign_batch_norms(model) if self.replicas.splits_batches else ():
+            raise UserError(
+                f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
+                "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
+            )
+        return num_rows
+
+    @contextlib.contextmanager
+    def _training(self, callbacks: RunCallbacks) -> Iterator[None]:
+        """Waits for signals if there is something to save, and closes the files of the run at its end."""
+        checkpointer = callbacks.checkpointer
+        with contextlib.closing(callbacks), signals.awaited() if checkpointer else contextlib.nullcontext():
+            try:
+                yield
+            except NonFiniteLossError as error:
+                if checkpointer is None or not self.is_chief:
+                    raise
+                checkpointer.close()
+                kept = checkpointer.last_good
+                raise NonFiniteLossError(
+                    f"{error}; the last good checkpoint is {kept}"
+                    if kept
+                    else f"{error}; there is no good checkpoint yet"
+                ) from None
+
+    @contextlib.contextmanager
+    def _running(self, model: keras.Model, *names: str) -> Iterator[None]:
+        """Gives the model this run's step functions, and takes them back, so that it is a plain Keras model afterwards.
+
+        `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
+        """
+        # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
+        engine = self.replicas.engine_of(model)
+        optimizer = getattr(model, "optimizer", None)
+        is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
+        made_for = (optimizer, is_built, model._compile_loss, model._compile_metrics, engine, self.hooks)
+        known = getattr(model, "_kerasdp_functions", None)
+        if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
+            known = made_for, self.replicas.step_functions(model, self.hooks)
+            object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
+        kept = {name: getattr(model, f"{name}_function") for name in names}
+        for name in names:
+            setattr(model, f"{name}_function", getattr(known[1], name))
+        try:
+            with self.replicas.running(model):
+                yield
+        finally:
+            for name, function in kept.items():
+                setattr(model, f"{name}_function", function)
