@@ -61,7 +61,7 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
     y = numbers.integers(0, NUM_CLASSES, NUM_SAMPLES)
 
     def all_of(source: Any) -> None:
-        feed = Feed(runner._reader(source, None, None, config.batch_size, shuffle=True), runner.replicas.shard_batch)
+        feed = Feed(runner._reader(source, None, None, config.batch_size, shuffle=True), runner.strategy.shard_batch)
         for _ in feed:
             pass
 

@@ -16,14 +16,14 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.supervisor import supervise
 
-RUNNERS = {
-    ("torch", "data"): "kerasdp.backends.torch.data_parallel",
-    ("jax", "data"): "kerasdp.backends.jax.data_parallel",
-    ("tensorflow", "data"): "kerasdp.backends.tensorflow.data_parallel",
-    ("torch", "pipeline"): "kerasdp.backends.torch.pipeline_parallel",
-    ("jax", "pipeline"): "kerasdp.backends.jax.pipeline_parallel",
-    ("tensorflow", "pipeline"): "kerasdp.backends.tensorflow.pipeline_parallel",
-    ("jax", "tensor"): "kerasdp.backends.jax.tensor_parallel",
+STRATEGIES = {
+    ("torch", "data"): "kerasdp.backends.torch.data_parallel:DataParallel",
+    ("jax", "data"): "kerasdp.backends.jax.data_parallel:DataParallel",
+    ("tensorflow", "data"): "kerasdp.backends.tensorflow.data_parallel:DataParallel",
+    ("torch", "pipeline"): "kerasdp.backends.torch.pipeline_parallel:PipelineParallel",
+    ("jax", "pipeline"): "kerasdp.backends.jax.pipeline_parallel:PipelineParallel",
+    ("tensorflow", "pipeline"): "kerasdp.backends.tensorflow.pipeline_parallel:PipelineParallel",
+    ("jax", "tensor"): "kerasdp.backends.jax.tensor_parallel:TensorParallel",
 }
 
 
@@ -62,7 +62,7 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     backend.set_backend(settings.backend)
     with _native_greetings_hidden():
-        runner_module = importlib.import_module(RUNNERS[settings.backend, settings.engine])
+        runner_module = importlib.import_module(STRATEGIES[settings.backend, settings.engine].partition(":")[0])
         num_gpus = runner_module.count_gpus(settings)
     devices = backend.choose_devices(settings, num_gpus)
     return runner_module.start(_work, devices, settings, train, folder)
@@ -90,13 +90,14 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
     """What each worker does."""
     with signals.noticed():
         backend.set_backend(settings.backend)
-        replicas = importlib.import_module(RUNNERS[settings.backend, settings.engine]).Replicas(devices, settings)
+        module, _, name = STRATEGIES[settings.backend, settings.engine].partition(":")
+        strategy = getattr(importlib.import_module(module), name)(devices, settings)
         # Only now may Keras be imported.
         from kerasdp.training.runner import Runner
 
-        heartbeat = Heartbeat(folder, replicas.rank) if settings.hang_timeout else None
-        result = train(Runner(settings, devices, replicas, heartbeat))
-    in_own_process = folder is not None or replicas.num_processes > 1
+        heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout else None
+        result = train(Runner(settings, devices, strategy, heartbeat))
+    in_own_process = folder is not None or strategy.processes.num_processes > 1
     if in_own_process and hasattr(result, "set_model"):
         result.set_model(None)  # a Keras `History` holds its model, which cannot travel from a worker process
     return result

@@ -6,22 +6,11 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepFunctions:
-    """What Keras' trainer calls for each batch, in place of the functions that it would make itself.
-
-    Their arguments are those of the backend's trainer (keras/src/backend/*/trainer.py).
-    """
-
-    train: Callable[..., Any]
-    test: Callable[..., Any]
-    predict: Callable[..., Any]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,15 +46,6 @@ class Hooks:
         if self.observer is not None:
             self.observer.on_step(loss, indices, seen)
         self.on_step(loss, learning_rate, indices.shape[0])
-
-
-class DeviceBatch(NamedTuple):
-    """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get."""
-
-    inputs: Any
-    targets: Any
-    sample_weight: Any
-    indices: Any
 
 
 class WholeModel:

@@ -44,7 +44,7 @@ def train(steps: int, started: float, folder: str | None, runner: "kerasdp.Runne
         history = runner.fit(
             model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
         ).history
-        memory = runner.replicas.all_gather_object(runner.replicas.peak_memory_bytes())
+        memory = runner.strategy.processes.all_gather_object(runner.strategy.peak_memory_bytes())
         return {
             "seconds": runner.epoch_seconds[-1],
             "loss": history["loss"][0],
@@ -61,8 +61,8 @@ def train(steps: int, started: float, folder: str | None, runner: "kerasdp.Runne
         runner, ready=True, seconds_to_first_step=seconds, parameters=parameters, flops=forward_flops(model),
         device=runner.devices.kind,
     )  # fmt: skip
-    for _ in _lines(folder, runner.replicas.rank):
-        runner.replicas.any_rank(False)  # all ranks begin together
+    for _ in _lines(folder, runner.strategy.processes.rank):
+        runner.strategy.processes.any_rank(False)  # all ranks begin together
         _say(runner, **repeat(steps))
 
 

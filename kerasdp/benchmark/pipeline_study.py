@@ -93,8 +93,8 @@ def measured(runner: "Runner", model: "keras.Model", x: Any = None, y: Any = Non
     is_pipeline = runner.config.strategy == "pipeline"
     return {
         "seconds": runner.epoch_seconds[1:],
-        "memory": runner.replicas.peak_memory_by_device(),
-        "table": runner.replicas.description(model),
+        "memory": runner.strategy.peak_memory_by_device(),
+        "table": runner.strategy.description(model),
         "work": stage_work(runner, model, x, y) if is_pipeline else [],
     }
 
@@ -119,13 +119,13 @@ def stage_work(
     Raises:
         UserError: if the run is no pipeline.
     """
-    pipeline = runner.replicas.engine_of(model)
+    pipeline = runner.strategy.engine_of(model)
     if pipeline is None:
         raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
     pipeline.timeline = []
     try:
         runner.fit(model, x, y, epochs=2, steps_per_epoch=1, verbose=0)  # the first step may compile
-        events = [event for part in runner.replicas.all_gather_object(pipeline.timeline) for event in part]
+        events = [event for part in runner.strategy.processes.all_gather_object(pipeline.timeline) for event in part]
     finally:
         pipeline.timeline = None
     last = {event[:3]: event for event in sorted(events, key=lambda event: event[3])}

@@ -26,7 +26,7 @@ def resume(runner: Any, model: keras.Model, identity: dict[str, Any], folder: st
         UserError: if it is the checkpoint of another run, or none of several can be used.
     """
     found = files.load_newest(folder, report.warn) if runner.is_chief else None
-    (step,) = runner.replicas.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
+    (step,) = runner.strategy.processes.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
     if step < 0:
         return None
     path, saved = found or (files.path_of(folder, int(step)), files.load(files.path_of(folder, int(step))))
@@ -102,7 +102,7 @@ class Checkpointer(keras.callbacks.Callback):
         self._last_told = recorder.step
         self.is_cut = self._model.stop_training and recorder.num_batches != recorder.feed.num_batches
         place = (recorder.epoch, recorder.num_batches)
-        asked = self.runner.replicas.all_reduce_max_delayed(self._asks())
+        asked = self.runner.strategy.processes.all_reduce_max_delayed(self._asks())
         if asked == _END:
             self._end(place)
         if self.is_cut:
@@ -114,7 +114,7 @@ class Checkpointer(keras.callbacks.Callback):
         """Writes one, unless the epoch was cut short: then that of its last step counts."""
         if not self.is_cut:
             self._save(epoch + 1, 0, is_best=self._is_best(report.plain(logs)), wait=True)
-        if self.runner.replicas.any_rank(signals.noted() is not None):
+        if self.runner.strategy.processes.any_rank(signals.noted() is not None):
             self._end(None)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -123,7 +123,7 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Ends the run if a signal has come; it will go on with the validation."""
-        if self.runner.replicas.all_reduce_max_delayed(self._asks()) == _END:
+        if self.runner.strategy.processes.all_reduce_max_delayed(self._asks()) == _END:
             self._end((self.recorder.epoch, self.recorder.num_batches))
 
     def _asks(self) -> int:
@@ -158,7 +158,7 @@ class Checkpointer(keras.callbacks.Callback):
 
     def _save(self, epoch: int, batch: int, *, is_best: bool = False, wait: bool = False) -> None:
         """`epoch` and `batch` are where the run goes on. If one is still being written, it waits or does nothing."""
-        self.runner.replicas.gather_variables(
+        self.runner.strategy.gather_variables(
             self._model
         )  # not `model`: with jax, to ask for it brings back all values
         if self.writer is None or (self.writer.is_busy and not wait):
@@ -180,7 +180,7 @@ class Checkpointer(keras.callbacks.Callback):
             "callbacks": training_state.callback_states(self.stateful, self._begin, arrays),
             "saved_by": {
                 "backend": config.backend,
-                "devices": self.runner.replicas.num_devices,
+                "devices": self.runner.strategy.num_devices,
                 "precision": config.precision,
             },
             "config": config.as_dict(),
@@ -196,7 +196,7 @@ class Checkpointer(keras.callbacks.Callback):
             self.writer.wait()
         path = files.path_of(self.folder, self.recorder.step)
         # Not before rank 0 has written: a rank that leaves ends the others.
-        (is_saved,) = self.runner.replicas.broadcast_from_rank0([float(self.last_good == path)])
+        (is_saved,) = self.runner.strategy.processes.broadcast_from_rank0([float(self.last_good == path)])
         signal = signals.noted()
         name = "a signal to another process" if signal is None else signal.name
         saved = f"saved in {path}" if is_saved else "which could not be saved"

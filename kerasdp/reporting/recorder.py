@@ -55,9 +55,9 @@ class Recorder(keras.callbacks.Callback):
             config=config,
             devices=str(runner.devices),
             device_kind=runner.devices.kind,
-            num_devices=runner.replicas.num_devices,
+            num_devices=runner.strategy.num_devices,
             num_replicas=runner.config.num_replicas(runner.devices.count),
-            num_processes=runner.replicas.num_processes,
+            num_processes=runner.strategy.processes.num_processes,
             model=model.name,
             global_batch_size=batch_size,
         )
@@ -111,7 +111,7 @@ class Recorder(keras.callbacks.Callback):
         """Says what is about to run."""
         if self.verbose and self.runner.is_chief:
             rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-            description = self.runner.replicas.description(self.model)
+            description = self.runner.strategy.description(self.model)
             print(*filter(None, [report.start_line(self.facts, rate), description]), sep="\n", flush=True)
             if self._resumed:
                 saved = self._resumed.state
@@ -144,7 +144,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the epoch's row, and brings the model together for the callbacks that save it."""
-        self.runner.replicas.gather_variables(self._model)
+        self.runner.strategy.gather_variables(self._model)
         self._stop_clock()
         self.epoch_seconds.append(self._seconds)
         self.runner.epoch_seconds = self.epoch_seconds
@@ -168,7 +168,7 @@ class Recorder(keras.callbacks.Callback):
             final=self.last_logs,
             epoch_seconds=self.epoch_seconds,
             epoch_rates=self.epoch_rates,
-            peak_memory_bytes=runner.replicas.peak_memory_bytes(),
+            peak_memory_bytes=runner.strategy.peak_memory_bytes(),
         )
         if self.files:
             self.files.add_result(result)

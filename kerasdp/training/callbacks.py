@@ -59,7 +59,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         checkpoints = os.path.join(folder, CHECKPOINTS) if runner.config.keeps_checkpoints else None
         identity = {}
         if checkpoints:
-            rows = runner.replicas.micro_batch_rows(model)
+            rows = runner.strategy.micro_batch_rows(model)
             identity = training_state.identity(runner.config, model, feed.reader, rows)
         self.resumed = resumed = resume(runner, model, identity, checkpoints) if runner.config.resume else None
         if resumed is not None:
@@ -75,12 +75,12 @@ class RunCallbacks(keras.callbacks.CallbackList):
             report.warn(
                 "the batches come from an object that keeps their order to itself: it must give the same ones again"
             )
-        several = runner.replicas.num_processes > 1
+        several = runner.strategy.processes.num_processes > 1
         super().__init__(
             [
                 recorder,
                 *stateful,
-                *([Agreement(runner.replicas, each_step=each_step)] if several else []),
+                *([Agreement(runner.strategy, each_step=each_step)] if several else []),
                 *([Progress(recorder, epochs=epochs, bar=verbose == 1)] if runner.is_chief and verbose else []),
                 *([Beating(recorder, runner.heartbeat)] if runner.heartbeat else []),
                 *([self.checkpointer] if self.checkpointer else []),
@@ -139,13 +139,13 @@ def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> l
     callbacks = callbacks or []
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise UserError("callbacks: expected a list of callbacks. Received: a CallbackList")
-    own_way = runner.replicas.num_processes > 1 or runner.config.keeps_checkpoints
+    own_way = runner.strategy.processes.num_processes > 1 or runner.config.keeps_checkpoints
     if own_way and any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         raise UserError(
             "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir and "
             "--resume"
         )
-    is_cut = runner.replicas.num_processes > 1 and runner.config.strategy == "pipeline"
+    is_cut = runner.strategy.processes.num_processes > 1 and runner.config.strategy == "pipeline"
     for callback in callbacks:
         if is_cut and isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise UserError(
@@ -162,22 +162,22 @@ class Agreement(keras.callbacks.Callback):
     others waiting for a process that stopped.
     """
 
-    def __init__(self, replicas: Any, *, each_step: bool):
+    def __init__(self, strategy: Any, *, each_step: bool):
         """`each_step`: whether a callback may stop within an epoch; to ask costs a wait for the device."""
         super().__init__()
-        self.replicas, self.each_step = replicas, each_step
+        self.strategy, self.each_step = strategy, each_step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stops all ranks if one wants to stop."""
         if self.each_step:
-            self.model.stop_training = self.replicas.any_rank(self.model.stop_training)
+            self.model.stop_training = self.strategy.processes.any_rank(self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Gives all ranks the learning rate of rank 0."""
-        self.model.stop_training = self.replicas.any_rank(self.model.stop_training)
+        self.model.stop_training = self.strategy.processes.any_rank(self.model.stop_training)
         if not isinstance(self.model.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-            (agreed,) = self.replicas.broadcast_from_rank0([rate])
+            (agreed,) = self.strategy.processes.broadcast_from_rank0([rate])
             if agreed != rate:
                 self.model.optimizer.learning_rate = agreed
 

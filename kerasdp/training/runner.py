@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 
+from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import Hooks
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
@@ -36,15 +37,15 @@ class Runner:
     Attributes:
         config: the choices of the run.
         devices: the devices of the run.
-        replicas: the backend's part of the work (`kerasdp.backends.steps`).
+        strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
         hooks: who is told of each training step.
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
         epoch_seconds: of the last `fit`, the training part of each epoch.
     """
 
-    def __init__(self, config: Config, devices: Devices, replicas: Any, heartbeat: Any = None):
-        self.config, self.devices, self.replicas, self.heartbeat = config, devices, replicas, heartbeat
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Any = None):
+        self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._places: Iterator[int] = itertools.count()
         self.hooks = Hooks()
         self.num_fits = 0
@@ -55,12 +56,12 @@ class Runner:
     @property
     def num_replicas(self) -> int:
         """Replicas of the model, one a device."""
-        return self.replicas.num_replicas
+        return self.strategy.num_replicas
 
     @property
     def is_chief(self) -> bool:
         """Whether this process is the one that prints and writes files."""
-        return self.replicas.rank == 0
+        return self.strategy.processes.rank == 0
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -71,7 +72,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        with self.replicas.scope(), initial_weights.portable(self.config.seed, self._places):
+        with self.strategy.scope(), initial_weights.portable(self.config.seed, self._places):
             yield
 
     def fit(
@@ -118,18 +119,18 @@ class Runner:
             x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True, fitting=True
         )
         num_rows = self._prepare(model, reader)
-        feed = Feed(reader, self.replicas.shard_batch)
+        feed = Feed(reader, self.strategy.shard_batch)
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
             validation = Feed(
-                self._reader(*parts, size, steps=validation_steps, fitting=True), self.replicas.shard_batch
+                self._reader(*parts, size, steps=validation_steps, fitting=True), self.strategy.shard_batch
             )
             validation_data = self._adapter(validation, size)
         self.hooks.batch_size = num_rows
         steps = feed.num_batches and feed.num_batches * epochs
         self.hooks.num_steps = min(filter(None, [steps, self.config.max_steps]), default=None)
-        self.replicas.tune(model, reader.first, self._say)
+        self.strategy.tune(model, reader.first, self._say)
         run_callbacks = RunCallbacks(
             self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
         )
@@ -147,7 +148,7 @@ class Runner:
                 initial_epoch=initial_epoch,
                 validation_freq=validation_freq,
             )
-        self.replicas.gather_variables(model)
+        self.strategy.gather_variables(model)
         self.check_replicas(model)
         return history
 
@@ -179,7 +180,7 @@ class Runner:
         self._prepare(model, reader)
         with self._running(model, "test"):
             return model.evaluate(
-                self._adapter(Feed(reader, self.replicas.shard_batch), batch_size),
+                self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
                 verbose=verbose if self.is_chief else 0,
                 callbacks=callbacks,
                 return_dict=return_dict,
@@ -203,14 +204,14 @@ class Runner:
             model.steps_per_execution = 1  # the predict functions take a batch at a time
             stack.callback(setattr, model, "steps_per_execution", several)
             return model.predict(
-                self._adapter(Feed(reader, self.replicas.shard_batch), batch_size),
+                self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
                 verbose=verbose if self.is_chief else 0,
                 callbacks=callbacks,
             )
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
-        different = self.replicas.diverged_variables(model)
+        different = self.strategy.diverged_variables(model)
         if different:
             raise ReplicasDifferError(
                 f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
@@ -229,7 +230,7 @@ class Runner:
         training: bool = False,
         fitting: bool = False,
     ) -> SampleReader | BatchReader:
-        part = self.replicas.part
+        shard = self.strategy.shard
         is_source = hasattr(x, "inputs") and hasattr(x, "targets")
         is_structure = isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__")
         if is_source or is_structure:
@@ -249,17 +250,17 @@ class Runner:
                 shuffle=shuffle,
                 steps_per_epoch=steps,
             )
-            return SampleReader(source, order, self.num_replicas, part, fitting and self._stays_on_device(source))
+            return SampleReader(source, order, self.num_replicas, shard, fitting and self._stays_on_device(source))
         if fitting:
             self._stays_on_device(x)  # raises if it was asked to
         if y is not None or sample_weight is not None or class_weight is not None:
             raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-        if part[1] > 1 and not isinstance(x, keras.utils.PyDataset):
+        if shard[1] > 1 and not isinstance(x, keras.utils.PyDataset):
             raise UserError(
                 f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
                 f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
             )
-        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, part, steps)
+        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, shard, steps)
 
     def _stays_on_device(self, source: Any) -> bool:
         choice, is_in_memory = self.config.data_on_device, isinstance(source, ArraySource)
@@ -270,11 +271,11 @@ class Runner:
         return choice == "on"
 
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
-        return FeedAdapter(self.replicas.adapt(feed), feed.num_batches, batch_size)
+        return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
         """Builds whatever is not built, from the first batch, makes batch norm portable; that batch's rows."""
-        if model.steps_per_execution != 1 and not self.replicas.takes_several_steps:
+        if model.steps_per_execution != 1 and not self.strategy.takes_several_steps:
             raise UserError(
                 f"steps_per_execution: expected 1 with {self.config.backend} and --strategy={self.config.strategy}. "
                 f"Received: {model.steps_per_execution}; leave it out"
@@ -292,7 +293,7 @@ class Runner:
                 model._symbolic_build(data_batch=symbols)
             elif not model.built:
                 model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
-        outside = self.replicas.variables_outside_scope(model)
+        outside = self.strategy.variables_outside_scope(model)
         if outside:
             raise UserError(
                 f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
@@ -301,7 +302,7 @@ class Runner:
         portable(model, self.config.batch_norm)
         if self.config.batch_norm == "replica" and self.is_chief and not batch_norms(model):
             warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=3)
-        for layer in foreign_batch_norms(model) if self.replicas.splits_batches else ():
+        for layer in foreign_batch_norms(model) if self.strategy.splits_batches else ():
             raise UserError(
                 f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
                 "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
@@ -333,19 +334,19 @@ class Runner:
         `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        engine = self.replicas.engine_of(model)
+        engine = self.strategy.engine_of(model)
         optimizer = getattr(model, "optimizer", None)
         is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
         made_for = (optimizer, is_built, model._compile_loss, model._compile_metrics, engine, self.hooks)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
-            known = made_for, self.replicas.step_functions(model, self.hooks)
+            known = made_for, self.strategy.step_functions(model, self.hooks)
             object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:
             setattr(model, f"{name}_function", getattr(known[1], name))
         try:
-            with self.replicas.running(model):
+            with self.strategy.running(model):
                 yield
         finally:
             for name, function in kept.items():

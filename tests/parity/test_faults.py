@@ -81,7 +81,7 @@ def spoil_the_kit():
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "torch":
         from kerasdp.backends.torch import data_parallel
 
-        data_parallel.Replicas._parallel = lambda self, model, batch: model
+        data_parallel.DataParallel._parallel = lambda self, model, batch: model
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
         from kerasdp.backends.tensorflow import collectives
 

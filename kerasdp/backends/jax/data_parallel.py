@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
 from kerasdp.backends.steps import (
-    DeviceBatch,
     DeviceScalar,
     Hooks,
-    StepFunctions,
     WholeModel,
     all_variables,
     learning_rate,
@@ -62,15 +61,16 @@ def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
     return worker(devices, *args)
 
 
-class Replicas(WholeModel):
-    """The replicas of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+class DataParallel(WholeModel):
+    """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
-    rank, num_processes, part = 0, 1, (0, 1)
+    shard = (0, 1)
     splits_batches = False
 
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
+        self.processes = SingleProcess()
         self.num_devices = self.num_replicas = devices.count
         # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
         jax.config.update("jax_enable_x64", config.precision == "float64")
@@ -247,22 +247,6 @@ class Replicas(WholeModel):
             if len(copies) > len({part for part, _ in copies}):
                 different.append(variable.path)
         return different
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What each process has, in the order of their ranks."""
-        return [value]
-
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """There is one process, so its values are everybody's."""
-        return values
-
-    def all_reduce_max_delayed(self, number: int) -> int:
-        """There is one process, so its number is everybody's."""
-        return number
-
-    def any_rank(self, flag: bool) -> bool:
-        """There is one process, so its flag is everybody's."""
-        return flag
 
     def peak_memory_by_device(self) -> list[int]:
         """The most memory that each device has used; nothing where they share one process."""

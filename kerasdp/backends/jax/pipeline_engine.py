@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from kerasdp.backends.base import DeviceBatch, Processes
 from kerasdp.backends.jax.pipeline_stage import Part
 from kerasdp.backends.jax.pipeline_step import Step
-from kerasdp.backends.steps import DeviceBatch
 from kerasdp.config import Config
 
 
@@ -28,11 +28,11 @@ class Pipeline:
             which is then waited for.
     """
 
-    def __init__(self, model: Any, config: Config, devices: list[Any], broadcast_from_rank0: Any):
+    def __init__(self, model: Any, config: Config, devices: list[Any], processes: Processes):
         from kerasdp.pipeline.plan import make_plan
 
-        self.model, self.made_for, self.broadcast_from_rank0 = model, _made_for(model), broadcast_from_rank0
-        self.plan = make_plan(model, config, len(devices), broadcast_from_rank0)
+        self.model, self.made_for, self.processes = model, _made_for(model), processes
+        self.plan = make_plan(model, config, len(devices), processes.broadcast_from_rank0)
         own = np.array(devices).reshape(len(self.plan.stages), -1)
         self.timeline: list[Any] | None = None
         self.is_tuned = False

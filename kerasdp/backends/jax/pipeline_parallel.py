@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from kerasdp.backends.base import DeviceBatch, StepFunctions
 from kerasdp.backends.jax import data_parallel
 from kerasdp.backends.jax.pipeline_engine import Pipeline
-from kerasdp.backends.steps import DeviceBatch, Hooks, StepFunctions, require_device_batch
+from kerasdp.backends.steps import Hooks, require_device_batch
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.pipeline.replicas import CutModel
@@ -17,8 +18,8 @@ from kerasdp.runtime.devices import Devices
 count_gpus, start = data_parallel.count_gpus, data_parallel.start
 
 
-class Replicas(CutModel, data_parallel.Replicas):
-    """The stages of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+class PipelineParallel(CutModel, data_parallel.DataParallel):
+    """The stages of a run. See `kerasdp.backends.base.Strategy`."""
 
     splits_batches = True
 
@@ -38,7 +39,7 @@ class Replicas(CutModel, data_parallel.Replicas):
 
     def make_pipeline(self, model: Any) -> Pipeline:
         """An engine for a model."""
-        return Pipeline(model, self.config, self.devices, self.broadcast_from_rank0)
+        return Pipeline(model, self.config, self.devices, self.processes)
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 

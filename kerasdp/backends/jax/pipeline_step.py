@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.jax.pipeline_stage import Part
-from kerasdp.backends.steps import DeviceBatch
 
 
 class Step:

@@ -7,8 +7,9 @@ device, whatever they are.
 
 from typing import Any
 
+from kerasdp.backends.base import StepFunctions
 from kerasdp.backends.jax import data_parallel
-from kerasdp.backends.steps import Hooks, StepFunctions, all_variables
+from kerasdp.backends.steps import Hooks, all_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
@@ -20,8 +21,8 @@ count_gpus, start = data_parallel.count_gpus, data_parallel.start
 _CUT = ("kernel", "embeddings", "bias", "gamma", "beta", "moving_mean", "moving_variance")
 
 
-class Replicas(data_parallel.Replicas):
-    """One model on all devices. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+class TensorParallel(data_parallel.DataParallel):
+    """One model on all devices. See `kerasdp.backends.base.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)

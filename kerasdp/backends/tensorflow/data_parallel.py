@@ -8,16 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.steps import (
-    DeviceBatch,
-    DeviceScalar,
-    Hooks,
-    StepFunctions,
-    WholeModel,
-    all_variables,
-    next_batches,
-    require_device_batch,
-)
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
+from kerasdp.backends.steps import DeviceScalar, Hooks, WholeModel, all_variables, next_batches, require_device_batch
 from kerasdp.backends.tensorflow import collectives
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
@@ -52,28 +44,29 @@ def make_devices(devices: Devices, config: Config) -> list[str]:
     return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
 
 
-class Replicas(WholeModel):
-    """The replicas of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+class DataParallel(WholeModel):
+    """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
-    rank, num_processes, part = 0, 1, (0, 1)
+    shard = (0, 1)
 
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
         """Makes the virtual devices and the strategy. Call before Keras is imported."""
+        self.processes = SingleProcess()
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
         self.names = make_devices(devices, config)
         # One replica runs without a strategy: Keras turns XLA off under any.
-        self.strategy = (
+        self.mirrored = (
             tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
         )
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Where models are made: their variables are mirrored on all devices."""
-        with self.strategy.scope():
+        with self.mirrored.scope():
             yield
 
     def shard_batch(self, batch: Any) -> DeviceBatch:
@@ -192,8 +185,8 @@ class Replicas(WholeModel):
         def run(num_rows: int, data: Any) -> Any:
             whole_batch = steps.penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
             with whole_batch, watched_layers(detail, model):
-                outputs = self.strategy.run(step, args=(num_rows, *data))
-            return tf.nest.map_structure(lambda value: self.strategy.experimental_local_results(value)[0], outputs)
+                outputs = self.mirrored.run(step, args=(num_rows, *data))
+            return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 
         return run
 
@@ -201,7 +194,7 @@ class Replicas(WholeModel):
         """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
 
         def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
-            rest = self.strategy.run(_stacked, args=batches[1:])
+            rest = self.mirrored.run(_stacked, args=batches[1:])
             loss, rate, logs, _ = step(num_rows, batches[0])
             arrays = [
                 None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
@@ -209,7 +202,7 @@ class Replicas(WholeModel):
             ]
 
             def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
-                *values, logs, _ = step(num_rows, self.strategy.run(_row, args=(rest, number - 1)))
+                *values, logs, _ = step(num_rows, self.mirrored.run(_row, args=(rest, number - 1)))
                 arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
                 return number + 1, arrays, logs
 
@@ -229,7 +222,7 @@ class Replicas(WholeModel):
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
 
             def run_parts(*data: Any) -> Any:
-                return run(num_rows, *(self.strategy.run(_own_part, args=(parts,)) for parts in data))
+                return run(num_rows, *(self.mirrored.run(_own_part, args=(parts,)) for parts in data))
 
             if model.run_eagerly:
                 return run_parts(*data)
@@ -256,7 +249,7 @@ class Replicas(WholeModel):
         """Names of the variables, seeds included, that are not bit-equal on all replicas."""
         different = []
         for variable in model.variables:
-            copies = [copy.numpy().tobytes() for copy in self.strategy.experimental_local_results(variable.value)]
+            copies = [copy.numpy().tobytes() for copy in self.mirrored.experimental_local_results(variable.value)]
             if len(set(copies)) > 1:
                 different.append(variable.path)
         return different
@@ -283,22 +276,6 @@ class Replicas(WholeModel):
         finally:
             for variable, aggregation in zip(variables, kept, strict=True):
                 variable._aggregation = aggregation
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What each process has, in the order of their ranks."""
-        return [value]
-
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """There is one process, so its values are everybody's."""
-        return values
-
-    def all_reduce_max_delayed(self, number: int) -> int:
-        """There is one process, so its number is everybody's."""
-        return number
-
-    def any_rank(self, flag: bool) -> bool:
-        """There is one process, so its flag is everybody's."""
-        return flag
 
     def peak_memory_by_device(self) -> list[int]:
         """The most memory that each device has used; nothing where they share one process."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.base import DeviceBatch, Processes
 from kerasdp.config import Config
 from kerasdp.portability.replica_context import ReplicaContext, use
 
@@ -19,16 +19,16 @@ class Pipeline:
         timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work.
     """
 
-    def __init__(self, model: Any, config: Config, names: list[str], broadcast_from_rank0: Any):
+    def __init__(self, model: Any, config: Config, names: list[str], processes: Processes):
         from kerasdp.pipeline.plan import make_plan, seed_variables
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
-        self.broadcast_from_rank0, self.is_tuned = broadcast_from_rank0, False
+        self.processes, self.is_tuned = processes, False
         self.timeline: list[Any] | None = None
         self._begun: dict[tuple[int, str, int], float] = {}
         self._timed: dict[int, Callable[..., Any]] = {}
-        self.plan = make_plan(model, config, len(names), broadcast_from_rank0)
+        self.plan = make_plan(model, config, len(names), processes.broadcast_from_rank0)
         self.penalties = WholeBatchPenalties(model)
         self.seeds = [seed_variables(stage.model) for stage in self.plan.stages]
         self.move_to_stage_devices()

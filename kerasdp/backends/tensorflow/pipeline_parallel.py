@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.steps import DeviceBatch, Hooks, StepFunctions, require_device_batch
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
+from kerasdp.backends.steps import Hooks, require_device_batch
 from kerasdp.backends.tensorflow import data_parallel
 from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
@@ -18,16 +19,17 @@ from kerasdp.runtime.devices import Devices
 count_gpus, start = data_parallel.count_gpus, data_parallel.start
 
 
-class Replicas(CutModel, data_parallel.Replicas):
-    """The stages of a run. See `kerasdp.backends.torch.data_parallel.Replicas` for the meaning of each name."""
+class PipelineParallel(CutModel, data_parallel.DataParallel):
+    """The stages of a run. See `kerasdp.backends.base.Strategy`."""
 
     splits_batches = True
 
     def __init__(self, devices: Devices, config: Config):
         """Makes the virtual devices. Call before Keras is imported."""
+        self.processes = SingleProcess()
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.names = data_parallel.make_devices(devices, config)
-        self.strategy = tf.distribute.get_strategy()
+        self.mirrored = tf.distribute.get_strategy()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -50,7 +52,7 @@ class Replicas(CutModel, data_parallel.Replicas):
     def make_pipeline(self, model: Any) -> Pipeline:
         """An engine for a model."""
         kind = Accumulation if self.config.accumulate > 1 else Pipeline
-        return kind(model, self.config, self.names, self.broadcast_from_rank0)
+        return kind(model, self.config, self.names, self.processes)
 
     def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""

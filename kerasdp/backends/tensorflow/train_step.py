@@ -12,12 +12,12 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 class ReplicaSteps:
     """The steps of a model; to be run within the strategy."""
 
-    def __init__(self, replicas: Any, model: Any):
+    def __init__(self, strategy: Any, model: Any):
         """`replicas` of `tf_mirrored`."""
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
-        self.replicas, self.model = replicas, model
-        self.own = own_steps(model, replicas.num_replicas)
+        self.strategy, self.model = strategy, model
+        self.own = own_steps(model, strategy.num_replicas)
         self.penalties = WholeBatchPenalties(model)
 
     def train(self, detail: Any, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> tuple[Any, ...]:
@@ -25,16 +25,16 @@ class ReplicaSteps:
         from kerasdp.backends.observer import forward_pass, observed
         from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
 
-        model, replicas = self.model, self.replicas
+        model, strategy = self.model, self.strategy
         if "train_step" in self.own:
             logs = model.train_step((inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
-            with use(replicas.context(num_rows)) as context, forward_pass(detail, inputs) as found:
+            with use(strategy.context(num_rows)) as context, forward_pass(detail, inputs) as found:
                 outputs = self._forward(inputs, training=True)
             is_part = self._is_mean_over_shards(outputs, num_rows, context)
             if not is_part:
-                outputs = replicas.gather(outputs, num_rows)
+                outputs = strategy.gather(outputs, num_rows)
             batch = (inputs, targets, outputs, sample_weight)
             loss = self._loss(batch, num_rows, context, training=True, is_part=is_part)
             scaled_loss = model.optimizer.scale_loss(loss)
@@ -42,12 +42,12 @@ class ReplicaSteps:
         gradients = tape.gradient(scaled_loss, variables)
         if context is not None:
             # In one call with the gradients: what each replica has a part of.
-            shared = {"loss": loss / replicas.num_replicas}
+            shared = {"loss": loss / strategy.num_replicas}
             if context.moving:
                 shared["moving"] = pack_moving(context.moving)
             if is_part:
                 shared["outputs"] = collectives.zero_pad_to_global_batch(outputs)
-            gradients, sums = collectives.mean(gradients, shared, replicas.gradient_precision)
+            gradients, sums = collectives.mean(gradients, shared, strategy.gradient_precision)
             loss, outputs = sums["loss"], sums.get("outputs", outputs)
         # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
         dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -84,8 +84,8 @@ class ReplicaSteps:
 
     def _whole_outputs(self, inputs: Any, num_rows: int) -> tuple[Any, ReplicaContext | None]:
         """The outputs of the global batch in inference, and the context in which they were computed."""
-        with use(self.replicas.context(num_rows)) as context:
-            return self.replicas.gather(self._forward(inputs, training=False), num_rows), context
+        with use(self.strategy.context(num_rows)) as context:
+            return self.strategy.gather(self._forward(inputs, training=False), num_rows), context
 
     def _is_mean_over_shards(self, outputs: Any, num_rows: int, context: ReplicaContext | None) -> bool:
         from kerasdp.backends.loss_reduction import is_mean_over_shards
@@ -128,4 +128,4 @@ class ReplicaSteps:
         import keras
 
         own = getattr(type(self.model), method) is getattr(keras.Model, method)
-        return inputs if own else self.replicas.gather(inputs, num_rows)
+        return inputs if own else self.strategy.gather(inputs, num_rows)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kerasdp.backends.steps import DeviceBatch, all_variables, learning_rate
+from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.steps import all_variables, learning_rate
 from kerasdp.backends.torch.graph_passes import (
     fold_padding,
     keep_channels_last,
@@ -37,14 +38,14 @@ class CompiledSteps:
         reason: why there are none for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, replicas: Any, model: Any, whole: GlobalBatch):
+    def __init__(self, strategy: Any, model: Any, whole: GlobalBatch):
         """`replicas` of `torch_ddp`."""
-        self.replicas, self.model, self.whole = replicas, model, whole
+        self.strategy, self.model, self.whole = strategy, model, whole
         self.layers = list(model._flatten_layers())
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [variable.value.detach() for variable in self.variables]
-        if replicas.is_gpu:
+        if strategy.is_gpu:
             for value in self.values:
                 torch._dynamo.mark_static_address(value, guard=False)  # else CUDA graphs copy them in each step
         self.graphs: dict[Any, Callable[..., Any]] = {}
@@ -66,7 +67,7 @@ class CompiledSteps:
     def _run(self, graph: Callable[..., Any], data: Any) -> Any:
         with torch.no_grad():
             result = graph(self.values, data)
-        if not self.replicas.is_gpu:
+        if not self.strategy.is_gpu:
             return result
         import keras
 
@@ -85,12 +86,14 @@ class CompiledSteps:
             options = {
                 # Inductor takes every tensor of four axes for NCHW, and Keras' NHWC would be turned about (2.13).
                 "layout_optimization": False,
-                "triton.cudagraphs": self.replicas.is_gpu and self.replicas.num_replicas == 1,
+                "triton.cudagraphs": self.strategy.is_gpu and self.strategy.num_replicas == 1,
             }
             graph = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
         except Exception as error:  # whatever a layer's Python does with tensors that hold no numbers
             reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
-        if self.replicas.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
+        if self.strategy.processes.any_rank(
+            bool(reason)
+        ):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return None
         try:
@@ -103,7 +106,7 @@ class CompiledSteps:
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        if self.replicas.rank == 0:
+        if self.strategy.processes.rank == 0:
             report.warn(f"{reason}: trained without --compile, which is slower")
 
     def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
@@ -121,7 +124,7 @@ class CompiledSteps:
         refuse_exchanges(graph.graph)
         remove_layout_round_trips(graph.graph)
         fold_padding(graph.graph)
-        if self.replicas.num_replicas > 1:  # batch norms of one replica go with the passes beside them
+        if self.strategy.num_replicas > 1:  # batch norms of one replica go with the passes beside them
             keep_channels_last(graph.graph)
         graph.recompile()
         return graph
@@ -132,7 +135,7 @@ class CompiledSteps:
 
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
 
-        model, replicas = self.model, self.replicas
+        model, strategy = self.model, self.strategy
         batch = DeviceBatch(*data, range(num_rows))
         trained = {id(variable) for variable in model.trainable_weights}
         leaves = {
@@ -140,11 +143,11 @@ class CompiledSteps:
             for variable, value in zip(self.variables, values)
             if id(variable) in trained
         }
-        averaging = _Averaging(replicas, leaves)
+        averaging = _Averaging(strategy, leaves)
         # Whatever is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
-            context = replicas.context(num_rows)
+            context = strategy.context(num_rows)
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
                 outputs = self.whole.forward(model, batch.inputs, context, training=True)
             loss, shared, finish = self.whole.training_loss(batch, outputs, context)
@@ -179,10 +182,10 @@ def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> to
 class _Averaging:
     """The mean over the replicas of each gradient, sent off as soon as a bucket of them is there."""
 
-    def __init__(self, replicas: Any, leaves: dict[int, torch.Tensor]):
-        self.num_replicas, self.bucket, self.sent = replicas.num_replicas, [], []
-        self.is_coarse = replicas.config.gradient_precision == "bfloat16"
-        if replicas.num_replicas > 1:
+    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor]):
+        self.num_replicas, self.bucket, self.sent = strategy.num_replicas, [], []
+        self.is_coarse = strategy.config.gradient_precision == "bfloat16"
+        if strategy.num_replicas > 1:
             for key, leaf in leaves.items():
                 leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
 

@@ -12,19 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp.backends.steps import (
-    DeviceBatch,
-    Hooks,
-    StepFunctions,
-    WholeModel,
-    all_variables,
-    learning_rate,
-    own_steps,
-    require_device_batch,
-)
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
+from kerasdp.backends.steps import Hooks, WholeModel, all_variables, learning_rate, own_steps, require_device_batch
 from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
 from kerasdp.backends.torch.launcher import start
+from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import SKIPPED, replica_rows
@@ -34,7 +27,7 @@ from kerasdp.runtime.devices import Devices, cache_folder
 # Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
 _WORTH_COMPILING = 1000
 
-__all__ = ["Replicas", "count_gpus", "start"]
+__all__ = ["DataParallel", "count_gpus", "start"]
 
 
 def count_gpus(config: Config) -> int:
@@ -42,28 +35,18 @@ def count_gpus(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-class Replicas(WholeModel):
-    """The replicas of a run, as seen by one of its processes.
-
-    Attributes:
-        rank: this process, counted from 0.
-        num_processes: processes of the run.
-        num_devices: over all processes.
-        num_replicas: replicas of the model, over all processes.
-        part: of the inputs that this process takes: its number, and of how many.
-        splits_batches: whether layers are run on a part of the batch alone; else one program on all of it.
-    """
+class DataParallel(WholeModel):
+    """A replica of the model in each process. See `kerasdp.backends.base.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
-        self.num_devices = self.num_replicas = self.num_processes = devices.count
+        self.num_devices = self.num_replicas = devices.count
         self.config = config
-        self.rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
-        self.part = self.rank, self.num_processes
         self.splits_batches = self.num_replicas > 1
         self.is_gpu = devices.kind == "gpu"
-        self._control = self._asked = self._asking = None
-        self.device = torch.device("cuda", self.rank) if self.is_gpu else torch.device("cpu")
+        rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+        self.shard = rank, devices.count
+        self.device = torch.device("cuda", rank) if self.is_gpu else torch.device("cpu")
         if (folder := cache_folder("torch")) is not None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         # Keras asks this once, at import.
@@ -76,6 +59,7 @@ class Replicas(WholeModel):
             dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
             if not self.is_gpu:
                 sockets.connect()
+        self.processes = SingleProcess() if devices.count == 1 else ProcessGroup(rank, devices.count, self.device)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -112,12 +96,12 @@ class Replicas(WholeModel):
         if self.num_replicas == 1:
             return None
         size = replica_rows(num_rows, self.num_replicas)
-        own = min(max(num_rows - self.rank * size, 0), size)
+        own = min(max(num_rows - self.processes.rank * size, 0), size)
         return ReplicaContext(
             num_replicas=self.num_replicas,
             num_rows=own,
             rows=size,
-            first_row=self.rank * size,
+            first_row=self.processes.rank * size,
             gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
@@ -282,54 +266,16 @@ class Replicas(WholeModel):
         return self._differing(model.variables)
 
     def _differing(self, variables: list[Any], group: Any = None) -> list[str]:
-        if self.num_processes == 1:
+        if self.processes.num_processes == 1:
             return []
         digests = [_digest(variable) for variable in variables]
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, digests, group=group)
         return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What each process has, in the order of their ranks."""
-        if self.num_processes == 1:
-            return [value]
-        gathered = [None] * self.num_processes
-        dist.all_gather_object(gathered, value)
-        return gathered
-
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """Rank 0's values, on every rank."""
-        if self.num_processes == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.broadcast(tensor, 0)
-        return tensor.tolist()
-
-    def all_reduce_max_delayed(self, number: int) -> int:
-        """The highest number of any rank in the call before this one: nobody has to wait for the answer."""
-        if self.num_processes == 1:
-            return number
-        if self._control is None:
-            # Among the hosts, so that no GPU has to be waited for either.
-            self._control = dist.new_group(backend="gloo")
-        asked, self._asked = self._asked, torch.tensor(number)
-        work, self._asking = self._asking, dist.all_reduce(self._asked, dist.ReduceOp.MAX, self._control, async_op=True)
-        if work is None:
-            return 0
-        work.wait()
-        return int(asked.item())
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        if self.num_processes == 1:
-            return flag
-        tensor = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return bool(tensor.item())
-
     def peak_memory_by_device(self) -> list[int]:
         """The most memory that each device (on the CPU: each process) has used."""
-        return self.all_gather_object(self.peak_memory_bytes())
+        return self.processes.all_gather_object(self.peak_memory_bytes())
 
     def peak_memory_bytes(self) -> int:
         """The most memory that a device (on the CPU: this process) has used."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.pipeline_stage import Part, Step, to_torch_dtype
 
 
@@ -21,16 +21,16 @@ class Pipeline:
             of this process.
     """
 
-    def __init__(self, model: Any, replicas: Any):
+    def __init__(self, model: Any, strategy: Any):
         from kerasdp.pipeline.plan import make_plan
 
-        self.model, self.optimizer, self.replicas = model, getattr(model, "optimizer", None), replicas
-        with replicas.scope():  # where the weights still are
-            self.plan = make_plan(model, replicas.config, replicas.num_devices, replicas.broadcast_from_rank0)
-        self.group, self.copies = replicas.stage_group, replicas.copy_group
+        self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
+        with strategy.scope():  # where the weights still are
+            self.plan = make_plan(model, strategy.config, strategy.num_devices, strategy.processes.broadcast_from_rank0)
+        self.group, self.copies = strategy.stage_group, strategy.copy_group
         self.place, self.length = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.copy, self.num_copies = dist.get_rank(self.copies), dist.get_world_size(self.copies)
-        self.broadcast_from_rank0 = replicas.broadcast_from_rank0
+        self.processes = strategy.processes
         self.parts = {
             number: Part(self, stage, number)
             for number, stage in enumerate(self.plan.stages)
@@ -38,7 +38,7 @@ class Pipeline:
         }
         for number in self.parts:
             for variable in self.variables_of(number):
-                variable.value.data = variable.value.data.to(replicas.device)
+                variable.value.data = variable.value.data.to(strategy.device)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
             layer.activity_regularizer is not None for layer in model._flatten_layers()
         )
@@ -76,7 +76,7 @@ class Pipeline:
         step = self.step
         weights = [weight for part in self.parts.values() for weight in part.model.trainable_variables]
         self._add_up([weight.value for weight in weights])
-        penalty = sum(step.penalties, torch.zeros((), device=self.replicas.device))
+        penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
         of_weights = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
         if of_weights:
             (sum(of_weights) * step.scale).backward()
@@ -105,7 +105,7 @@ class Pipeline:
         """Keras' logs."""
         outputs = self.predict_step(batch)
         penalties = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
-        penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.replicas.device))
+        penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
         (total,) = self._totals([penalty]) if self.has_penalties else (0.0,)
         return self._logs(batch, outputs, self._compiled_loss(batch, outputs) + total)
 
@@ -214,7 +214,7 @@ class Pipeline:
                 leaf = torch.cat([step.gathered(number)[place] for number in range(len(step.micro_batches))])
             else:
                 shape = (step.micro_batches.num_rows, *step.shapes[place])
-                leaf = torch.empty(shape, dtype=to_torch_dtype(tensor.dtype), device=self.replicas.device)
+                leaf = torch.empty(shape, dtype=to_torch_dtype(tensor.dtype), device=self.strategy.device)
             if self.length > 1:
                 dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
             outputs.append(leaf)
@@ -222,7 +222,7 @@ class Pipeline:
 
     def _compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
         if self.model._compile_loss is None:
-            return torch.zeros((), device=self.replicas.device)
+            return torch.zeros((), device=self.strategy.device)
         return self.model._compile_loss(batch.targets, outputs, batch.sample_weight)
 
     def _logs(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
@@ -263,6 +263,6 @@ class Pipeline:
     def _send(self, variable: Any, source: int) -> None:
         """Gives all processes of the pipeline the value that one of them has."""
         value = variable.value.detach()
-        copy = value.to(self.replicas.device).contiguous()
+        copy = value.to(self.strategy.device).contiguous()
         dist.broadcast(copy, source, group=self.group)
         value.copy_(copy)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.steps import DeviceBatch, Hooks, StepFunctions, require_device_batch
+from kerasdp.backends.base import DeviceBatch, StepFunctions
+from kerasdp.backends.steps import Hooks, require_device_batch
 from kerasdp.backends.torch import data_parallel
 from kerasdp.backends.torch.pipeline_engine import Pipeline
 from kerasdp.config import Config
@@ -18,8 +19,8 @@ from kerasdp.runtime.devices import Devices
 count_gpus, start = data_parallel.count_gpus, data_parallel.start
 
 
-class Replicas(CutModel, data_parallel.Replicas):
-    """The stages of a run, as seen by one of its processes. See `kerasdp.backends.torch.data_parallel.Replicas`.
+class PipelineParallel(CutModel, data_parallel.DataParallel):
+    """The stages of a run, as seen by one of its processes. See `kerasdp.backends.base.Strategy`.
 
     Attributes:
         stage_group: the processes that hold this one's pipeline.
@@ -29,7 +30,7 @@ class Replicas(CutModel, data_parallel.Replicas):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
         super().__init__(devices, config)
-        self.config, self.num_replicas, self.part, self.splits_batches = config, 1, (0, 1), True
+        self.config, self.num_replicas, self.shard, self.splits_batches = config, 1, (0, 1), True
         if devices.count == 1 and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         length = devices.count // config.num_pipelines(devices.count)

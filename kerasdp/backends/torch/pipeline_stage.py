@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import pipelining
 
-from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, gather_statistics
 from kerasdp.portability.replica_context import ReplicaContext, use
 
@@ -17,7 +17,7 @@ class Step:
 
     def __init__(self, pipeline: Any, batch: DeviceBatch, micro_batches: Any, training: bool):
         self.pipeline, self.batch, self.micro_batches, self.training = pipeline, batch, micro_batches, training
-        one = torch.ones((), device=pipeline.replicas.device)
+        one = torch.ones((), device=pipeline.strategy.device)
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
         self.penalties: list[torch.Tensor] = []
         self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.size)
@@ -164,7 +164,7 @@ class Part(torch.nn.Module):
             self,
             self.number,
             len(self.pipeline.plan.stages),
-            self.pipeline.replicas.device,
+            self.pipeline.strategy.device,
             input_args=like(stage.model.inputs, stage.input_shapes()),
             output_args=like(stage.model.outputs, stage.output_shapes(size)),
             group=self.pipeline.group,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # its operations, too
 
-from kerasdp.backends.steps import DeviceBatch
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.portability.replica_context import ReplicaContext
 
 _collectives = torch.ops._c10d_functional
@@ -19,11 +19,11 @@ _MOST_BYTES = 2**20
 class GlobalBatch:
     """What the steps of a model compute beside its layers."""
 
-    def __init__(self, replicas: Any, model: Any):
+    def __init__(self, strategy: Any, model: Any):
         """`replicas` of `torch_ddp`."""
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
-        self.replicas, self.model = replicas, model
+        self.strategy, self.model = strategy, model
         self.penalties = WholeBatchPenalties(model)
 
     def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
@@ -60,7 +60,7 @@ class GlobalBatch:
             rows = torch.nn.functional.pad(outputs.detach(), others)
             shared = [loss.detach() / context.num_replicas, rows]
         else:
-            outputs = self.replicas.gather(outputs, num_rows)
+            outputs = self.strategy.gather(outputs, num_rows)
             loss = sum(context.penalties, self._loss(batch, outputs, training=True))
             shared = []
         if context.moving:
@@ -109,7 +109,7 @@ class GlobalBatch:
         import keras
 
         own = getattr(type(self.model), method) is getattr(keras.Model, method)
-        return inputs if own else self.replicas.gather(inputs, num_rows)
+        return inputs if own else self.strategy.gather(inputs, num_rows)
 
 
 def _detached(outputs: Any) -> Any:

@@ -36,7 +36,7 @@ def with_random_layers(runner, loss):
         )
 
     def note(timeline):
-        engine = runner.replicas.engine_of(model)
+        engine = runner.strategy.engine_of(model)
         if engine is not None:
             engine.timeline = timeline
 

@@ -17,7 +17,7 @@ def train(runner):
     import keras
 
     mode = os.environ["KERASDP_TEST_MODE"]
-    last = runner.replicas.rank == runner.replicas.num_processes - 1
+    last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
 
     class Trouble(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -48,7 +48,7 @@ def drift(runner, model):
     if runner.config.backend == "torch":
         weight.assign(weight.value * 1.001)
     elif runner.config.backend == "tensorflow":
-        copies = runner.replicas.strategy.experimental_local_results(weight.value)
+        copies = runner.strategy.strategy.experimental_local_results(weight.value)
         copies[-1].assign(copies[-1] * 1.001)
     else:
         import jax

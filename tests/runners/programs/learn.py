@@ -285,7 +285,7 @@ def callbacks(runner):
             keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5),
             keras.callbacks.ModelCheckpoint(os.path.join(folder, "best.keras"), save_best_only=True),
             keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
-            OddRank(runner.replicas.rank),
+            OddRank(runner.strategy.processes.rank),
         ],
     )  # fmt: skip
     return {

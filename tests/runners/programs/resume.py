@@ -74,7 +74,7 @@ def trouble(keras, runner):
                 self.trouble()
 
         def trouble(self):
-            is_last = runner.replicas.rank == runner.replicas.num_processes - 1
+            is_last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
             if not is_last or "trouble" not in SETTINGS or self.num_steps != SETTINGS["at_step"]:
                 return
             mark = pathlib.Path(f"{runner.config.workdir}.trouble")

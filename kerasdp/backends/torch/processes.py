@@ -1,0 +1,54 @@
+"""PyTorch: what the processes of a run tell one another."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """`kerasdp.backends.base.Processes` over torch's default process group, which has been joined.
+
+    Args:
+        rank: of this process.
+        num_processes: of the group.
+        device: of this process, on which tensors are sent.
+    """
+
+    def __init__(self, rank: int, num_processes: int, device: torch.device):
+        self.rank, self.num_processes, self.device = rank, num_processes, device
+        self._host_group: Any = None
+        # Of the call of `all_reduce_max_delayed` before this one: the tensor, and the work that fills it.
+        self._last: tuple[torch.Tensor, Any] | None = None
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """See `Processes`."""
+        gathered: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
+        """See `Processes`."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(tensor, 0)
+        return tensor.tolist()
+
+    def all_reduce_max_delayed(self, number: int) -> int:
+        """See `Processes`."""
+        if self._host_group is None:
+            # Among the hosts, so that no GPU has to be waited for either.
+            self._host_group = dist.new_group(backend="gloo")
+        tensor, last = torch.tensor(number), self._last
+        self._last = tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self._host_group, async_op=True)
+        if last is None:
+            return 0
+        last[1].wait()
+        return int(last[0].item())
+
+    def any_rank(self, flag: bool) -> bool:
+        """See `Processes`."""
+        tensor = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return bool(tensor.item())
