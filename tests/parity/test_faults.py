@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kerasdp import parity
-from tests.conftest import BACKENDS
+from tests.helpers import BACKENDS
 
 STEPS, BATCH = 6, 31
 # The faulty way is another backend than the reference where there are two.

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from kerasdp import parity
-from tests.conftest import BACKENDS
+from tests.helpers import BACKENDS
 from tests.parity import models
 
 OTHERS = {

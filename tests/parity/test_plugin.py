@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.conftest import BACKENDS, run
+from tests.helpers import BACKENDS, run
 
 TESTS = """
 import os

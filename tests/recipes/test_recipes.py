@@ -12,8 +12,7 @@ import pytest
 
 from kerasdp.cli import flags as cli
 from kerasdp.data.sampling import epoch_order
-from tests.conftest import BACKENDS, ROOT, environment, run
-from tests.keras_parts.test_datasets import make_images, some_images, write_idx
+from tests.helpers import BACKENDS, ROOT, environment, make_images, run, some_images, write_idx
 
 FLAGFILES = sorted(file for file in (ROOT / "flags").glob("*.flags") if not file.stem.startswith("pipeline"))
 README = (ROOT / "README.md").read_text()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 IN_SHORT = [("jax", 1), ("tensorflow", 2)]
 CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]

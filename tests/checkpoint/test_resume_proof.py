@@ -1,4 +1,4 @@
-"""The proof of resuming, at full size: `python -m pytest -m proof -n 0 -s tests/runners/test_resume_proof.py`.
+"""The proof of resuming, at full size: `python -m pytest -m proof -n 0 -s tests/checkpoint/test_resume_proof.py`.
 
 It prints the tables that stand in the README. About 40 minutes on two cores.
 """
@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files as checkpoint
-from tests.conftest import BACKENDS, ROOT, environment, run
-from tests.runners.test_failures import session_members
+from tests.helpers import BACKENDS, ROOT, environment, run, session_members
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(7200)]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, run
+from tests.helpers import BACKENDS, PROGRAMS, run
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 DEVICE_COUNTS = (1, 2, 4)
 # Two devices are a part of the slow proofs.
@@ -32,16 +32,6 @@ def learned(tmp_path_factory):
 def pair(request, learned):
     """Each combination beside the first one on one device."""
     return learned(BACKENDS[0], 1), learned(*request.param)
-
-
-def assert_same(expected, received, tolerance):
-    """Compares nested numbers, and names the place where they part."""
-    if isinstance(expected, dict):
-        assert expected.keys() == received.keys()
-        for name in expected:
-            assert_same(expected[name], received[name], tolerance)
-    else:
-        np.testing.assert_allclose(received, expected, rtol=0, atol=tolerance)
 
 
 def test_initial_weights_are_bit_equal(pair):

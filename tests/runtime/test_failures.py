@@ -1,7 +1,6 @@
 """Runs that go wrong: they end soon, with the right error, and leave no process behind."""
 
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -10,25 +9,11 @@ import time
 
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, ROOT, environment, run
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, run, session_members
 
 
 def fail(backend, count, mode, folder):
     return run(PROGRAMS / "fail.py", backend, count, mode, folder)
-
-
-def session_members(session):
-    """Processes of a session that still run."""
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended meanwhile
-                continue
-            if int(rest[2]) == session and state != "Z":
-                found.append(int(entry.name))
-    return found
 
 
 def test_a_rank_that_raises_ends_all_with_its_own_error(backend, tmp_path):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.conftest import PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 PARTS_OF_16 = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)]
 PART_OF_4 = [("forward", 0), ("backward", 0)]
@@ -16,7 +16,7 @@ def test_it_learns_as_with_the_whole_batch(backend):
     """Parts of 6, 6 and 4 samples, and 4 at an epoch's end; with two devices, parts of 3 on each."""
     cases = [{"net": "random", "accumulate": 3}, {"net": "random"}]
     cases.append({"net": "random", "accumulate": 3, "loss": "dice"})
-    if backend == "tensorflow":  # the others' engines are those of test_pipeline.py
+    if backend == "tensorflow":  # the others' engines are those of test_pipeline_training.py
         cases += [{"net": "norms", "accumulate": 4}, {"net": "by_hand"}]
     else:
         cases.insert(0, {"net": "random", "accumulate": 3, "num_devices": 2})  # first: jax makes its devices once

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
-from tests.runners.test_resume import files, train
+from tests.helpers import BACKENDS, PROGRAMS, files_of_run, result_of, run, train_resumable
 
 pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="jax and tensorflow compile by themselves")
 
@@ -60,9 +59,9 @@ def test_a_machine_without_a_compiler():
 
 def test_a_compiled_run_goes_on_bit_by_bit(tmp_path):
     choices = {"compile": "on", "checkpoint_every": "7"}
-    whole = result_of(train(tmp_path / "whole", "torch", 1, **choices))
-    done = train(tmp_path / "run", "torch", 1, trouble="signal", at_step=17, **choices)
+    whole = result_of(train_resumable(tmp_path / "whole", "torch", 1, **choices))
+    done = train_resumable(tmp_path / "run", "torch", 1, trouble="signal", at_step=17, **choices)
     assert done.returncode == 99, done.stderr
     (tmp_path / "run.trouble").touch()
-    assert result_of(train(tmp_path / "run", "torch", 1, resume=True, **choices)) == whole
-    assert files(tmp_path / "run") == files(tmp_path / "whole")
+    assert result_of(train_resumable(tmp_path / "run", "torch", 1, resume=True, **choices)) == whole
+    assert files_of_run(tmp_path / "run") == files_of_run(tmp_path / "whole")

@@ -1,6 +1,5 @@
 """The promise: stopped anywhere, resumed anywhere, the same curve."""
 
-import csv
 import functools
 import json
 import os
@@ -13,31 +12,19 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files as checkpoint
-from tests.conftest import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
+from tests.helpers import (
+    BACKENDS,
+    NUM_STEPS,
+    PROGRAMS,
+    ROOT,
+    environment,
+    files_of_run,
+    result_of,
+    run,
+    train_resumable,
+)
 
-DEVICES = {"torch": 2, "jax": 4, "tensorflow": 2}
-# 120 samples in batches of 13: 10 steps an epoch, the last with 3 samples.
-NUM_STEPS, STOP = 40, 17
-
-
-def train(workdir, backend, count=None, **settings):
-    settings = {"epochs": 4, "optimizer": "adam", "learning_rate": 0.01} | settings
-    count = DEVICES[backend] if count is None else count
-    fields = settings | {"backend": backend, "num_devices": count, "workdir": str(workdir)}
-    return run(PROGRAMS / "resume.py", json.dumps(fields))
-
-
-def files(workdir):
-    """Losses of the steps, and the rows of history.csv."""
-    lines = [json.loads(line) for line in (workdir / "steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
-    with open(workdir / "history.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
-    return [line["loss"] for line in lines], [
-        {name: float(value) for name, value in row.items() if name not in ("seconds", "images_per_second")}
-        for row in rows
-    ]
+STOP = 17  # of NUM_STEPS = 40, in the second epoch
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +35,8 @@ def undisturbed(tmp_path_factory):
     def get(backend):
         folder = tmp_path_factory.mktemp(backend) / "run"
         export = str(folder.parent / "model.keras")
-        result = result_of(train(folder, backend, checkpoint_every="never", export=export))
-        return (result, *files(folder), export)
+        result = result_of(train_resumable(folder, backend, checkpoint_every="never", export=export))
+        return (result, *files_of_run(folder), export)
 
     return get
 
@@ -61,7 +48,7 @@ def stopped(tmp_path_factory):
     @functools.cache
     def get(backend):
         folder = tmp_path_factory.mktemp(f"{backend}-stopped") / "run"
-        done = train(folder, backend, trouble="signal", at_step=STOP)
+        done = train_resumable(folder, backend, trouble="signal", at_step=STOP)
         assert done.returncode == 99, done.stderr
         # The ranks agree on the step one step later.
         assert re.search(rf"stopped by .* behind step ({STOP}|{STOP + 1}), saved in", done.stderr)
@@ -79,9 +66,9 @@ def copy_of(folder, tmp_path):
 
 def test_the_same_backend_goes_on_bit_for_bit(backend, undisturbed, stopped, tmp_path):
     workdir = copy_of(stopped(backend), tmp_path)
-    result = result_of(train(workdir, backend, resume=True))
+    result = result_of(train_resumable(workdir, backend, resume=True))
     expected, losses, rows, _ = undisturbed(backend)
-    assert files(workdir) == (losses, rows)
+    assert files_of_run(workdir) == (losses, rows)
     assert result == expected
     rates = result["history"]["learning_rate"]
     assert rates[1] > rates[2]  # what a callback did behind the stop depends on what it saw before
@@ -91,9 +78,9 @@ def test_the_same_backend_goes_on_bit_for_bit(backend, undisturbed, stopped, tmp
 @pytest.mark.parametrize(("old", "new"), [(old, BACKENDS[place - 1]) for place, old in enumerate(BACKENDS)])
 def test_another_backend_goes_on(old, new, undisturbed, stopped, tmp_path):
     workdir = copy_of(stopped(old), tmp_path)
-    result = result_of(train(workdir, new, 1 if old == "torch" else None, resume=True))
+    result = result_of(train_resumable(workdir, new, 1 if old == "torch" else None, resume=True))
     expected, losses, rows, _ = undisturbed(old)
-    received, received_rows = files(workdir)
+    received, received_rows = files_of_run(workdir)
     assert received[:STOP] == losses[:STOP]
     np.testing.assert_allclose(received[: STOP + 10], losses[: STOP + 10], rtol=1e-5)
     np.testing.assert_allclose(received, losses, rtol=1e-3)
@@ -105,33 +92,33 @@ def test_another_backend_goes_on(old, new, undisturbed, stopped, tmp_path):
 
 def test_a_run_that_is_killed_starts_again(undisturbed, tmp_path):
     name = BACKENDS[-1]
-    done = train(tmp_path / "run", name, trouble="kill", at_step=STOP, max_restarts=1, checkpoint_every="5")
+    done = train_resumable(tmp_path / "run", name, trouble="kill", at_step=STOP, max_restarts=1, checkpoint_every="5")
     expected, losses, rows, _ = undisturbed(name)
     assert "was ended by SIGKILL\nrestart 1 of 1, from the last checkpoint" in done.stderr
     result = result_of(done)
     assert result["weights"] == expected["weights"]
-    assert files(tmp_path / "run") == (losses, rows)
+    assert files_of_run(tmp_path / "run") == (losses, rows)
 
 
 def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
     """Resumed as it was there is nothing to do, and nothing is lost; then it goes on to the end."""
     name = BACKENDS[-1]
     for choices in ({"max_steps": STOP}, {"max_steps": STOP, "resume": True}, {"resume": True}):
-        done = train(tmp_path / "run", name, verbose=2, **choices)
+        done = train_resumable(tmp_path / "run", name, verbose=2, **choices)
         result = result_of(done)
         assert ("nothing is left to train" in done.stdout) == (choices == {"max_steps": STOP, "resume": True})
     expected, losses, rows, _ = undisturbed(name)
-    assert files(tmp_path / "run") == (losses, rows)
+    assert files_of_run(tmp_path / "run") == (losses, rows)
     assert result == expected
 
 
 def test_another_precision_goes_on(undisturbed, stopped, tmp_path):
     """The scale of the loss, which float32 has not, begins anew."""
     name = BACKENDS[-1]
-    done = train(copy_of(stopped(name), tmp_path), name, 1, resume=True, precision="float16")
+    done = train_resumable(copy_of(stopped(name), tmp_path), name, 1, resume=True, precision="float16")
     _, losses, _, _ = undisturbed(name)
     result_of(done)
-    received = files(tmp_path / "run")[0]
+    received = files_of_run(tmp_path / "run")[0]
     np.testing.assert_allclose(received[STOP : STOP + 5], losses[STOP : STOP + 5], rtol=5e-3)
     assert received[STOP + 1 :] != losses[STOP + 1 :]
     newest = checkpoint.load(checkpoint.paths_in(tmp_path / "run" / "checkpoints")[0])
@@ -141,16 +128,16 @@ def test_another_precision_goes_on(undisturbed, stopped, tmp_path):
 def test_a_signal_in_a_validation(undisturbed, tmp_path):
     """It comes with the second batch of it, and does not wait for the others."""
     name = BACKENDS[-1]
-    done = train(tmp_path / "run", name, trouble="signal in validation", at_step=20)
+    done = train_resumable(tmp_path / "run", name, trouble="signal in validation", at_step=20)
     assert done.returncode == 99, done.stderr
-    result = result_of(train(tmp_path / "run", name, resume=True))
+    result = result_of(train_resumable(tmp_path / "run", name, resume=True))
     expected, losses, rows, _ = undisturbed(name)
-    assert files(tmp_path / "run") == (losses, rows)
+    assert files_of_run(tmp_path / "run") == (losses, rows)
     assert result == expected
 
 
 def test_a_rank_that_hangs_is_named(tmp_path):
-    done = train(tmp_path / "run", BACKENDS[0], 2, trouble="hang", at_step=STOP, hang_timeout=4)
+    done = train_resumable(tmp_path / "run", BACKENDS[0], 2, trouble="hang", at_step=STOP, hang_timeout=4)
     rank = 1 if BACKENDS[0] == "torch" else 0
     line = 1 + (PROGRAMS / "resume.py").read_text().splitlines().index("        time.sleep(1000)  # HERE IT HANGS")
     place = rf"\(at .*resume.py:{line}, in make_trouble\)"
@@ -160,7 +147,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
 
 @pytest.mark.parametrize(("name", "count"), {BACKENDS[0]: 2, BACKENDS[-1]: 1}.items())
 def test_not_a_number_names_the_last_good_checkpoint(name, count, tmp_path):
-    done = train(tmp_path / "run", name, count, trouble="nan", at_step=STOP, checkpoint_every="1")
+    done = train_resumable(tmp_path / "run", name, count, trouble="nan", at_step=STOP, checkpoint_every="1")
     assert done.returncode == 1
     path = re.search(r"the last good checkpoint is (\S+)", done.stderr)[1]
     # With torch the rate is not a number on the last rank alone: rank 0 learns of it one step later.
@@ -169,7 +156,7 @@ def test_not_a_number_names_the_last_good_checkpoint(name, count, tmp_path):
 
 
 def test_another_run_is_refused(stopped, tmp_path):
-    done = train(copy_of(stopped(BACKENDS[-1]), tmp_path), BACKENDS[-1], 1, resume=True, learning_rate=0.02)
+    done = train_resumable(copy_of(stopped(BACKENDS[-1]), tmp_path), BACKENDS[-1], 1, resume=True, learning_rate=0.02)
     assert done.returncode == 2
     assert "in --learning_rate: expected 0.01. Received: 0.02" in done.stderr
 
@@ -194,7 +181,7 @@ def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
 
 
 def test_a_workdir_that_vanishes(tmp_path):
-    done = train(tmp_path / "run", BACKENDS[-1], 1, trouble="remove", at_step=STOP)
+    done = train_resumable(tmp_path / "run", BACKENDS[-1], 1, trouble="remove", at_step=STOP)
     assert len(result_of(done)["history"]["loss"]) == 4
 
 

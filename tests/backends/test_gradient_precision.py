@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "jax"])

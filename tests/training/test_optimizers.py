@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="others take Keras' update as it is")
 

@@ -1,17 +1,14 @@
 """The named data sets, from real and from made files."""
 
 import functools
-import gzip
 import hashlib
 import http.server
 import os
-import struct
 import threading
 
 import keras
 import numpy as np
 import pytest
-from PIL import Image
 
 from kerasdp.config import Config
 from kerasdp.config.validation import DATASETS as NAMES
@@ -19,20 +16,7 @@ from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import UserError
-
-
-def write_idx(folder, split, images, labels, packed=False):
-    for kind, array in ((f"images-idx{images.ndim}-ubyte", images), ("labels-idx1-ubyte", labels)):
-        content = (
-            struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("uint8").tobytes()
-        )
-        path = folder / f"{split}-{kind}{'.gz' if packed else ''}"
-        path.write_bytes(gzip.compress(content) if packed else content)
-
-
-def some_images(count, *shape):
-    random = np.random.RandomState(count)
-    return random.randint(0, 256, (count, *shape)).astype("uint8"), random.randint(0, 10, count)
+from tests.helpers import make_images, some_images, write_idx
 
 
 def test_the_table_holds_the_names():
@@ -115,14 +99,6 @@ def test_download(downloads):
 def test_a_download_that_fails_is_one_line(downloads):
     with pytest.raises(UserError, match="mnist could not be downloaded .* or choose --dataset=digits"):
         load_data(Config(dataset="mnist"))
-
-
-def make_images(folder, counts, size=(9, 7)):
-    for name, count in counts.items():
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            colour = np.full((*size, 3), 10 * number + 5, "uint8")
-            Image.fromarray(colour).save(folder / name / f"{number}.png")
 
 
 def test_a_folder_of_images(tmp_path):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.conftest import PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 
 def test_they_learn_as_in_keras(backend):

@@ -14,7 +14,7 @@ from keras import layers
 import kerasdp
 from kerasdp import UserError, portable
 from kerasdp.portability.portable import foreign_batch_norms
-from tests.conftest import environment
+from tests.helpers import environment
 
 
 def convnet():

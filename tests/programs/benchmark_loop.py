@@ -10,7 +10,7 @@ BACKEND, MODEL = sys.argv[1:]
 BATCH_SIZE, STEPS = 8, 3
 LEARNING_RATE = 1e-2 if MODEL == "convnet" else 1e-4  # round-off grows with the rate in deep networks
 os.environ |= {"KERAS_BACKEND": BACKEND, "KERAS_TORCH_DEVICE": "cpu"}
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "benchmarks"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
 def make_args():

@@ -7,8 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
-from tests.runners.test_resume import files, train
+from tests.helpers import BACKENDS, PROGRAMS, files_of_run, result_of, run, train_resumable
 
 SCHEDULES = {"torch": ["gpipe", "1f1b", "interleaved1f1b"], "jax": ["gpipe", "1f1b"], "tensorflow": ["gpipe"]}
 
@@ -90,7 +89,7 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def get(backend):
         folder = tmp_path_factory.mktemp(backend) / "run"
-        return result_of(train(folder, backend, 2, checkpoint_every="never", **STAGES)), files(folder)
+        return result_of(train_resumable(folder, backend, 2, checkpoint_every="never", **STAGES)), files_of_run(folder)
 
     return get
 
@@ -105,20 +104,20 @@ def undisturbed(tmp_path_factory):
 def test_a_pipeline_goes_on_on_another_backend(old, new, undisturbed, tmp_path):
     """Stopped by a signal in its second epoch."""
     whole, whole_files = undisturbed(old)
-    done = train(tmp_path / "run", old, 2, trouble="signal", at_step=17, **STAGES)
+    done = train_resumable(tmp_path / "run", old, 2, trouble="signal", at_step=17, **STAGES)
     assert done.returncode == 99, done.stderr
     shutil.copytree(tmp_path / "run", tmp_path / "same")
     (tmp_path / "same.trouble").touch()
-    assert result_of(train(tmp_path / "same", old, 2, resume=True, **STAGES)) == whole
-    assert files(tmp_path / "same") == whole_files
-    result_of(train(tmp_path / "run", new, 2, resume=True, **STAGES))
-    np.testing.assert_allclose(files(tmp_path / "run")[0], whole_files[0], rtol=1e-3)
+    assert result_of(train_resumable(tmp_path / "same", old, 2, resume=True, **STAGES)) == whole
+    assert files_of_run(tmp_path / "same") == whole_files
+    result_of(train_resumable(tmp_path / "run", new, 2, resume=True, **STAGES))
+    np.testing.assert_allclose(files_of_run(tmp_path / "run")[0], whole_files[0], rtol=1e-3)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a stage")
 def test_a_stage_that_is_killed_ends_the_run(undisturbed, tmp_path):
-    done = train(tmp_path / "run", "torch", 2, trouble="kill", at_step=17, checkpoint_every="5", **STAGES)
+    done = train_resumable(tmp_path / "run", "torch", 2, trouble="kill", at_step=17, checkpoint_every="5", **STAGES)
     assert done.returncode == 1
     assert "rank 1 was ended by SIGKILL" in done.stderr
-    resumed = result_of(train(tmp_path / "run", "torch", 2, resume=True, **STAGES))
+    resumed = result_of(train_resumable(tmp_path / "run", "torch", 2, resume=True, **STAGES))
     assert resumed["weights"] == undisturbed("torch")[0]["weights"]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.conftest import BACKENDS, PROGRAMS, result_of, run
-from tests.runners.test_same_learning import assert_same
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="tensor parallelism is there for jax only")
 CASES = [f"{name}, {optimizer}" for name in ("convnet", "residual") for optimizer in ("sgd", "adam")]
