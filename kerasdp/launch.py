@@ -10,9 +10,8 @@ from typing import Any
 
 from kerasdp import config
 from kerasdp.config import Config
-from kerasdp.runtime import devices as backend
 from kerasdp.runtime import signals
-from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.devices import Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.supervisor import supervise
 
@@ -48,11 +47,11 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
     settings = dataclasses.replace(settings or Config(), **changes)
-    name = backend.choose_backend(settings.backend)
+    name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
     if settings.workdir is not None:
         config.check_workdir(settings.workdir, settings.resume)
-    backend.set_backend(name)
+    set_backend(name)  # by way of the environment, so that worker processes have it, too
     if settings.max_restarts or settings.hang_timeout:
         return supervise(_start, settings, train)
     return _start(settings, train)
@@ -60,16 +59,14 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
 
 def _start(settings: Config, train: Callable[..., Any], folder: str | None = None) -> Any:
     """Starts the workers; `folder` is where they leave their heartbeats."""
-    backend.set_backend(settings.backend)
-    with _native_greetings_hidden():
-        runner_module = importlib.import_module(STRATEGIES[settings.backend, settings.engine].partition(":")[0])
-        num_gpus = runner_module.count_gpus(settings)
-    devices = backend.choose_devices(settings, num_gpus)
-    return runner_module.start(_work, devices, settings, train, folder)
+    with _native_stderr_suppressed():
+        backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+        devices = backend.make_devices(settings)
+    return backend.start_workers(_work, devices, settings, train, folder)
 
 
 @contextlib.contextmanager
-def _native_greetings_hidden() -> Iterator[None]:
+def _native_stderr_suppressed() -> Iterator[None]:
     """Silences what a framework's native code writes to stderr at its start; Python's errors are raised as ever.
 
     TensorFlow (2.21) greets with four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and where there
@@ -89,7 +86,6 @@ def _native_greetings_hidden() -> Iterator[None]:
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """What each worker does."""
     with signals.noticed():
-        backend.set_backend(settings.backend)
         module, _, name = STRATEGIES[settings.backend, settings.engine].partition(":")
         strategy = getattr(importlib.import_module(module), name)(devices, settings)
         # Only now may Keras be imported.

@@ -1,7 +1,4 @@
-"""One module a backend, with the same names in each: `count_gpus`, `start`, and the class `Replicas`.
-
-`Replicas` is the whole of what differs between the backends in a worker; `Runner` is the same for all.
-"""
+"""What the step functions of all backends share."""
 
 import dataclasses
 import itertools

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import resource
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,41 +23,11 @@ from kerasdp.backends.steps import (
 )
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
-from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices, cache_folder
 
 if TYPE_CHECKING:
     from kerasdp.backends.observer import Detail
-
-
-def count_gpus(config: Config) -> int:
-    """GPUs that JAX sees. Asking starts JAX and so fixes the number of its CPU devices: they are made here, too."""
-    num_devices = config.num_devices or 1
-    if num_devices > 1:
-        # XLA's CPU devices share one pool with a thread a core, and a collective blocks its thread until the other
-        # devices join in. Several collectives of one device can so take all threads, and the run hangs, until XLA
-        # ends it after 60 s (jax 0.10.2; often with 4 devices on 2 cores). NPROC sets the size of that pool.
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * num_devices)))
-    try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-        if config.device == "cpu":
-            jax.config.update("jax_platforms", "cpu")
-    except RuntimeError as error:
-        if len(jax.devices("cpu")) < num_devices:
-            raise UserError(
-                f"JAX has already started with {len(jax.devices('cpu'))} CPU devices, expected {num_devices}: "
-                "call kerasdp.launch before anything uses JAX"
-            ) from error
-    try:
-        return 0 if config.device == "cpu" else len(jax.devices("gpu"))
-    except RuntimeError:  # what JAX says where it has no GPU platform
-        return 0
-
-
-def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in this process, which drives all devices."""
-    return worker(devices, *args)
 
 
 class DataParallel(WholeModel):

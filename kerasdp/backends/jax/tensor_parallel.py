@@ -14,8 +14,6 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
 
-count_gpus, start = data_parallel.count_gpus, data_parallel.start
-
 # How Keras' layers name the variables whose last axis counts what a layer gives, or what its kernel makes of that:
 # kernel, recurrent_kernel, pointwise_kernel, ...
 _CUT = ("kernel", "embeddings", "bias", "gamma", "beta", "moving_mean", "moving_variance")

@@ -11,6 +11,7 @@ import tensorflow as tf
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
 from kerasdp.backends.steps import DeviceScalar, Hooks, WholeModel, all_variables, next_batches, require_device_batch
 from kerasdp.backends.tensorflow import collectives
+from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import replica_rows
@@ -18,30 +19,9 @@ from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 
 
-def count_gpus(config: Config) -> int:
-    """GPUs that TensorFlow sees; does not start them."""
-    return len(tf.config.list_physical_devices("GPU"))
-
-
-def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in this process, which drives all devices."""
-    return worker(devices, *args)
-
-
-def make_devices(devices: Devices, config: Config) -> list[str]:
-    """Makes the virtual devices, if these are such; the names of all."""
-    # Numbers of Python's become those of 64 bits: `tf.cast` (2.21) makes them float32 on the way.
+def set_cast(config: Config) -> None:
+    """Lets Python's numbers become those of 64 bits where asked to: `tf.cast` (2.21) makes them float32 on the way."""
     tf.cast = _cast_numbers_whole if config.precision == "float64" else _tf_cast
-    gpus = tf.config.list_physical_devices("GPU") if devices.kind == "gpu" else []
-    tf.config.set_visible_devices(gpus[: devices.count], "GPU")  # the others are left to other programs
-    if devices.kind == "cpu":
-        if devices.count > 1:
-            cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
-    else:
-        # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-    return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
 
 
 class DataParallel(WholeModel):
@@ -52,12 +32,13 @@ class DataParallel(WholeModel):
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
-        """Makes the virtual devices and the strategy. Call before Keras is imported."""
+        """Makes the strategy. Call before Keras is imported."""
         self.processes = SingleProcess()
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
-        self.names = make_devices(devices, config)
+        self.names = device_names(devices)
+        set_cast(config)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
             tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()

@@ -9,14 +9,13 @@ import tensorflow as tf
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
 from kerasdp.backends.steps import Hooks, require_device_batch
 from kerasdp.backends.tensorflow import data_parallel
+from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
-
-count_gpus, start = data_parallel.count_gpus, data_parallel.start
 
 
 class PipelineParallel(CutModel, data_parallel.DataParallel):
@@ -25,10 +24,11 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
     splits_batches = True
 
     def __init__(self, devices: Devices, config: Config):
-        """Makes the virtual devices. Call before Keras is imported."""
+        """Call before Keras is imported."""
         self.processes = SingleProcess()
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.names = data_parallel.make_devices(devices, config)
+        self.names = device_names(devices)
+        data_parallel.set_cast(config)
         self.mirrored = tf.distribute.get_strategy()
 
     @contextlib.contextmanager

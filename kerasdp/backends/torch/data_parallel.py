@@ -16,7 +16,6 @@ from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
 from kerasdp.backends.steps import Hooks, WholeModel, all_variables, learning_rate, own_steps, require_device_batch
 from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
-from kerasdp.backends.torch.launcher import start
 from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
@@ -26,13 +25,6 @@ from kerasdp.runtime.devices import Devices, cache_folder
 
 # Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
 _WORTH_COMPILING = 1000
-
-__all__ = ["DataParallel", "count_gpus", "start"]
-
-
-def count_gpus(config: Config) -> int:
-    """GPUs that PyTorch sees; does not start CUDA, so processes may be started afterwards."""
-    return torch.cuda.device_count()
 
 
 class DataParallel(WholeModel):

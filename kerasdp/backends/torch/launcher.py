@@ -23,7 +23,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.processes import how_it_ended
 
 
-def start(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
     """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
 
     A single device needs no other process: `worker` then runs in this one.

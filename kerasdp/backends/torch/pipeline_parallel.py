@@ -16,8 +16,6 @@ from kerasdp.data.sampling import SKIPPED
 from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
 
-count_gpus, start = data_parallel.count_gpus, data_parallel.start
-
 
 class PipelineParallel(CutModel, data_parallel.DataParallel):
     """The stages of a run, as seen by one of its processes. See `kerasdp.backends.base.Strategy`.

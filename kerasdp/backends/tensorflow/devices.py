@@ -1,0 +1,33 @@
+"""TensorFlow: the devices of a run, all driven by one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.config import Config
+from kerasdp.runtime.devices import Devices, choose_devices
+
+
+def make_devices(config: Config) -> Devices:
+    """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to other programs."""
+    gpus = tf.config.list_physical_devices("GPU")
+    devices = choose_devices(config, len(gpus))
+    tf.config.set_visible_devices(gpus[: devices.count] if devices.kind == "gpu" else [], "GPU")
+    if devices.kind == "gpu":
+        # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+    elif devices.count > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+    return devices
+
+
+def device_names(devices: Devices) -> list[str]:
+    """Returns TensorFlow's names of the devices."""
+    return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+
+
+def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
+    """Calls `worker(devices, *args)` in this process, which drives all devices."""
+    return worker(devices, *args)
