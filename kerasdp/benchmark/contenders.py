@@ -164,14 +164,16 @@ class Program:
             contender.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env=_environment(contender), start_new_session=True,
         )  # fmt: skip
+        assert self._process.stdin and self._process.stdout  # noqa: S101  # both are pipes
+        self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def answer(self) -> dict[str, Any]:
-        """Waits for its next line.
+        """Waits for its next line, and returns what it says.
 
         Raises:
             RunError: the last line of its errors, if it has ended instead.
         """
-        for line in self._process.stdout:
+        for line in self._answers:
             if line.startswith("{"):
                 return json.loads(line)
         code = self._process.wait()
@@ -182,8 +184,8 @@ class Program:
     def repeat(self) -> dict[str, Any]:
         """What a repetition took. Raises as `answer`."""
         with contextlib.suppress(BrokenPipeError):  # its errors say why
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
+            self._requests.write("\n")
+            self._requests.flush()
         return self.answer()
 
     def end(self) -> None:
@@ -191,7 +193,7 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
 

@@ -99,15 +99,15 @@ def _pass_on(folder: str, count: int) -> None:
 def main() -> None:
     """Starts the run that the arguments describe."""
     config, steps = kerasdp.Config(**json.loads(sys.argv[1])), int(sys.argv[2])
-    several = config.backend == "torch" and config.num_devices > 1
+    num_ranks = config.num_devices or 1 if config.backend == "torch" else 1
     try:
-        if not several:
+        if num_ranks == 1:
             kerasdp.launch(functools.partial(train, steps, STARTED, None), config)
             return
         with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
-            for rank in range(config.num_devices):
+            for rank in range(num_ranks):
                 os.mkfifo(os.path.join(folder, str(rank)))
-            threading.Thread(target=_pass_on, args=(folder, config.num_devices), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(folder, num_ranks), daemon=True).start()
             kerasdp.launch(functools.partial(train, steps, STARTED, folder), config)
     except kerasdp.RunError as error:
         sys.exit(str(error))

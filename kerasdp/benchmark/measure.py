@@ -1,17 +1,15 @@
 """Runs contenders in turn, and says how they compare."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import platform
-import statistics
 import subprocess
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
+from kerasdp.benchmark.results import Measured, spread
 from kerasdp.config import Config
 from kerasdp.errors import RunError
 from kerasdp.reporting import report
@@ -23,70 +21,7 @@ PEAKS = {
     "A100": (19.5e12, 312e12), "L40S": (91.6e12, 362e12), "L40": (90.5e12, 181e12),
     "A10": (31.2e12, 125e12), "L4": (30.3e12, 121e12),
 }  # fmt: skip
-FASHION_MNIST = 60_000  # training images
 SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
-
-
-@dataclasses.dataclass(kw_only=True)
-class Measured:
-    """What a contender took.
-
-    Args:
-        name: of the contender.
-        backend: its framework.
-        num_devices: that it trained on.
-        seconds: of each round; of one in which it failed, none, and it took no part any more.
-        ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
-        last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
-        rates: samples a second, of each round.
-        share_of_peak: of the operations that the GPUs could do at best; None where that is not known.
-        error: why it could not be measured; empty if it could.
-    """
-
-    name: str
-    backend: str
-    num_devices: int
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    rates: list[float] = dataclasses.field(default_factory=list)
-    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
-    last: dict[str, Any] = dataclasses.field(default_factory=dict)
-    share_of_peak: float | None = None
-    error: str = ""
-
-    @property
-    def is_kit(self) -> bool:
-        """Whether it is this package."""
-        return self.name.startswith("kerasdp-")
-
-    @property
-    def rate(self) -> float:
-        """Samples a second, the median of the rounds."""
-        return statistics.median(self.rates)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        found = dataclasses.asdict(self)
-        if self.rates:
-            found |= {"images_per_second": spread(self.rates), "seconds_an_epoch_of_60000": FASHION_MNIST / self.rate}
-        return found
-
-    def __str__(self) -> str:
-        name = self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
-        if self.error:
-            return f"{name:28} {self.error}"
-        low, high = min(self.rates), max(self.rates)
-        share = f" {self.share_of_peak:8.1%}" if self.share_of_peak is not None else ""
-        return (
-            f"{name:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
-            f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"
-            f" {FASHION_MNIST / self.rate:10,.1f} s{share}"
-        )
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, and lowest and highest."""
-    values = list(values)
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratios(measured: list[Measured]) -> list[dict[str, Any]]:
@@ -115,8 +50,8 @@ def speedups(measured: list[Measured]) -> dict[str, dict[int, dict[str, float]]]
     found: dict[str, dict[int, dict[str, float]]] = {}
     for name in {one.name: None for one in measured}:
         ways = [one for one in measured if one.name == name and one.rates and not one.error]
-        first = min(ways, key=lambda one: one.num_devices, default=None)
         if len(ways) > 1:
+            first = min(ways, key=lambda one: one.num_devices)
             found[name] = {
                 one.num_devices: spread(rate / alone for rate, alone in zip(one.rates, first.rates)) for one in ways
             }
@@ -205,7 +140,7 @@ def compare(
         measured.share_of_peak = share_of_peak(measured, flops, gpu, config.precision)
     print("\n".join(table(config, found, rounds, steps, gpu)), flush=True)
     if config.workdir is not None:
-        write(config, found, rounds, steps, gpu)
+        write(config.workdir, config, found, rounds, steps, gpu)
     return found
 
 
@@ -249,25 +184,25 @@ def fastest(measured: list[Measured]) -> list[str]:
     return lines
 
 
-def write(config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> None:
-    """The files of a benchmark."""
+def write(workdir: str, config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> None:
+    """Writes benchmark.json and the charts."""
     from kerasdp.benchmark import charts
 
-    os.makedirs(config.workdir, exist_ok=True)
+    os.makedirs(workdir, exist_ok=True)
     machine = {"gpu": gpu, "cores": os.cpu_count(), "platform": platform.platform(), "versions": report.versions()}
     content = {
         "config": config.as_dict(), "rounds": rounds, "steps_per_round": steps, "machine": machine,
         "contenders": [one.as_dict() for one in measured], "ratios": ratios(measured), "speedups": speedups(measured),
     }  # fmt: skip
-    with open(os.path.join(config.workdir, "benchmark.json"), "w") as file:
+    with open(os.path.join(workdir, "benchmark.json"), "w") as file:
         json.dump(content, file, indent=2)
     done = [one for one in measured if one.rates and not one.error]
-    charts.draw_bars(done, os.path.join(config.workdir, "bars.png"))
+    charts.draw_bars(done, os.path.join(workdir, "bars.png"))
     several = speedups(measured)
     if several:
         scaling = [one for one in done if one.name in several]
-        charts.draw_scaling(scaling, os.path.join(config.workdir, "scaling.png"))
-    print(f"pictures and benchmark.json in {config.workdir}")
+        charts.draw_scaling(scaling, os.path.join(workdir, "scaling.png"))
+    print(f"pictures and benchmark.json in {workdir}")
 
 
 def gpu_name() -> str:

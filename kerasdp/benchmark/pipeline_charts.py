@@ -1,28 +1,33 @@
-"""The pictures of a study of a pipeline."""
+"""The charts of a study of a pipeline."""
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from kerasdp.reporting.figure import make_figure
+
+if TYPE_CHECKING:
+    from kerasdp.benchmark.results import Measurement
 
 _COLOURS = {"single device": "#888888", "layer split": "#f2a541", "pipelined": "#4c78a8"}
 _FORWARD, _BACKWARD, _BEST = "#4c78a8", "#e4572e", "#e4572e"
 
 
-def draw_bars(measurements: list[Any], path: str) -> None:
-    """A bar a way, with the deviation of its repetitions.
+def draw_bars(measurements: list["Measurement"], path: str) -> None:
+    """Draws a bar for each way to train, with the deviation of its repetitions.
 
     Args:
-        measurements: of `kerasdp.pipeline.study`.
+        measurements: of `kerasdp.benchmark.study`.
         path: of the PNG file.
     """
-    figure, axes = _figure(5.4, 4.2)
+    figure, (axes,) = make_figure(5.4, 4.2, grid="y")
     names = [_label(measured) for measured in measurements]
     means = [measured.mean for measured in measurements]
     axes.bar(
         names, means, yerr=[measured.deviation for measured in measurements], capsize=6, width=0.6,
         color=[_COLOURS[measured.name] for measured in measurements],
     )  # fmt: skip
-    for place, measured in enumerate(measurements):
+    for index, measured in enumerate(measurements):
         axes.annotate(
-            f"{measured.mean:.2f} s", (place, measured.mean + measured.deviation), xytext=(0, 4), ha="center",
+            f"{measured.mean:.2f} s", (index, measured.mean + measured.deviation), xytext=(0, 4), ha="center",
             textcoords="offset points",
         )  # fmt: skip
     axes.margins(y=0.12)
@@ -30,16 +35,16 @@ def draw_bars(measurements: list[Any], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_sweep(measurements: list[Any], best: Any, path: str) -> None:
-    """Time by split size, the best one marked. Args as in `draw_bars`."""
-    figure, axes = _figure(6.4, 4.2)
-    ordered = sorted(measurements, key=lambda measured: measured.split_size)
+def draw_sweep(measurements: list["Measurement"], best: "Measurement", path: str) -> None:
+    """Draws time by split size, the best one marked. Args as in `draw_bars`."""
+    figure, (axes,) = make_figure(6.4, 4.2, grid="y")
+    ordered = sorted(measurements, key=lambda measured: measured.split_size or 0)
     axes.errorbar(
-        [measured.split_size for measured in ordered], [measured.mean for measured in ordered],
+        [measured.split_size or 0 for measured in ordered], [measured.mean for measured in ordered],
         yerr=[measured.deviation for measured in ordered], color=_FORWARD, marker="o", capsize=4,
     )  # fmt: skip
     axes.plot(
-        [best.split_size], [best.mean], marker="o", markersize=13, markerfacecolor="none", markeredgewidth=2,
+        [best.split_size or 0], [best.mean], marker="o", markersize=13, markerfacecolor="none", markeredgewidth=2,
         color=_BEST, linestyle="none", label=f"best: {best.split_size} ({best.mean:.2f} s)",
     )  # fmt: skip
     axes.set(xlabel="split size (samples a micro-batch)", ylabel="seconds a repetition", ylim=(0, None))
@@ -48,10 +53,10 @@ def draw_sweep(measurements: list[Any], best: Any, path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_timeline(measured: Any, path: str) -> None:
-    """Which stage works on which micro-batch when. Args as in `draw_bars`."""
+def draw_timeline(measured: "Measurement", path: str) -> None:
+    """Draws which stage works on which micro-batch when, in a measurement's watched step."""
     stages = sorted({event[0] for event in measured.work})
-    figure, axes = _figure(9.0, 1.4 + 0.7 * len(stages))
+    figure, (axes,) = make_figure(9.0, 1.4 + 0.7 * len(stages), grid="y")
     total = max(event[4] for event in measured.work)
     for stage, kind, number, begin, end in measured.work:
         colour = _FORWARD if kind == "forward" else _BACKWARD
@@ -71,18 +76,5 @@ def draw_timeline(measured: Any, path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _label(measured: Any) -> str:
+def _label(measured: "Measurement") -> str:
     return measured.name if measured.split_size is None else f"{measured.name}\n(split size {measured.split_size})"
-
-
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.grid(alpha=0.25, axis="y")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes

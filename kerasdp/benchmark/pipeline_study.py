@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import os
-import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kerasdp.benchmark.results import Measurement
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
@@ -16,69 +16,6 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.training.runner import Runner
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What one way to train took.
-
-    Args:
-        name: `"single device"`, `"layer split"` or `"pipelined"`.
-        split_size: samples a micro-batch; None where there are none.
-        seconds: of each repetition.
-        memory: most bytes that each device has used; empty where devices share a process, so that nobody knows.
-        work: of a watched step: `(stage, "forward" or "backward", micro-batch, begin, end)`.
-        table: the cut, in words.
-        error: why it could not be trained; empty if it could.
-    """
-
-    name: str
-    split_size: int | None = None
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    memory: list[int] = dataclasses.field(default_factory=list)
-    work: list[tuple[int, str, int, float, float]] = dataclasses.field(default_factory=list)
-    table: str = ""
-    error: str = ""
-
-    @property
-    def mean(self) -> float:
-        """Seconds of a repetition."""
-        return statistics.mean(self.seconds)
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of the repetitions' seconds."""
-        return statistics.stdev(self.seconds)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the watched step in which stages wait, from 0 to 1."""
-        stages = {event[0] for event in self.work}
-        span = max(event[4] for event in self.work) - min(event[3] for event in self.work)
-        # Pieces of a stage's work may overlap where its device runs several at once: that time is not idle twice.
-        busy = 0.0
-        for stage in stages:
-            until = float("-inf")
-            for begin, end in sorted(event[3:] for event in self.work if event[0] == stage):
-                busy += max(end - max(begin, until), 0.0)
-                until = max(until, end)
-        return 1.0 - busy / (len(stages) * span)
-
-    @property
-    def ideal_bubble(self) -> float:
-        """What it would be with stages of equal length and free transport (Huang et al. 2019, arXiv:1811.06965)."""
-        stages, micro_batches = (len({event[place] for event in self.work}) for place in (0, 2))
-        return (stages - 1) / (micro_batches + stages - 1)
-
-    def __str__(self) -> str:
-        name = self.name if self.split_size is None else f"{self.name}, split size {self.split_size}"
-        if self.error:
-            return f"{name:28} {self.error}"
-        memory = ", ".join(f"{number / 2**20:,.0f}" for number in self.memory)
-        overlap = f"   bubble {self.bubble:4.0%} (ideal {self.ideal_bubble:4.0%})" if self.work else ""
-        return f"{name:28} {self.mean:8.3f} s +- {self.deviation:.3f}{overlap}" + (
-            f"   peak MiB a device {memory}" if memory else ""
-        )
 
 
 def measured(runner: "Runner", model: "keras.Model", x: Any = None, y: Any = None) -> dict[str, Any]:
@@ -162,7 +99,7 @@ def study(
     in_turn = dataclasses.replace(cut, micro_batches=1, schedule="gpipe")  # one has nothing to overlap with
     if cut.schedule == "interleaved1f1b":
         in_turn = dataclasses.replace(in_turn, num_stages=None)
-    ways = [("single device", None, whole), ("layer split", None, in_turn)]
+    ways: list[tuple[str, int | None, Config]] = [("single device", None, whole), ("layer split", None, in_turn)]
     ways += [("pipelined", n, dataclasses.replace(cut, split_size=str(n))) for n in split_sizes if n <= size]
     found = []
     for name, split_size, settings in ways:

@@ -75,8 +75,8 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
         raise UserError(
             f"--dataset: {name} must return (x_train, y_train), (x_test, y_test) arrays: {error}"
         ) from error
-    if num_classes is None and len(y_train) and np.issubdtype(y_train.dtype, np.integer):
-        num_classes = int(y_train.max()) + 1
+    if num_classes is None:
+        num_classes = int(y_train.max()) + 1 if len(y_train) and np.issubdtype(y_train.dtype, np.integer) else 0
     for split, labels in (("train", y_train), ("test", y_test)):
         if not np.issubdtype(labels.dtype, np.integer):
             raise UserError(f"--dataset: expected whole numbers as {split} labels of {name}. Received: {labels.dtype}")
@@ -120,11 +120,11 @@ def synthetic(
     """Random images and labels of any shape and number: nothing to learn, something to measure."""
     _refuse_data_dir("synthetic", data_dir)
     random = np.random.RandomState(0)
-    splits = tuple(
-        (random.randint(0, 256, (count, *shape)).astype("uint8"), random.randint(0, num_classes, count))
-        for count in (num_samples, num_test_samples)
-    )
-    return from_arrays(splits, "synthetic", num_classes)
+
+    def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
+        return random.randint(0, 256, (count, *shape)).astype("uint8"), random.randint(0, num_classes, count)
+
+    return from_arrays((draw(num_samples), draw(num_test_samples)), "synthetic", num_classes)
 
 
 def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: int = 3) -> Dataset:

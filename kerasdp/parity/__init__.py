@@ -1,4 +1,4 @@
-"""Trains one model many ways and compares: is its training a property of the model, or of the backend?"""
+"""Shows whether a model trains the same on all backends and device counts, and if not, where it first diverges."""
 
 from kerasdp.parity.compare import Comparison, Outcome, Reference, compare, judge
 from kerasdp.parity.divergence import Divergence, Tolerance

@@ -1,14 +1,19 @@
-"""The picture of a comparison: loss curves on top of one another, and how far they are apart."""
+"""The chart of a comparison: loss curves on top of one another, and how far they are apart."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-_COLOURS = {"torch": "#e4572e", "jax": "#4c78a8", "tensorflow": "#f2a541"}
+from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
+
+if TYPE_CHECKING:
+    from kerasdp.parity.divergence import Tolerance
+    from kerasdp.parity.outcome import Outcome
+
 _DASHES = ("-", "--", ":", "-.")
 
 
-def draw_comparison(outcomes: list[Any], tolerance: Any, path: str) -> None:
+def draw_comparison(outcomes: list["Outcome"], tolerance: "Tolerance", path: str) -> None:
     """Draws losses, and their relative differences from the reference's with the tolerance, by step.
 
     Args:
@@ -16,21 +21,16 @@ def draw_comparison(outcomes: list[Any], tolerance: Any, path: str) -> None:
         tolerance: that they were judged by.
         path: of the PNG file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.6, 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure, (upper, lower) = make_figure(7.6, 6.4, rows=2)
     trained = [outcome for outcome in outcomes if len(outcome.losses)]
     counts = list(dict.fromkeys(outcome.way.num_devices for outcome in trained))
-    for place, outcome in enumerate(trained):
-        style = {
-            "color": _COLOURS.get(outcome.way.backend),
+    for index, outcome in enumerate(trained):
+        style: dict[str, Any] = {
+            "color": BACKEND_COLOURS.get(outcome.way.backend),
             "linestyle": _DASHES[counts.index(outcome.way.num_devices) % len(_DASHES)],
         }
         # Wide below, narrow on top: curves that coincide stay visible.
-        width = 1.2 + 5.0 * (len(trained) - 1 - place) / max(len(trained) - 1, 1)
+        width = 1.2 + 5.0 * (len(trained) - 1 - index) / max(len(trained) - 1, 1)
         steps = np.arange(len(outcome.losses))
         upper.plot(steps, outcome.losses, linewidth=width, label=str(outcome.way), **style)
         apart = np.asarray(outcome.differences, float)
@@ -39,13 +39,15 @@ def draw_comparison(outcomes: list[Any], tolerance: Any, path: str) -> None:
                 steps[: len(apart)], np.where(apart > 0, apart, np.nan), marker=".", markersize=4, linewidth=1, **style
             )
     longest = max((len(outcome.losses) for outcome in trained), default=1)
-    steps = np.arange(longest)
-    lower.plot(steps, [tolerance.after(step) for step in steps], color="#888888", linewidth=1, label="tolerance")
+    lower.plot(
+        range(longest),
+        [tolerance.after(step) for step in range(longest)],
+        color="#888888",
+        linewidth=1,
+        label="tolerance",
+    )
     upper.set(ylabel="loss", title="One model, trained many ways")
     lower.set(xlabel="step", ylabel="relative difference", yscale="log")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     upper.legend(frameon=False, ncols=3, fontsize=8)
     lower.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Trains one model many ways and compares: is its training a property of the model, or of the backend?"""
+"""Trains one model on many backends and device counts, and compares them step by step."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -10,53 +10,11 @@ from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.parity.charts import draw_comparison
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
+from kerasdp.parity.outcome import Outcome
 from kerasdp.parity.trace import Job, Trace, Way, trace
 from kerasdp.runtime.devices import is_installed
 
 __all__ = ["Comparison", "Job", "Outcome", "Divergence", "Reference", "Tolerance", "Way", "compare", "judge"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of one way to train.
-
-    Args:
-        way: backend, devices, precision.
-        reference: the way that it is compared with.
-        losses: of each step.
-        differences: of the losses from the reference's, relative, of each step.
-        divergence: where it parts from the reference; None if nowhere.
-        round_off: the largest difference in float64, if it parts in float32 but not there: then round-off has grown,
-            and nothing is wrong. None also where a difference in float32 is too large for that from the start.
-        error: why it could not be trained; empty if it could.
-        seconds: of the whole process.
-    """
-
-    way: Way
-    reference: Way
-    losses: np.ndarray
-    differences: np.ndarray
-    divergence: Divergence | None = None
-    round_off: float | None = None
-    error: str = ""
-    seconds: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether it was trained, and as the reference was."""
-        return not self.error and (self.divergence is None or self.round_off is not None)
-
-    def __str__(self) -> str:
-        if self.error:
-            return f"{self.way} failed: {self.error}"
-        if self.divergence is None:
-            return f"{self.way} trains as {self.reference}"
-        if self.round_off is not None:
-            return (
-                f"{self.way} parts from {self.reference} by round-off alone (in float64 they are {self.round_off:.1e} "
-                f"apart): {dataclasses.replace(self.divergence, layer='')}"
-            )
-        return f"{self.way} parts from {self.reference}: {self.divergence}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +35,9 @@ class Comparison:
         return all(outcome.passed for outcome in self.outcomes)
 
     def table(self) -> str:
-        """A row for each way: largest difference of a loss from the reference's, first step that parts, seconds."""
+        """Returns a row for each way: largest difference of a loss from the reference's, first divergent
+        step, seconds.
+        """
         rows = [("trained on", "max difference", "first divergent step", "seconds")]
         for outcome in self.outcomes:
             step = "failed" if outcome.error else "none"
@@ -115,7 +75,7 @@ def compare(
     """Trains a model on each backend and device count, each in a process of its own, and compares with the first.
 
     Initial weights and the samples of each step must be equal bit for bit; losses, gradient norms, metrics and final
-    weights up to round-off. Where two trainings part, both are run again to find the layer; and, unless the first
+    weights up to round-off. Where two trainings diverge, both are run again to find the layer; and, unless the first
     forward pass is more than ten tolerances apart, in float64, to tell mistakes from round-off that has grown.
 
     Args:
@@ -142,12 +102,13 @@ def compare(
         raise UserError("parity: expected at least one backend and device count. Received: none")
     references: dict[int, Reference] = {}
     outcomes = []
+
+    def reference_of(way: Way) -> Reference:
+        return references.setdefault(way.num_devices if job.batch_norm == "replica" else 0, Reference(job, way))
+
+    tolerance = tolerance or reference_of(ways[0]).tolerance()
     for way in ways:
-        key = way.num_devices if job.batch_norm == "replica" else 0
-        if key not in references:
-            references[key] = Reference(job, way)
-        tolerance = tolerance or references[key].tolerance()
-        outcomes.append(judge(way, references[key], tolerance))
+        outcomes.append(judge(way, reference_of(way), tolerance))
         if report is not None:
             report(outcomes[-1])
     return Comparison(outcomes=outcomes, tolerance=tolerance)
@@ -162,19 +123,19 @@ class Reference:
         self._in_float64: Reference | None = None
 
     def trace(self, detailed_step: int | None = None) -> Trace:
-        """All steps; or those up to the detailed one."""
+        """Returns the trace of all steps; or of those up to the detailed one."""
         if detailed_step not in self._traces:
             self._traces[detailed_step] = trace(_until(self.job, detailed_step), self.way, detailed_step)
         return self._traces[detailed_step]
 
     def in_float64(self) -> "Reference":
-        """The same way in float64."""
+        """Returns the reference of the same way in float64."""
         if self._in_float64 is None:
             self._in_float64 = Reference(self.job, dataclasses.replace(self.way, precision="float64"))
         return self._in_float64
 
     def tolerance(self) -> Tolerance:
-        """The tolerance that fits its precision and optimizer."""
+        """Returns the tolerance that fits its precision and optimizer."""
         return tolerance_for(self.way.precision, self.trace().optimizer)
 
 
@@ -215,7 +176,7 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
 
 
 def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance) -> tuple[str, bool]:
-    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients part.
+    """Looks into the first step, where nothing has grown yet, then into the one where losses or gradients diverge.
 
     Returns:
         What differs; and whether that cannot be round-off: it is far apart in the forward pass of the first step.
@@ -231,7 +192,7 @@ def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance)
 
 
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:
-    """The largest difference of a loss in float64; None if the two part there, too."""
+    """Returns the largest difference of a loss in float64; None if the two diverge there, too."""
     exact = reference.in_float64()
     received = trace(reference.job, dataclasses.replace(way, precision="float64"))
     if first_divergence(exact.trace(), received, exact.tolerance()) is not None:

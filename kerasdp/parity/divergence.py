@@ -1,4 +1,4 @@
-"""Says whether two trainings are the same up to round-off, and where they first part."""
+"""Says whether two trainings are the same up to round-off, and where they first diverge."""
 
 import dataclasses
 import math
@@ -38,20 +38,20 @@ class Tolerance:
     kinks: float
 
     def after(self, step: int) -> float:
-        """For the loss of a step, counted from 0."""
+        """Returns that for the loss of a step, counted from 0."""
         return min(self.limit, self.start * self.growth**step)
 
     def of_outputs(self, step: int) -> float:
-        """For a layer's output in a step."""
+        """Returns that for a layer's output in a step."""
         return _SINGLE_NUMBERS * self.after(step)
 
     def of_gradients(self, step: int) -> float:
-        """For gradients of a step, and for all that was learned until then."""
+        """Returns that for gradients of a step, and for all that was learned until then."""
         return max(self.of_outputs(step), self.kinks)
 
 
 def tolerance_for(precision: str, optimizer: str) -> Tolerance:
-    """The tolerance that fits precision and optimizer.
+    """Returns the tolerance that fits precision and optimizer.
 
     It starts at ten round-offs; in float32 that is 1.2e-6. With SGD differences grow by about 12% a step: 1e-4 after 40
     steps. Optimizers of Adam's kind divide each gradient by its own size, so that where it is tiny its round-off counts
@@ -70,7 +70,7 @@ def tolerance_for(precision: str, optimizer: str) -> Tolerance:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where two trainings first part.
+    """Where two trainings first diverge.
 
     Args:
         step: counted from 0; None: before the first, or after the last.
@@ -79,7 +79,7 @@ class Divergence:
         expected: what the reference has there.
         received: what the other has.
         difference: relative, where it is a number.
-        layer: the layer, weight or part of the step where the difference first shows; empty if not looked for.
+        layer: the layer or weight where the difference first shows; empty if not looked for.
     """
 
     step: int | None
@@ -99,7 +99,10 @@ class Divergence:
 
 
 def difference(expected: np.ndarray, received: np.ndarray) -> float:
-    """The largest difference of two arrays, relative to their largest number; infinite for other shapes or NaN."""
+    """Returns the largest difference of two arrays, relative to their largest number.
+
+    Infinite if the shapes differ, or a number is NaN.
+    """
     expected, received = np.asarray(expected), np.asarray(received)
     if expected.shape != received.shape:
         return math.inf
@@ -113,9 +116,9 @@ def difference(expected: np.ndarray, received: np.ndarray) -> float:
 
 
 def first_divergence(expected: Trace, received: Trace, tolerance: Tolerance) -> Divergence | None:
-    """Compares everything that two trainings left, in the order of time.
+    """Returns where two trainings first diverge, in the order of time; None if they agree up to round-off.
 
-    Initial weights and the places of the samples must be equal bit for bit.
+    Initial weights and the indices of the samples must be equal bit for bit.
     """
     return (
         _initial_weights(expected, received)
@@ -196,13 +199,13 @@ def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> D
     allowed = tolerance.of_gradients(len(expected.losses))
     for name in sorted(expected.metrics.keys() | received.metrics.keys()):
         pair = [trace.metrics.get(name, math.nan) for trace in (expected, received)]
-        apart = difference(*pair)
+        apart = difference(np.asarray(pair[0]), np.asarray(pair[1]))
         if apart > allowed:
             return Divergence(
                 step=None, what="metrics", where=name, expected=f"{pair[0]:.9g}", received=f"{pair[1]:.9g}",
                 difference=apart,
             )  # fmt: skip
-    # As a part of the way that all weights went. Alone, one that the loss does not depend on (a bias before a batch
+    # Relative to the distance that all weights went. Alone, one that the loss does not depend on (a bias before a batch
     # norm) is nothing but round-off.
     apart, way, worst = 0.0, 0.0, ("", -1.0)
     for name, value in expected.final.items():
@@ -227,7 +230,7 @@ def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> D
 
 
 def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:
-    """The layer, weight or part of a step where two trainings differ first.
+    """Finds the layer or weight of a step where two trainings differ first.
 
     Args:
         step: the detailed step of both.

@@ -1,4 +1,4 @@
-"""Trains a model one way, in a process of its own, and writes down what happened in each step."""
+"""Trains a model on one backend and device count, in a process of its own, and records each step."""
 
 import contextlib
 import dataclasses
@@ -66,14 +66,14 @@ class Job:
 
 @dataclasses.dataclass(kw_only=True)
 class Trace:
-    """What one training left.
+    """What was recorded of one training.
 
     Args:
         initial: each variable of the new model by path, seeds of random layers included.
         final: each weight after the last step.
         losses: of each step, over the global batch.
         gradient_norms: of each step, over all trainable weights.
-        samples: the places in the data set of the rows of each step.
+        samples: indices in the data set of the rows of each step.
         row_means: the mean of each row of the inputs of each step.
         metrics: loss and metrics over all steps, and (`evaluate_*`) after the last, over at most as many batches.
         optimizer: the name of its class.
@@ -187,7 +187,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
 def _values(variables: list[Any]) -> dict[str, np.ndarray]:
     import keras
 
-    values = {}
+    values: dict[str, np.ndarray] = {}
     for variable in variables:
         # The same layer name may occur twice, in two nested models.
         number = sum(path.partition(" ")[0] == variable.path for path in values)

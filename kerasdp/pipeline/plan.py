@@ -204,7 +204,7 @@ def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
                 pipeline.plan = dataclasses.replace(pipeline.plan, size=size * pipeline.plan.num_pipelines)
                 measured = [pipeline.seconds_without_update(batch) for _ in range(4)][1:]  # the first one compiles
                 (seconds[size],) = pipeline.processes.broadcast_from_rank0([statistics.median(measured)])
-        return min(seconds, key=seconds.get)
+        return min(seconds, key=lambda size: seconds[size])
 
     count = -(-num_rows // try_counts([1, 2, 4, 8, 16, 32]))
     best = try_counts([count * 3 // 4, count * 3 // 2])

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, versions, warn
 
 
@@ -145,17 +146,13 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
         history: a dictionary an epoch, as the rows of history.csv.
         path: of the PNG file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     names = [name for name in ("loss", "accuracy") if any(name in row for row in history)]
     if not names:
         return
-    # A figure of its own, not pyplot: the user's plots and display are left alone.
-    figure = Figure(figsize=(5.2 * len(names), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    figure, all_axes = make_figure(5.2 * len(names), 3.6, columns=len(names))
+    for axes, name in zip(all_axes, names, strict=True):
         ends = {key: row[key] for row in history for key in (name, f"val_{name}") if key in row}
         for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "test", "#f58518")):
             points = [(row["epoch"], row[key]) for row in history if key in row]
@@ -174,7 +171,5 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.12)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     figure.savefig(path, dpi=120)

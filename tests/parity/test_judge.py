@@ -108,7 +108,7 @@ def test_table_and_picture(tmp_path):
         ["jax", "x", "1", "(reference)", "none", "3.0"],
         ["torch", "x", "2", "1.0e-01", "3", "3.0"],
     ]
-    assert lines[3].startswith("torch x 2 parts from jax x 1: step 3: loss: expected 1.25, received 1.375")
+    assert lines[3].startswith("torch x 2 diverges from jax x 1: step 3: loss: expected 1.25, received 1.375")
     assert not comparison.passed
     excused = dataclasses.replace(bad, round_off=1e-12)
     assert excused.passed and "by round-off alone (in float64 they are 1.0e-12 apart)" in str(excused)

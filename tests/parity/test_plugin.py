@@ -44,7 +44,7 @@ def test_the_fixture(tmp_path):
     for backend, word in ((first, "PASSED"), (last, "FAILED")):
         assert f"test_portable[{backend}-1] PASSED" in done.stdout, done.stdout[-3000:]
         assert f"test_shifted[{backend}-1] {word}" in done.stdout, done.stdout[-3000:]
-    assert re.search(rf"{last} x 1 parts from {first} x 1: step 0: loss.*the output of shift differs", done.stdout)
+    assert re.search(rf"{last} x 1 diverges from {first} x 1: step 0: loss.*the output of shift differs", done.stdout)
 
 
 def test_a_missing_backend_is_skipped_by_name(tmp_path):
