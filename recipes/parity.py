@@ -1,4 +1,4 @@
-"""Trains one model on every backend and device count, and says where two of them part, if they do.
+"""Trains one model on every backend and device count, and says where two trainings diverge, if they do.
 
     python recipes/parity.py                # lenet on digits, all installed backends on 1, 2 and 4 devices
     python recipes/parity.py --model=convnet --optimizer=adam --precision=float64
@@ -7,7 +7,7 @@
 Expected: a row for each combination, largest difference of a step's loss below 1e-4 after 40 steps, exit code 0; the
 curves on top of one another in parity.png. About two minutes on two CPU cores.
 
-float32 differs by round-off, which grows with every step; `--precision=float64` leaves mistakes only.
+In float32 backends differ by round-off, which grows with every step; `--precision=float64` leaves only mistakes.
 """
 
 import functools
@@ -31,7 +31,7 @@ def build_model(config: kerasdp.Config) -> object:
 
 
 def load_data(config: kerasdp.Config) -> object:
-    """Likewise. Yours may return `(x, y)`."""
+    """Runs in every process, after `build_model`. Yours may return `(x, y)`."""
     return kerasdp.load_data(config).train
 
 

@@ -5,8 +5,8 @@
     python recipes/pipeline.py --model=recipes/pipeline.py:toy --dataset="synthetic(shape=(10,), num_classes=5)"
 
 It trains on one device; cut over two, which work in turn (layer split); and pipelined, with each of --split_sizes: the
-first device then works on the next micro-batch while the second has the last. Each is repeated; the time with its
-deviation, what the stages wait, and the memory of each device stand in the table, and the pictures in --workdir.
+first device then works on the next micro-batch while the second works on the previous one. Each is repeated. The table
+shows the time with its deviation, how long the stages wait, and the memory of each device; the charts are in --workdir.
 
 After the PyTorch tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 with 1000 classes, 128x128 images,
 batches of 120, squared error against one-hot labels, plain SGD. There pipelining with a split size of 12 was best, and
@@ -28,7 +28,7 @@ def toy(input_shape: tuple[int, ...], num_classes: int) -> Any:
 
 
 def train(runner: "kerasdp.Runner") -> dict[str, Any]:
-    """Runs for each way to train; each epoch is a repetition, and the first one, which compiles, does not count."""
+    """Runs for each way to train; each epoch is a repetition, and the first one, which compiles, is not counted."""
     import keras
 
     config = runner.config

@@ -1,9 +1,9 @@
-"""The main job: trains any model on any backend, on one or many devices, and learns the same.
+"""Trains any model on any backend, on one or many devices, with the same loss curve.
 
     python recipes/train.py                                  # the first backend installed, all GPUs or the CPU
     python recipes/train.py --backend=jax --gpus=4           # four GPUs, or four virtual CPU devices
     python recipes/train.py --flagfile=flags/resnet18_fashion_2gpus.flags --backend=torch
-    python recipes/train.py --workdir=runs/mine --resume     # goes on where it was stopped, on any backend and devices
+    python recipes/train.py --workdir=runs/mine --resume     # resumes where it stopped, on any backend and devices
     python recipes/train.py --model=my_model.py:build --dataset=my_data.py:load
     python recipes/train.py --help
 

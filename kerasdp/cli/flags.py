@@ -39,12 +39,14 @@ def _define_flags_of_training() -> None:
 
     group = "Backend and devices"
     _define(group, "backend", text, None, f"{names['BACKENDS']}. Default: $KERAS_BACKEND, else the first installed.")
-    _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs there are, or 1. "
-            "Without any GPU: so many virtual CPU devices.")  # fmt: skip
-    _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs where there are any, else the CPU.")
-    _define(group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: of the layers' arithmetic.")
-    _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16: half as much to "
-            "send when devices exchange gradients (torch, tensorflow).")  # fmt: skip
+    _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs, or 1. "
+            "Without a GPU: that many virtual CPU devices.")  # fmt: skip
+    _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs if there are any, else the CPU.")
+    _define(
+        group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: precision of the layers' arithmetic."
+    )
+    _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16, which halves "
+            "what devices send when they exchange gradients (torch, tensorflow).")  # fmt: skip
 
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
             "on torch, in runs of 1,000 steps or more. jax and tensorflow always compile.")  # fmt: skip
@@ -53,15 +55,21 @@ def _define_flags_of_training() -> None:
 
     group = "Models cut over several devices"
     _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data); the model, cut "
-            "into stages (pipeline); or each layer's output channels (tensor: jax only).")  # fmt: skip
-    _define(group, "stages", number, None, "Stages of a pipeline. Default: one a device.")
-    _define(group, "cut_at", text, None, "Layers behind which to cut, comma-separated. Default: balanced.")
-    _define(group, "balance", text, _DEFAULTS.balance, "What the stages get equal parts of: time (measured), flops, "
+            "into stages (pipeline); or each layer's output channels (tensor; jax only).")  # fmt: skip
+    _define(group, "stages", number, None, "Stages of a pipeline. Default: one per device.")
+    _define(group, "cut_at", text, None, "Layers after which to cut, comma-separated. Default: balanced.")
+    _define(group, "balance", text, _DEFAULTS.balance, "What the stages get equal shares of: time (measured), flops, "
             "parameters.")  # fmt: skip
-    _define(group, "split_size", text, None, "Samples a micro-batch, or auto: the fastest, by a short search.")
-    _define(group, "micro_batches", number, None, "Instead of --split_size: how many. Default: two a stage.")
-    _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forwards first; 1f1b: backwards as soon as they "
-            "can be (torch, jax); interleaved1f1b: with several stages a device (torch).")  # fmt: skip
+    _define(group, "split_size", text, None, "Samples per micro-batch, or auto: the fastest, by a short search.")
+    _define(
+        group,
+        "micro_batches",
+        number,
+        None,
+        "Number of micro-batches, instead of --split_size. Default: two per stage.",
+    )
+    _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
+            "soon as possible (torch, jax); interleaved1f1b: with several stages per device (torch).")  # fmt: skip
 
     group = "Model and data"
     _define(group, "model", text, _DEFAULTS.model, f"{names['MODELS']}, or your own: path/to/file.py:function or "
@@ -71,50 +79,58 @@ def _define_flags_of_training() -> None:
             "returns (x_train, y_train), (x_test, y_test). Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', "
             "'images(size=(64,64))'.")  # fmt: skip
     _define(group, "data_dir", text, None, "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for "
-            "images a sub-folder for each class.")  # fmt: skip
+            "images a sub-folder per class.")  # fmt: skip
 
     group = "Training"
-    _define(group, "batch_size", number, _DEFAULTS.batch_size, "Samples a step over all devices: the global batch.")
-    _define(group, "accumulate", number, _DEFAULTS.accumulate, "Parts in which each device works on its samples, one "
-            "after the other, for batches larger than its memory. Same gradient; but batch norm takes its statistics "
-            "from each part.")  # fmt: skip
+    _define(group, "batch_size", number, _DEFAULTS.batch_size, "Samples per step over all devices: the global batch.")
+    _define(group, "accumulate", number, _DEFAULTS.accumulate, "Micro-batches into which each device cuts its samples, "
+            "one after the other, for batches larger than its memory. The gradient is the same; batch norm takes its "
+            "statistics from each micro-batch.")  # fmt: skip
     _define(group, "epochs", number, _DEFAULTS.epochs, "Passes over the training data.")
-    _define(group, "max_steps", number, None, "Ends the run after so many updates.")
+    _define(group, "max_steps", number, None, "Ends the run after this many updates.")
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
-    _define(group, "learning_rate", real, None, "Default: that of --optimizer, its argument or its default.")
-    _define(group, "lr_base_batch", number, None, "Multiplies the rate by batch_size over this number.")
+    _define(group, "learning_rate", real, None, "Learning rate. Default: that of --optimizer.")
+    _define(group, "lr_base_batch", number, None, "Multiplies the learning rate by batch_size over this number.")
     _define(
-        group, "kernel_initializer", text, None, "Of every kernel: 'random_normal(stddev=0.01)'. Default: the model's."
+        group,
+        "kernel_initializer",
+        text,
+        None,
+        "Keras initializer of every kernel, as 'random_normal(stddev=0.01)'. Default: the model's.",
     )
     _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "
-            "replica's part of it (replica).")  # fmt: skip
-    _define(group, "seed", number, _DEFAULTS.seed, "Of initial weights, sample order and dropout.")
+            "replica's shard of it (replica).")  # fmt: skip
+    _define(group, "seed", number, _DEFAULTS.seed, "Seed of initial weights, sample order and dropout.")
 
 
 def _define_flags_of_files() -> None:
     text, number, real, switch = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_boolean
 
     group = "Output"
-    _define(group, "workdir", text, None, "Folder for what the run leaves. Default: a new one in runs/.")
+    _define(group, "workdir", text, None, "Folder for the files of the run. Default: a new one in runs/.")
     _define(group, "log_every", number, _DEFAULTS.log_every, "Steps between two lines of steps.jsonl.")
     _define(
-        group, "verbose", number, None, "0: nothing, 1: progress bar, 2: a line an epoch. Default: a bar in a terminal."
+        group,
+        "verbose",
+        number,
+        None,
+        "0: nothing, 1: progress bar, 2: a line per epoch. Default: a bar in a terminal.",
     )
     _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
-    _define(
-        group, "export", text, None, "File for the finished model, a plain Keras one: NAME.keras or NAME.weights.h5."
-    )
+    _define(group, "export", text, None, "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.")
 
     group = "Checkpoints and faults"
-    _define(group, "checkpoint_every", text, _DEFAULTS.checkpoint_every, "epoch; 50: and every 50 steps; 10m: and "
+    _define(group, "checkpoint_every", text, _DEFAULTS.checkpoint_every, "epoch; 50: also every 50 steps; 10m: also "
             "every 10 minutes; never.")  # fmt: skip
-    _define(group, "keep", number, _DEFAULTS.keep, "Newest checkpoints that stay; the best one stays besides.")
-    _define(group, "resume", switch, _DEFAULTS.resume, "Go on from the newest checkpoint in --workdir, on any backend "
-            "and number of devices; without one, start.")  # fmt: skip
-    _define(group, "max_restarts", number, _DEFAULTS.max_restarts, "Start again from the last checkpoint, so often, "
+    _define(
+        group, "keep", number, _DEFAULTS.keep, "Number of newest checkpoints to keep; the best one is kept as well."
+    )
+    _define(group, "resume", switch, _DEFAULTS.resume, "Resume from the newest checkpoint in --workdir, on any backend "
+            "and number of devices; without one, start from the beginning.")  # fmt: skip
+    _define(group, "max_restarts", number, _DEFAULTS.max_restarts, "How often to restart from the last checkpoint "
             "when a worker dies or hangs.")  # fmt: skip
-    _define(group, "hang_timeout", real, None, "Seconds without a step after which the run is ended, or restarted. "
-            "Longer than the longest step, with the compilation of one. Default: none.")  # fmt: skip
+    _define(group, "hang_timeout", real, None, "Seconds without a step after which the run is ended, or restarted; "
+            "more than the longest step takes, compilation included. Default: none.")  # fmt: skip
 
 
 def _define_flags_of_recipes() -> None:
@@ -125,11 +141,11 @@ def _define_flags_of_recipes() -> None:
     _define(group, "device_counts", text, "1,2,4", "Instead of --gpus: numbers of devices, comma-separated.")
 
     group = _STUDY
-    _define(group, "split_sizes", text, "1,3,5,8,10,12,20,40,60", "Samples a micro-batch to try, comma-separated.")
+    _define(group, "split_sizes", text, "1,3,5,8,10,12,20,40,60", "Samples per micro-batch to try, comma-separated.")
     _define(group, "repetitions", number, 10, "Epochs to measure, of each way; one more, which compiles, comes first.")
 
     group = _BENCHMARK
-    _define(group, "peers", text, None, "Whom to measure beside the kit, comma-separated: "
+    _define(group, "peers", text, None, "What to measure next to kerasdp, comma-separated: "
             f"{', '.join(PEERS)}; or none. Default: all that can train the same on --backends.")  # fmt: skip
     _define(group, "rounds", number, 5, "How often each is measured, in turn.")
     _define(group, "steps_per_round", number, 20, "Training steps of each round.")
@@ -143,7 +159,7 @@ flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(),
 
 
 def help_text(program: str) -> str:
-    """The flags in their groups."""
+    """Returns the text of `--help`: the flags in their groups."""
     lines = [f"usage: python {program} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
     for group, names in GROUPS.items():
         lines += ["", f"{group}:"]
@@ -235,9 +251,9 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
 
 
 def _of_recipes(*groups: str) -> dict[str, str]:
-    """The flags of these groups, and where they belong."""
-    homes = {_COMPARISON: "parity", _STUDY: "pipeline", _BENCHMARK: "benchmark"}
-    return {name: f"it belongs to recipes/{homes[group]}.py" for group in groups for name in GROUPS[group]}
+    """Returns the flags of these groups, each with the recipe that it belongs to."""
+    recipes = {_COMPARISON: "parity", _STUDY: "pipeline", _BENCHMARK: "benchmark"}
+    return {name: f"it belongs to recipes/{recipes[group]}.py" for group in groups for name in GROUPS[group]}
 
 
 def _backends() -> list[str] | None:

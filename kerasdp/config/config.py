@@ -1,4 +1,4 @@
-"""What a run is: one frozen record of every choice, checked when it is made."""
+"""Defines `Config`: every choice of a run in one frozen record, checked when it is made."""
 
 import dataclasses
 import os
@@ -22,48 +22,48 @@ class Config:
         device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
-        num_stages: of a pipeline. None: one a device.
-        cut_at: layers behind which a pipeline is cut, comma-separated. None: where the stages are balanced.
-        balance: what the stages of a pipeline have equal parts of: `"time"` (measured), `"flops"`, `"parameters"`.
-        split_size: samples a micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
+        num_stages: stages of a pipeline. None: one per device.
+        cut_at: layers after which a pipeline is cut, comma-separated. None: where the stages are balanced.
+        balance: what the stages of a pipeline have equal shares of: `"time"` (measured), `"flops"`, `"parameters"`.
+        split_size: samples per micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
         micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
-        schedule: which micro-batch a stage works on next: all forwards first (`"gpipe"`), or backwards as soon as
-            they can be (`"1f1b"`), also with several stages a device (`"interleaved1f1b"`).
-        model: a model of `kerasdp.models`, or the user's own function (`file.py:function`).
-        dataset: a data set of `kerasdp.data`, or the user's own function.
+        schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward passes as
+            soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
+        model: a model of `kerasdp.models`, or a user-defined function (`file.py:function`).
+        dataset: a data set of `kerasdp.data`, or a user-defined function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
-        data_on_device: whether inputs that are in memory stay on the devices while `fit` runs, so that a step sends the
-            numbers of its rows alone: `"on"`, `"off"`, or `"auto"`: on GPUs, up to 1 GiB. Each device then holds all.
-        batch_size: samples a step, over all devices: the global batch.
-        accumulate: in how many parts each device works on its samples, one after the other, so that it holds the
-            activations of one part alone; their gradients, added up, are those of the global batch. Batch norm takes
-            its statistics from each part.
+        data_on_device: whether inputs that are in memory stay on the devices while `fit` runs, so that a step sends
+            row indices only: `"on"`, `"off"`, or `"auto"`: on GPUs, up to 1 GiB. Each device then holds all.
+        batch_size: samples per step, over all devices: the global batch.
+        accumulate: micro-batches into which each device cuts its samples, one after the other, so that it holds the
+            activations of only one; the sum of their gradients is that of the global batch. Batch norm takes its
+            statistics from each micro-batch.
         epochs: passes over the training data.
-        max_steps: updates after which the run ends. None: only `epochs` counts.
+        max_steps: updates after which the run ends. None: it ends after `epochs`.
         optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
         learning_rate: None: that of `optimizer`, its argument or its default.
         lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
-        kernel_initializer: a Keras initializer for every convolution and dense kernel of the kit's models,
+        kernel_initializer: a Keras initializer for every convolution and dense kernel of the built-in models,
             as `random_normal(stddev=0.01)`. None: each layer's default.
-        batch_norm: statistics over the global batch (`"sync"`) or each replica's part (`"replica"`).
-        precision: of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
+        batch_norm: statistics over the global batch (`"sync"`) or each replica's shard (`"replica"`).
+        precision: precision of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
             telling round-off from mistakes.
         compile: whether training steps run as one compiled graph, on torch: `"on"`, `"off"`, or `"auto"`: in runs of at
-            least 1,000 steps. What cannot be captured is trained without, with a warning. On jax and tensorflow the
-            model's own `jit_compile` decides, as in Keras.
-        gradient_precision: in which replicas exchange their gradients: `"bfloat16"` halves what they send (torch, and
-            tensorflow, which sends those of an embedding in float32 all the same).
-        seed: of initial weights, sample order and dropout.
+            least 1,000 steps. What cannot be captured is trained uncompiled, with a warning. On jax and tensorflow
+            the model's `jit_compile` decides, as in Keras.
+        gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
+            (torch, and tensorflow, which still sends those of an embedding in float32).
+        seed: seed of initial weights, sample order and dropout.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
-        verbose: 0 nothing, 1 progress bar, 2 a line an epoch; None: a bar in a terminal, else lines.
+        verbose: 0 nothing, 1 progress bar, 2 a line per epoch; None: a bar in a terminal, else lines.
         tensorboard: write event files into the workdir.
         checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
-            behind every 50 steps; `"10m"`, and every 10 minutes; `"never"`.
+            after every 50 steps; `"10m"`, and every 10 minutes; `"never"`.
         keep: how many of the newest checkpoints stay. The best one, by validation loss, stays besides.
-        resume: go on from the newest checkpoint in the workdir; without one, start.
-        max_restarts: how often a run is started again from its last checkpoint when a worker dies or hangs.
-        hang_timeout: seconds without a step after which a run is taken to hang, and ended. None: never.
+        resume: resume from the newest checkpoint in the workdir; without one, start from the beginning.
+        max_restarts: how often a run is restarted from its last checkpoint when a worker dies or hangs.
+        hang_timeout: seconds without a step after which a run counts as hanging, and is ended. None: never.
         export: file for the finished model, `.keras` or `.weights.h5`. None: none.
 
     Raises:
