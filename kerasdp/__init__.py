@@ -13,7 +13,7 @@ from kerasdp.launch import launch
 if TYPE_CHECKING:
     from kerasdp import benchmark, parity, pipeline
     from kerasdp.checkpoint.export import export
-    from kerasdp.cli.main import main, main_benchmark, main_comparison, main_study
+    from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.sources import ArraySource, ImageFolder
     from kerasdp.models import build_model
@@ -34,9 +34,6 @@ _MODULES = {
     "export": "kerasdp.checkpoint.export",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
-    "main_benchmark": "kerasdp.cli.main",
-    "main_comparison": "kerasdp.cli.main",
-    "main_study": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
     "portable": "kerasdp.portability.portable",
 }
@@ -63,9 +60,6 @@ __all__ = [
     "layers",
     "load_data",
     "main",
-    "main_benchmark",
-    "main_comparison",
-    "main_study",
     "make_optimizer",
     "parity",
     "pipeline",

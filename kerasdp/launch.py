@@ -49,12 +49,12 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
-    if settings.workdir is not None:
-        config.check_workdir(settings.workdir, settings.resume)
-    set_backend(name)  # by way of the environment, so that worker processes have it, too
-    if settings.max_restarts or settings.hang_timeout:
-        return supervise(_start, settings, train)
-    return _start(settings, train)
+    has_files = settings.workdir is not None
+    with config.prepared_workdir(settings.workdir, settings.resume) if has_files else contextlib.nullcontext():
+        set_backend(name)  # by way of the environment, so that worker processes have it, too
+        if settings.max_restarts or settings.hang_timeout:
+            return supervise(_start, settings, train)
+        return _start(settings, train)
 
 
 def _start(settings: Config, train: Callable[..., Any], folder: str | None = None) -> Any:

@@ -38,4 +38,4 @@ def compare(
 
 
 if __name__ == "__main__":
-    kerasdp.main_benchmark(compare)
+    kerasdp.main(compare, flags="benchmark")

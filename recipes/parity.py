@@ -60,4 +60,4 @@ def compare(config: kerasdp.Config, backends: list[str] | None, device_counts: l
 
 
 if __name__ == "__main__":
-    kerasdp.main_comparison(compare)
+    kerasdp.main(compare, flags="parity")

@@ -50,4 +50,4 @@ def study(config: kerasdp.Config, split_sizes: list[int], repetitions: int) -> N
 
 
 if __name__ == "__main__":
-    kerasdp.main_study(study)
+    kerasdp.main(study, flags="pipeline")

@@ -1,51 +1,40 @@
 """What the recipes call: reads the flags, runs, and ends the program."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kerasdp.cli.flags import parse, parse_benchmark, parse_comparison, parse_study
-from kerasdp.config import Config
 from kerasdp.errors import PreemptedError, RunError
 from kerasdp.launch import launch
 
+_PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
+    "parity": parse_comparison,
+    "pipeline": parse_study,
+    "benchmark": parse_benchmark,
+}
 
-def main(train: Callable[..., Any]) -> None:
-    """Runs `train(runner)` as the flags say, and ends the program.
+
+def main(function: Callable[..., Any], flags: str = "train") -> None:
+    """Runs a function as the command line says, and ends the program.
 
     A user's mistake is one line and exit code 2; a run that fails is its own error and exit code 1.
+
+    Args:
+        function: what the recipe does. It runs in the workers, as `kerasdp.launch` calls it; with other flags than
+            those of `"train"` it runs here, and False from it is exit code 1.
+        flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
+            `function(config, backends, device_counts)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
+            `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`.
+
+    Raises:
+        SystemExit: where the exit code is not 0.
     """
-    with _ending_in_one_line():
-        launch(train, parse(sys.argv))
-
-
-def main_study(study: Callable[[Config, list[int], int], Any]) -> None:
-    """Calls `study(config, split_sizes, repetitions)` as the flags say, and ends the program as `main`."""
-    with _ending_in_one_line():
-        study(*parse_study(sys.argv))
-
-
-def main_benchmark(compare: Callable[..., Any]) -> None:
-    """Calls `compare` with what `parse_benchmark` gives, and ends the program as `main`."""
-    with _ending_in_one_line():
-        compare(*parse_benchmark(sys.argv))
-
-
-def main_comparison(compare: Callable[[Config, list[str] | None, list[int]], bool]) -> None:
-    """Calls `compare(config, backends, device_counts)` as the flags say, and ends the program.
-
-    Exit code 1 if it returns False; else as `main`.
-    """
-    with _ending_in_one_line():
-        if not compare(*parse_comparison(sys.argv)):
-            sys.exit(1)
-
-
-@contextlib.contextmanager
-def _ending_in_one_line() -> Iterator[None]:
     try:
-        yield
+        if flags == "train":
+            launch(function, parse(sys.argv))
+        elif function(*_PARSERS[flags](sys.argv)) is False:
+            sys.exit(1)
     except PreemptedError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -1,7 +1,9 @@
 """Defines `Config`: every choice of a run in one frozen record, checked when it is made."""
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from kerasdp.config import validation
@@ -234,23 +236,46 @@ class Config:
         return dataclasses.asdict(self)
 
 
-def check_workdir(workdir: str, resume: bool = False) -> None:
-    """Makes the workdir, and raises `UserError` if nothing can be written there, or if checkpoints would be lost."""
+@contextlib.contextmanager
+def prepared_workdir(workdir: str, resume: bool = False) -> Iterator[None]:
+    """Makes the workdir for what runs within the `with` block, and removes it if that leaves nothing in it.
+
+    Args:
+        workdir: its path; the folders above it are made as well, and removed with it.
+        resume: whether the run may find checkpoints there.
+
+    Raises:
+        UserError: if nothing can be written there, or if the checkpoints of another run would be lost.
+    """
     if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
         raise UserError(
             f"--workdir: {workdir!r} holds the checkpoints of an earlier run; go on with it (--resume), or choose "
             "another folder"
         )
-    probe = os.path.join(workdir, ".writable")
+    missing = list(_missing_folders(os.path.abspath(workdir)))
     try:
-        os.makedirs(workdir, exist_ok=True)
-        with open(probe, "w"):
-            pass
-        os.remove(probe)
-    except OSError as error:
-        raise UserError(
-            f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder"
-        ) from error
+        try:
+            os.makedirs(workdir, exist_ok=True)
+            probe = os.path.join(workdir, ".writable")
+            with open(probe, "w"):
+                pass
+            os.remove(probe)
+        except OSError as error:
+            raise UserError(
+                f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder"
+            ) from error
+        yield
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):  # it holds something, or was not made
+                os.rmdir(folder)
+
+
+def _missing_folders(path: str) -> Iterator[str]:
+    """Yields the path and those above it that do not exist, the deepest first."""
+    while not os.path.lexists(path):
+        yield path
+        path = os.path.dirname(path)
 
 
 def _names_in(folder: str) -> list[str]:

@@ -1,13 +1,15 @@
 """Flags become a Config; whatever is wrong with them is one line."""
 
+import contextlib
 import pathlib
 
 import pytest
 
+import kerasdp
 from kerasdp.cli import flags as cli
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
-from kerasdp.errors import UserError
+from kerasdp.errors import PreemptedError, UserError
 from kerasdp.runtime.devices import is_installed
 
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
@@ -143,3 +145,29 @@ def test_a_wrong_study(flag, words):
     with pytest.raises(UserError) as caught:
         cli.parse_study(["pipeline.py", flag])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "words"),
+    [
+        (None, None, ""),
+        (True, None, ""),
+        (False, 1, ""),
+        (UserError("expected that"), 2, "error: expected that\n"),
+        (PreemptedError("stopped; resume it"), 99, "stopped; resume it\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_how_a_recipe_ends(outcome, code, words, monkeypatch, capsys):
+    """One line on stderr, and an exit code; False is a comparison that found a difference."""
+
+    def compare(config, backends, device_counts):
+        assert (config.model, device_counts) == ("mlp", [1])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("sys.argv", ["parity.py", "--model=mlp", "--device_counts=1"])
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stopped:
+        kerasdp.main(compare, flags="parity")
+    assert (stopped.value.code if stopped else None, capsys.readouterr().err) == (code, words)

@@ -177,9 +177,11 @@ def test_wrong_choices_before_any_framework_starts(tmp_path):
 
 
 def test_wrong_choices_in_a_worker(backend, tmp_path):
-    """Found in two processes with torch: still one line."""
-    done = train(f"--backend={backend}", "--gpus=2", "--device=cpu", "--optimizer=sgdd", f"--workdir={tmp_path}")
+    """Found in two processes with torch: still one line, and no empty folder is left."""
+    workdir = f"--workdir={tmp_path}/runs/mine"
+    done = train(f"--backend={backend}", "--gpus=2", "--device=cpu", "--optimizer=sgdd", workdir)
     assert_one_line_and_exit_code_2(done, "--optimizer: expected one of .* Received: 'sgdd'")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_backend_that_is_missing_is_named(tmp_path):
