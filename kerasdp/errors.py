@@ -1,8 +1,8 @@
-"""The ways a run ends early: each is one line for the person at the keyboard, and an exit code."""
+"""Defines the errors that end a run: each is one line for the user, and an exit code."""
 
 
 class RunError(Exception):
-    """A run that cannot go on. Its text is a whole message: what was expected, what came, what to do."""
+    """A run that has to end. Its text is a whole message: what was expected, what was received, what to do."""
 
     exit_code = 1
 
@@ -22,18 +22,18 @@ class ReplicasDifferError(RunError):
 
 
 class PreemptedError(RunError):
-    """A signal asked the run to end; it has saved a checkpoint, from which it can go on."""
+    """A signal asked the run to end; it has saved a checkpoint, from which it can resume."""
 
-    # Grid Engine puts a job that ends so back into its queue; other schedulers can be told to.
+    # Grid Engine requeues a job that ends with this code; other schedulers can be told to.
     exit_code = 99
 
 
 class CheckpointError(RunError):
-    """A checkpoint that cannot be used: corrupt, cut off, or of a newer format."""
+    """A checkpoint that cannot be used: corrupt, truncated, or of a newer format."""
 
 
 class WorkerError(RunError):
-    """A worker process died or raised; the text holds that worker's own error."""
+    """A worker process died or raised; the text holds that worker's error."""
 
 
 def from_name(name: str, message: str) -> RunError | None:

@@ -1,4 +1,4 @@
-"""Every choice of a run, checked when it is made."""
+"""Defines every choice of a run, and checks it."""
 
 from kerasdp.config.config import CHECKPOINTS, Config, prepared_workdir
 

@@ -142,13 +142,11 @@ class Config:
 
     @property
     def engine(self) -> str:
-        """The strategy whose engine trains: parts that are worked on one after the other are a pipeline's, of one
-        stage.
-        """
+        """Returns the strategy that trains: `--accumulate` is a pipeline of one stage."""
         return "pipeline" if self.accumulate > 1 else self.strategy
 
     def num_replicas(self, num_devices: int) -> int:
-        """How many copies of the model share the batch on so many devices.
+        """Returns how many replicas of the model share the batch on that many devices.
 
         Raises:
             UserError: if the stages of a pipeline and the devices do not go together.
@@ -158,14 +156,14 @@ class Config:
         return self.num_pipelines(num_devices) if self.strategy == "pipeline" else num_devices
 
     def with_devices_for_stages(self) -> "Config":
-        """With a device for each stage of a pipeline, if their number is known and that of devices is not."""
+        """Returns a copy with one device per stage of a pipeline, if stages are given and devices are not."""
         if self.strategy != "pipeline" or self.num_devices or not (self.num_stages or self.cut_at):
             return self
         stages = self.stages_on(1)
         return dataclasses.replace(self, num_devices=-(-stages // 2) if self.schedule == "interleaved1f1b" else stages)
 
     def stages_on(self, num_devices: int) -> int:
-        """How many stages a pipeline on so many devices has."""
+        """Returns how many stages a pipeline has on that many devices."""
         if self.accumulate > 1:
             return 1
         if self.cut_at is not None:
@@ -173,7 +171,7 @@ class Config:
         return self.num_stages or (2 * num_devices if self.schedule == "interleaved1f1b" else num_devices)
 
     def num_pipelines(self, num_devices: int) -> int:
-        """How many pipelines share the batch, each with a copy of the model.
+        """Returns how many pipelines share the batch, each with a replica of the model.
 
         Raises:
             UserError: if stages and devices do not go together.
@@ -198,7 +196,7 @@ class Config:
         return num_devices // stages
 
     def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
-        """Samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
+        """Returns the samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
         size = self.replica_batch_size(num_pipelines)
         if self.split_size is not None:
             return min(int(self.split_size), size)
@@ -206,16 +204,16 @@ class Config:
         return -(-size // min(count, size))
 
     def replica_batch_size(self, num_replicas: int) -> int:
-        """Samples of a full batch on one replica (the last replica holds fewer if they do not divide)."""
+        """Returns the samples of a full batch on one replica (the last one holds fewer if they do not divide)."""
         return -(-self.batch_size // num_replicas)
 
     def scaled_learning_rate(self, default: float) -> float:
-        """The rate in use: `learning_rate`, or the optimizer's own (`default`), scaled if `lr_base_batch` is set."""
+        """Returns `learning_rate`, or the optimizer's (`default`), scaled if `lr_base_batch` is set."""
         rate = default if self.learning_rate is None else self.learning_rate
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
-        """Steps, and seconds, after which a checkpoint is due; None where they do not count."""
+        """Returns the steps and the seconds after which a checkpoint is due; None where they do not count."""
         text = self.checkpoint_every
         if text in ("epoch", "never"):
             return None, None
@@ -228,11 +226,11 @@ class Config:
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """Whether there are checkpoints."""
+        """Returns whether the run writes checkpoints."""
         return self.workdir is not None and self.checkpoint_every != "never"
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary that JSON can hold."""
+        """Returns the fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)
 
 

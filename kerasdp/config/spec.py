@@ -1,4 +1,4 @@
-"""Names with arguments, as they are typed on a command line: `sgd(momentum=0.9)`, `file.py:function`."""
+"""Parses names with arguments, as they are typed on a command line: `sgd(momentum=0.9)`, `file.py:function`."""
 
 import ast
 import importlib
@@ -39,12 +39,12 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
 
 
 def is_user_function(name: str) -> bool:
-    """Whether `name` means a function of the user's own (`package.module:function`, `path/file.py:function`)."""
+    """Returns whether `name` is a user-defined function (`package.module:function`, `path/file.py:function`)."""
     return ":" in name
 
 
 def load_user_function(name: str, flag: str) -> Callable[..., Any]:
-    """Imports the user's own function.
+    """Imports a user-defined function.
 
     Args:
         name: `package.module:function` or `path/to/file.py:function`.

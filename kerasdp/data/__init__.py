@@ -1,1 +1,1 @@
-"""Data: sources of samples, the order of samples, and the feed that brings batches to the devices."""
+"""Reads samples, orders them, and feeds batches to the devices."""

@@ -1,4 +1,4 @@
-"""The named data sets. Images are uint8 from 0 to 255: that is how they travel to the device."""
+"""Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device."""
 
 import contextlib
 import dataclasses
@@ -95,7 +95,7 @@ def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Da
 
 
 def digits(data_dir: str | None) -> Dataset:
-    """1,797 real handwritten digits (Alpaydin and Kaynak 1998), from scikit-learn: no download.
+    """Loads 1,797 real handwritten digits (Alpaydin and Kaynak 1998) from scikit-learn: no download.
 
     Each of the 8x8 pixels becomes 3x3, with a border of 2: 28x28, like MNIST. 1,437 to learn from, 360 held out.
     """
@@ -117,7 +117,7 @@ def synthetic(
     num_samples: int = 1024,
     num_test_samples: int = 256,
 ) -> Dataset:
-    """Random images and labels of any shape and number: nothing to learn, something to measure."""
+    """Makes random images and labels of any shape and number: nothing to learn, something to measure."""
     _refuse_data_dir("synthetic", data_dir)
     random = np.random.RandomState(0)
 
@@ -128,7 +128,7 @@ def synthetic(
 
 
 def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: int = 3) -> Dataset:
-    """A folder of images, one sub-folder a class; `train/` and `test/` (or `val/`) in it, else a fifth is held out."""
+    """Reads images, one sub-folder per class, in `train/` and `test/` (or `val/`); else holds out a fifth."""
     if data_dir is None:
         raise UserError("--dataset=images needs --data_dir: a folder with a sub-folder for each class")
     held_out = next((name for name in ("test", "val") if os.path.isdir(os.path.join(data_dir, name))), None)
@@ -155,7 +155,7 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
 
 
 def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
-    """A data set of `keras.datasets`, or of IDX files in a folder."""
+    """Returns a function that loads a data set of `keras.datasets`, or of IDX files in a folder."""
 
     def load_named(data_dir: str | None) -> Dataset:
         folder = data_dir
@@ -180,7 +180,7 @@ def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
 
 @contextlib.contextmanager
 def _one_download_at_a_time(name: str) -> Iterator[None]:
-    """The processes of a run all load the data; Keras would let them write one file at the same time."""
+    """Lets one process at a time download: Keras would let them all write one file at the same time."""
     folder = os.path.join(os.environ.get("KERAS_HOME", os.path.expanduser("~/.keras")), "datasets")
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f".{name}.lock"), "w") as lock:

@@ -1,4 +1,4 @@
-"""Data that stays on the devices. Imported before Keras may be."""
+"""Keeps data on the devices while `fit` runs. Does not import Keras."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import numpy as np
 
 
 class DeviceCache:
-    """Arrays that stay on the devices: each has all of them from their first use on."""
+    """Arrays that stay on the devices: each device has all of them from their first use on."""
 
     def __init__(self, arrays: Any):
         self._arrays, self._copies = arrays, None
 
     def copies(self, make: Callable[[Any], Any]) -> Any:
-        """What `make` made of the arrays when it was first called."""
+        """Returns what `make` made of the arrays when it was first called."""
         if self._copies is None:
             self._copies = make(self._arrays)
         return self._copies

@@ -40,7 +40,7 @@ def read(path: str) -> np.ndarray:
 
 
 def find(folder: str, name: str) -> str | None:
-    """The path of `name` in the folder, plain or with `.gz`; None if it is not there."""
+    """Returns the path of `name` in the folder, plain or with `.gz`; None if it is not there."""
     for path in (os.path.join(folder, name), os.path.join(folder, name + ".gz")):
         if os.path.isfile(path):
             return path
@@ -48,7 +48,7 @@ def find(folder: str, name: str) -> str | None:
 
 
 def read_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of `"train"` or `"t10k"` from the four files of MNIST's naming.
+    """Reads images and labels of `"train"` or `"t10k"` from the four files of MNIST's naming.
 
     Returns:
         Images, uint8, shape `(samples, height, width, channels)`, and labels, shape `(samples,)`.

@@ -1,4 +1,4 @@
-"""Which sample is in which place of which batch: pure NumPy, the same on every backend and device count."""
+"""Decides which sample is in which row of which batch: pure NumPy, the same on every backend and device count."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The shuffled order of one epoch.
+    """Returns the shuffled order of one epoch.
 
     The raw stream of Philox (Salmon et al. 2011) is used, which NumPy promises never to change (NEP 19); its
     `Generator.permutation` carries no such promise.
@@ -24,7 +24,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def replica_rows(num_rows: int, num_replicas: int) -> int:
-    """Rows of each replica for a batch of `num_rows`: all replicas hold equally many, the last of them padding."""
+    """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
     return -(-num_rows // num_replicas)
 
 
@@ -43,8 +43,8 @@ class Order:
         batch_size: samples of a global batch; the last batch of a pass holds what is left.
         seed: the run's seed.
         shuffle: a new order each epoch, else the order of the data set.
-        steps_per_epoch: batches of an epoch. None: one pass. Else epochs go on where the last one stopped,
-            each pass in an order of its own.
+        steps_per_epoch: batches of an epoch. None: one pass. Else each epoch begins where the last one
+            ended, and each pass has an order of its own.
     """
 
     num_samples: int
@@ -64,7 +64,7 @@ class Order:
         return self.steps_per_epoch or self.batches_per_pass
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
-        """The sample indices of each batch of an epoch, each of shape `(rows,)`."""
+        """Returns the sample indices of each batch of an epoch, each of shape `(rows,)`."""
         batches = []
         first = epoch * self.num_batches
         for number in range(first, first + self.num_batches):
@@ -78,7 +78,7 @@ class Order:
 
 
 class _Skipped:
-    """Stands for a batch that an earlier part of the run has trained on."""
+    """Stands for a batch that was consumed before the point at which the run resumes."""
 
 
 SKIPPED = _Skipped()

@@ -1,4 +1,4 @@
-"""Model builders: plain Keras, which know nothing of distribution.
+"""Builds the built-in models: plain Keras, which know nothing of distribution.
 
 Each is called as `f(input_shape=, num_classes=, kernel_initializer=)` and returns a model that gives logits.
 """
@@ -12,7 +12,7 @@ from kerasdp.errors import UserError
 
 
 def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> Any:
-    """Builds `config.model`, one of the kit's or the user's own.
+    """Builds `config.model`, a built-in or a user-defined one.
 
     Args:
         config: `model` and `kernel_initializer` are read.
@@ -45,7 +45,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     try:
         model = builder(**arguments)
     except ValueError as error:
-        if spec.is_user_function(name):  # with all its frames: the user's own code may be at fault
+        if spec.is_user_function(name):  # with all its frames: the user-defined function may be at fault
             raise
         reason = str(error).splitlines()[0]
         raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error

@@ -7,7 +7,7 @@ from kerasdp.models.inputs import image_input
 
 
 def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Three convolutions with batch norm, pooling, a dense layer, dropout.
+    """Builds three convolutions with batch norm, pooling, a dense layer, dropout.
 
     Args:
         input_shape: `(height, width, channels)`; the guide has `(28, 28, 1)`.

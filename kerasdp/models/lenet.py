@@ -7,7 +7,7 @@ from kerasdp.models.inputs import image_input
 
 
 def lenet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Two convolutions with average pooling, then two dense layers.
+    """Builds two convolutions with average pooling, then two dense layers.
 
     Args:
         input_shape: `(height, width, channels)`; the published network has `(28, 28, 1)`.

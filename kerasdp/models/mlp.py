@@ -7,7 +7,7 @@ from kerasdp.models.inputs import image_input
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """Two dense layers, the hidden one of 10 units.
+    """Builds two dense layers, the hidden one of 10 units.
 
     Args:
         input_shape: `(height, width, channels)` of an image from 0 to 255, or `(features,)`, which are not scaled;

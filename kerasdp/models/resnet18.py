@@ -9,7 +9,7 @@ from kerasdp.models.inputs import image_input
 
 
 def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """A 3x3 stem without max-pooling, then four stages of two residual blocks: 64, 128, 256, 512 filters.
+    """Builds a 3x3 stem without max-pooling and four stages of two residual blocks: 64, 128, 256, 512 filters.
 
     Args:
         input_shape: `(height, width, channels)`; the book has `(28, 28, 1)`.
@@ -34,7 +34,7 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer:
 def _block(
     x: keras.KerasTensor, filters: int, *, strides: int, name: str, kernels: dict[str, Any]
 ) -> keras.KerasTensor:
-    """conv-BN-ReLU-conv-BN, plus the shortcut, ReLU; convolutions carry a bias. `strides=2` halves the image."""
+    """Adds conv-BN-ReLU-conv-BN, plus the shortcut, ReLU; convolutions have a bias. `strides=2` halves the image."""
     shortcut = x
     if strides != 1:
         shortcut = layers.Conv2D(filters, 1, strides=strides, name=f"{name}_shortcut", **kernels)(x)

@@ -9,7 +9,7 @@ from kerasdp.models.inputs import image_input
 
 
 def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
-    """A 7x7 stem with max-pooling, then four stages of 3, 4, 6 and 3 bottleneck blocks: 25.6 million parameters.
+    """Builds a 7x7 stem with max-pooling and four stages of 3, 4, 6, 3 bottleneck blocks: 25.6 million parameters.
 
     Args:
         input_shape: `(height, width, channels)`; the paper has `(224, 224, 3)`.
@@ -37,7 +37,7 @@ def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer:
 def _bottleneck(
     x: keras.KerasTensor, filters: int, strides: int, widen: bool, name: str, kernels: dict[str, Any]
 ) -> keras.KerasTensor:
-    """1x1, 3x3 and 1x1 convolutions plus the shortcut, which `widen` convolves, too; gives `4 * filters` channels."""
+    """Adds 1x1, 3x3, 1x1 convolutions and the shortcut, which `widen` convolves, too; gives `4 * filters` channels."""
     shortcut = _conv_norm(x, 4 * filters, 1, strides, f"{name}_shortcut", kernels) if widen else x
     x = layers.ReLU(name=f"{name}_relu1")(_conv_norm(x, filters, 1, 1, f"{name}_1", kernels))
     x = layers.ZeroPadding2D(1, name=f"{name}_pad")(x)

@@ -1,4 +1,4 @@
-"""What the calls of a model's layers cost."""
+"""Measures or counts what the calls of a model's layers cost."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def costs_of(nodes: list[Any], inputs: list[Any], kind: str, batch_size: int) -> list[float]:
-    """The cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
+    """Returns the cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
 
     Args:
         nodes: of a functional model, in an order in which they can be called.
@@ -43,7 +43,7 @@ def _num_parameters(operation: Any) -> int:
 
 
 def _flops(node: Any) -> int:
-    """Two for each weight and position of the output that it is used at; one for each number of an output without."""
+    """Counts two per weight and position of the output; one per number of an output without weights."""
     kernels = [weight for weight in getattr(node.operation, "weights", []) if len(weight.shape) > 1]
     shape = [size or 1 for size in node.outputs[0].shape[1:]]
     if not kernels:
@@ -55,7 +55,7 @@ def _flops(node: Any) -> int:
 
 
 def _seconds(nodes: list[Any], inputs: list[Any], batch_size: int) -> list[float]:
-    """Medians of three passes, behind one that compiles."""
+    """Returns the medians of three passes, after one that compiles."""
     values = {id(tensor): _some(tensor, batch_size) for tensor in inputs}
     seconds: list[list[float]] = [[] for _ in nodes]
     for repetition in range(4):
@@ -73,6 +73,6 @@ def _seconds(nodes: list[Any], inputs: list[Any], batch_size: int) -> list[float
 
 
 def _some(tensor: Any, batch_size: int) -> Any:
-    """A batch of small numbers, which are sound as anything: pixels, tokens, measurements."""
+    """Makes a batch of small numbers, which are valid as anything: pixels, tokens, measurements."""
     shape = (batch_size, *(size or 1 for size in tensor.shape[1:]))
     return keras.ops.convert_to_tensor(np.random.RandomState(0).randint(0, 2, shape).astype(tensor.dtype))

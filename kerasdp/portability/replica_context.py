@@ -1,4 +1,4 @@
-"""What a layer may ask about the replica that it runs in. Set by the runners around each step."""
+"""Tells a layer which replica it runs in, and which rows of the global batch that holds. Set around each step."""
 
 import contextlib
 import contextvars
@@ -42,7 +42,7 @@ _current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar
 
 
 def current() -> ReplicaContext | None:
-    """The context of the running step; None outside of one, or with a single replica."""
+    """Returns the context of the running step; None outside of one, or with a single replica."""
     return _current.get()
 
 

@@ -1,1 +1,1 @@
-"""What a run shows and leaves: lines for people, files for programs, pictures."""
+"""Prints what people see of a run, and writes its files and charts."""

@@ -1,4 +1,4 @@
-"""The canvas of every picture that the package draws."""
+"""Makes the figure that every chart is drawn on."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines for people, and the content of report.json."""
+"""Formats the lines that a run prints, and the content of report.json."""
 
 import contextlib
 import dataclasses
@@ -40,19 +40,19 @@ class Facts:
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
-    """Logs as numbers; a metric of several values (a score a class, say) as a list of them."""
+    """Converts logs to numbers; a metric of several values (a score per class, say) to a list of them."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in (logs or {}).items()}
     return {name: value if isinstance(value, list) else float(value) for name, value in values.items()}
 
 
 def warn(text: str) -> None:
-    """A line that people must see, whatever --verbose says."""
+    """Prints a line that people must see, whatever --verbose says."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-@functools.cache  # a checkpoint asks, too
+@functools.cache  # a checkpoint needs them, too
 def versions() -> dict[str, str]:
-    """Python's version, and that of every package that plays a part and is installed."""
+    """Returns the versions of Python and of every relevant package that is installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -61,7 +61,7 @@ def versions() -> dict[str, str]:
 
 
 def start_line(facts: Facts, learning_rate: float) -> str:
-    """One line on what is about to run."""
+    """Formats the first line of a run: backend, devices, model, batch, learning rate, precision."""
     replica_batch = facts.config.replica_batch_size(facts.num_replicas)
     share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
@@ -80,7 +80,7 @@ def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: boo
 
 
 def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:
-    """One line on an epoch that is over."""
+    """Formats the line of a finished epoch."""
     values = " - ".join(f"{name} {value:.4f}" for name, value in logs.items() if isinstance(value, float))
     return f"epoch {epoch + 1}/{epochs} - {seconds:.1f} s - {rate:,.0f} images/s - {values}"
 
@@ -94,7 +94,7 @@ def result(
     epoch_rates: list[float],
     peak_memory_bytes: int,
 ) -> dict[str, Any]:
-    """The content of report.json.
+    """Returns the content of report.json.
 
     Args:
         facts: what was known before.
@@ -125,7 +125,7 @@ def result(
 
 
 def end_line(facts: Facts, result: dict[str, Any]) -> str:
-    """One line on how the run went."""
+    """Formats the last line of a run: its result and speed."""
     final = result["final"]
     name = next((name for name in ("val_accuracy", "accuracy", "val_loss", "loss") if name in final), None)
     words = {"val_accuracy": "test accuracy", "accuracy": "training accuracy", "val_loss": "test loss"}

@@ -1,4 +1,4 @@
-"""The files that a run leaves in its workdir."""
+"""Writes the files of a run into its workdir."""
 
 import contextlib
 import csv
@@ -12,9 +12,9 @@ from kerasdp.reporting.report import Facts, versions, warn
 
 
 class RunFiles:
-    """The files that a run leaves in its workdir. Those of an earlier run there are replaced.
+    """Writes the files of a run into its workdir, and replaces those of an earlier run.
 
-    A run goes on without them: that the disk is full must not cost what was learned.
+    Training does not need them: a full disk must not cost what was learned.
 
     Attributes:
         history: the rows of history.csv.
@@ -29,7 +29,7 @@ class RunFiles:
         last_step: int = 0,
         history: list[dict[str, Any]] | None = None,
     ):
-        """With `last_step` and `history` the files of a run go on behind that step."""
+        """With `last_step` and `history` the files of a resumed run are continued after that step."""
         self.workdir = workdir
         self.history = list(history or [])
         self._reported: set[str] = set()
@@ -66,7 +66,7 @@ class RunFiles:
                 self._events.add_scalar(f"step/{name}", line[name], step)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
-        """Writes a row of history.csv and draws curves.png anew."""
+        """Writes a row of history.csv and draws curves.png again."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
         if self._can_write_events():
@@ -74,7 +74,7 @@ class RunFiles:
                 self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
 
     def _write_history(self) -> None:
-        # Anew each time: with validation_freq a column may first come in a later epoch.
+        # Rewritten each time: with validation_freq a column may first come in a later epoch.
         names = list(dict.fromkeys(name for row in self.history for name in row))
         with self._tolerated("history.csv"), open(self._path("history.csv"), "w", newline="") as file:
             writer = csv.DictWriter(file, names)
@@ -123,7 +123,7 @@ class RunFiles:
 
 
 def _lines_until(last_step: int, path: str) -> list[str]:
-    """The lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
+    """Returns the lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
     kept = []
     with contextlib.suppress(FileNotFoundError), open(path) as file:
         for line in file:
@@ -143,7 +143,7 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
     """Draws loss and accuracy by epoch.
 
     Args:
-        history: a dictionary an epoch, as the rows of history.csv.
+        history: a dictionary per epoch, as the rows of history.csv.
         path: of the PNG file.
     """
     from matplotlib.ticker import MaxNLocator

@@ -1,1 +1,1 @@
-"""Processes, devices and signals of a run."""
+"""Manages the devices, processes, signals and restarts of a run."""

@@ -1,4 +1,4 @@
-"""Backend and devices, picked before Keras is first imported."""
+"""Chooses the backend and the devices of a run, before Keras is first imported."""
 
 import dataclasses
 import hashlib
@@ -34,12 +34,12 @@ class Devices:
 
 
 def is_installed(backend: str) -> bool:
-    """Whether the backend's framework can be imported (nothing is imported to find out)."""
+    """Returns whether the backend's framework can be imported (nothing is imported to find out)."""
     return importlib.util.find_spec(backend) is not None
 
 
 def choose_backend(name: str | None) -> str:
-    """The backend to use: `name`, else $KERAS_BACKEND, else the first installed.
+    """Returns the backend to use: `name`, else $KERAS_BACKEND, else the first installed.
 
     Raises:
         UserError: if it is unknown or not installed; the text holds the command that installs it.
@@ -81,7 +81,7 @@ def set_backend(name: str) -> None:
 
 
 def choose_devices(config: Config, num_gpus: int) -> Devices:
-    """The devices to use.
+    """Returns the devices to use.
 
     Args:
         config: `num_devices` and `device` are read.
@@ -111,9 +111,9 @@ def choose_devices(config: Config, num_gpus: int) -> Devices:
 
 
 def cache_folder(name: str) -> str | None:
-    """A folder of this user for what a backend has compiled; None if nothing can be written there.
+    """Returns a folder of this user for what a backend compiles; None if nothing can be written there.
 
-    One for each kind of CPU: homes are shared by machines, and programs for one may not run on another.
+    One for each kind of CPU: home folders are shared by machines, and programs for one may not run on another.
     """
     try:
         with open("/proc/cpuinfo") as file:

@@ -1,4 +1,4 @@
-"""Tells a run that hangs: every worker marks its steps in a small file, and its supervisor looks at them."""
+"""Detects a run that hangs: every worker marks its steps in a small file, and its supervisor looks at them."""
 
 import contextlib
 import mmap
@@ -10,13 +10,13 @@ import threading
 import time
 import traceback
 
-# Process; place (twice the step, plus 1 behind it); when it came there; last sign of life.
+# Process; place (twice the step, plus 1 after it); when it came there; last sign of life.
 _RECORD = struct.Struct("qqdd")
 _SECONDS_BETWEEN_SIGNS = 0.5
 
 
 class Heartbeat:
-    """Of one worker."""
+    """Marks the steps of one worker in a file."""
 
     def __init__(self, folder: str, rank: int):
         self._path = os.path.join(folder, f"rank-{rank}")
@@ -28,7 +28,7 @@ class Heartbeat:
         threading.Thread(target=self._live, daemon=True, name="heartbeat").start()
 
     def beat(self, step: int, is_behind: bool) -> None:
-        """Marks that a step begins, or that it is behind."""
+        """Marks that a step begins, or (`is_behind`) that it is over."""
         self._since = time.monotonic()
         self._place = 2 * step + is_behind
         self._write()
@@ -90,7 +90,7 @@ def _where(folder: str, rank: int) -> str:
 
 
 def _innermost_frame(frame: object) -> str:
-    """The innermost line that is not the standard library's: where a user would look."""
+    """Returns the innermost line that is not the standard library's: where a user would look."""
     frames = traceback.extract_stack(frame)
     standard = sysconfig.get_path("stdlib")
     packages = sysconfig.get_path("purelib")

@@ -1,4 +1,4 @@
-"""A function in a process of its own, and what becomes of it."""
+"""Runs a function in a process of its own."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from kerasdp.runtime import signals
 def call_in_new_process(
     function: Callable[..., Any], *args: Any, name: str, on_start: Callable[[Any], None] | None = None
 ) -> Any:
-    """What the function returns or raises in a new process, which ends with this one, however that ends.
+    """Calls a function in a new process, which ends with this one, however that ends; returns its result.
 
     Args:
         function: of a module, as all that travels to another process.
@@ -39,7 +39,7 @@ def call_in_new_process(
             if on_start is not None:
                 on_start(process)
             result = receiver.recv()
-            process.join(timeout=30)  # its own way out
+            process.join(timeout=30)  # ends by itself
     except EOFError:
         process.join()
         signals.leave_as(process.exitcode)
@@ -54,7 +54,7 @@ def call_in_new_process(
 
 
 def how_it_ended(exit_code: int) -> str:
-    """An exit code in words."""
+    """Returns an exit code in words."""
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""Watches over a run: starts it again from its last checkpoint when a worker dies, and ends it when one hangs."""
+"""Watches over a run: restarts it from its last checkpoint when a worker dies, and ends it when one hangs."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ from kerasdp.runtime.processes import call_in_new_process
 
 
 def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
-    """What `work(settings, train, folder)` returns in a process of its own, in which it puts its workers' heartbeats.
+    """Runs `work(settings, train, folder)` in a process of its own, restarts it if allowed; returns its result.
 
     Args:
         work: runs the workers.
         settings: `max_restarts` and `hang_timeout` are read.
-        train: the user's function.
+        train: the user-defined function.
 
     Raises:
         WorkerError: if a worker died or hung, and `max_restarts` are used up.

@@ -14,13 +14,13 @@ from kerasdp.portability import replica_context
 
 @saved_as_keras
 class BatchNormalization(keras.layers.BatchNormalization):
-    """Keras' batch norm, its statistics over the global batch or over each replica's part of it.
+    """Keras' batch norm, its statistics over the global batch or over each replica's shard of it.
 
-    Keras itself takes them over the global batch on jax and over each replica's part on torch and tensorflow
+    Keras itself takes them over the global batch on jax and over each replica's shard on torch and tensorflow
     (3.15: `synchronized=True` is refused on torch and jax). Weights, arguments and config are Keras' own.
 
     Attributes:
-        statistics: `"sync"`: over the global batch, gradients through them. `"replica"`: over each replica's part;
+        statistics: `"sync"`: over the global batch, gradients through them. `"replica"`: over each replica's shard;
             the moving statistics are the mean over the replicas, weighted by their rows, so they stay the same
             on all of them.
     """
@@ -28,7 +28,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     statistics = "sync"
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """As `keras.layers.BatchNormalization`."""
+        """Normalizes `inputs`, as `keras.layers.BatchNormalization`."""
         context = replica_context.current()
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
         is_plain = training and self.trainable and mask is None and not self.renorm
@@ -59,7 +59,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         self._move(total / count, squares / count)
 
     def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
-        """Whether the backend has a way of its own for these statistics."""
+        """Returns whether the backend has a fused kernel for these statistics."""
         if keras.backend.backend() == "jax":  # where nothing is split, XLA makes of Keras' own way what it can
             is_split = context is not None and context.everywhere is not None
             return is_split and self.statistics == "sync" and inputs.shape[0] % context.num_replicas == 0
@@ -93,7 +93,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _statistics(
         self, x: Any, mask: Any, context: replica_context.ReplicaContext | None
     ) -> tuple[Any, Any, tuple[Any, Any] | None]:
-        """Mean and variance to normalize with (they broadcast with `x`), and those to move by, if they are known."""
+        """Returns mean and variance to normalize with (they broadcast with `x`), and those to move by, if known."""
         if context is None:
             count, mean, squares = self._sums(x, mask)
             variance = squares / ops.maximum(count, 1.0)
@@ -101,7 +101,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if context.gather is None:
             rows, groups = x.shape[0], context.num_replicas
             size = replica_rows(rows, groups)
-            if rows == size * groups:  # a new axis leaves each device its own rows; slices would be sent about
+            if (
+                rows == size * groups
+            ):  # a new axis leaves each device its own rows; slices would be moved between devices
                 parts = [
                     None if values is None else ops.reshape(values, (groups, size, *values.shape[1:]))
                     for values in (x, mask)
@@ -117,7 +119,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
             shape = ops.shape(self._along_channels(means[0]))
 
             def for_each_row(values: Any) -> Any:
-                """Each group's value for each of its rows."""
+                """Repeats each group's value for each of its rows."""
                 if rows == size * groups:
                     values = ops.reshape(values, (groups, 1, *shape[1:]))
                     values = ops.broadcast_to(values, (groups, size, *shape[1:]))
@@ -148,7 +150,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return self._along_channels(joint), self._along_channels(variance), (joint, variance)
 
     def _sums(self, x: Any, mask: Any) -> tuple[Any, Any, Any]:
-        """Count, mean and sum of squared deviations a channel, each of shape `(channels,)`; zeros if `x` is empty."""
+        """Returns count, mean, squared deviations per channel, each of shape `(channels,)`; zeros if `x` is empty."""
         if mask is None:
             count = self._count(x, x.dtype)
             mean = self._sum(x) / ops.maximum(count, 1.0)
@@ -160,14 +162,14 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return count, mean, self._sum(weights * ops.square(x - self._spread(self._along_channels(mean), x)))
 
     def _count(self, x: Any, dtype: Any) -> Any:
-        """How many numbers of `x` a channel has."""
+        """Returns how many numbers of `x` a channel has."""
         count = ops.cast(1.0, dtype)
         for axis in self._reduction_axes:
             count = count * ops.cast(ops.shape(x)[axis], dtype)
         return count
 
     def _sum(self, x: Any) -> Any:
-        """The sum a channel, one axis after the other.
+        """Returns the sum per channel, taken over one axis after the other.
 
         TensorFlow (2.21, on the CPU) adds up all numbers of a sum one by one: over 61 images of 28x28 its variance is
         wrong by 3e-4, and so is the gradient of a broadcast, which is such a sum (`_spread`). In short sums the
@@ -187,14 +189,14 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return values
 
     def _along_channels(self, values: Any) -> Any:
-        """Values of shape `(channels,)` in a shape that broadcasts with the inputs."""
+        """Reshapes values of shape `(channels,)` so that they broadcast with the inputs."""
         shape = [1] * (len(self._reduction_axes) + 1)
         shape[self.axis] = -1
         return ops.reshape(values, shape)
 
 
 def _normalize() -> Callable[..., Any]:
-    """The backend's own way."""
+    """Returns the fused kernel of the backend."""
     return importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.batch_norm").normalize
 
 
@@ -203,7 +205,7 @@ def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
 
 
 def pack_moving(moving: list[tuple[Any, Any]]) -> Any:
-    """What batch norms left in `ReplicaContext.moving`, as one flat tensor, to be added up over the replicas."""
+    """Packs what batch norms left in `ReplicaContext.moving` into one flat tensor, to be summed over the replicas."""
     dtype = keras.backend.result_type(*(sums.dtype for _, sums in moving))
     return ops.concatenate([ops.reshape(ops.cast(sums, dtype), (-1,)) for _, sums in moving])
 

@@ -13,12 +13,12 @@ class Dropout(keras.layers.Dropout):
     """Keras' dropout with a portable mask (Srivastava et al. 2014, JMLR 15:1929).
 
     The mask is a pure function of the layer's seed, of how often the layer was called in training (which is part of the
-    model's state, as in Keras), and of the sample's place in the global batch: bit-equal on every backend and device
+    model's state, as in Keras), and of the sample's row in the global batch: bit-equal on every backend and device
     count. Arguments and config are Keras' own; `noise_shape` may have None for axes of the inputs.
     """
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        """As in Keras: drops in training, and scales what is kept by `1 / (1 - rate)`."""
+        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
         if not training or self.rate == 0:
             return inputs
         return random_numbers.dropout(inputs, self.rate, self._mask_shape(inputs), self.seed_generator)
