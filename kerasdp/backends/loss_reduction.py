@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from kerasdp.keras_compat import has_mask, is_of_keras, loss_options, output_losses
+
 # Of Keras' functions (3.15), those that give a loss for each row, and nothing about rows taken together (as `dice`).
 _BY_ROWS = {
     getattr(keras.losses, name)
@@ -29,15 +31,15 @@ def is_mean_over_shards(model: keras.Model, outputs: Any) -> bool:
     if type(model).compute_loss is not keras.Model.compute_loss or keras.tree.is_nested(outputs):
         return False
     # A mask's weights depend on how many rows are masked, and without a second axis the rows are what is averaged.
-    if getattr(outputs, "_keras_mask", None) is not None or len(outputs.shape) < 2:
+    if has_mask(outputs) or len(outputs.shape) < 2:
         return False
-    losses = getattr(model._compile_loss, "_flat_losses", None) or ()
+    losses = output_losses(model)
     if len(losses) != 1:
         return False
-    loss = losses[0].loss
-    options = getattr(loss, "_fn_kwargs", {})
+    loss = losses[0]
+    options = loss_options(loss)
     return (
-        type(loss).__module__.startswith("keras.src.")
+        is_of_keras(type(loss))
         and getattr(loss, "fn", None) in _BY_ROWS
         and loss.reduction in ("sum_over_batch_size", "mean")
         and options.get("ignore_class") is None

@@ -68,13 +68,11 @@ def train(steps: int, started: float, folder: str | None, runner: "kerasdp.Runne
 
 def forward_flops(model: Any) -> float | None:
     """Operations of a sample's forward pass; None where the layers' calls are not known."""
+    from kerasdp.keras_compat import calls
     from kerasdp.pipeline.cost_model import costs_of
 
-    by_depth = getattr(model, "_nodes_by_depth", None)
-    if by_depth is None:
-        return None
-    nodes = [node for depth in by_depth.values() for node in depth if not node.is_input]
-    return sum(costs_of(nodes, model.inputs, "flops", 1))
+    nodes = calls(model)
+    return None if nodes is None else sum(costs_of(nodes, model.inputs, "flops", 1))
 
 
 def _say(runner: "kerasdp.Runner", **values: Any) -> None:

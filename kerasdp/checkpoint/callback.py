@@ -10,6 +10,7 @@ from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.errors import PreemptedError
+from kerasdp.keras_compat import set_monitor_direction
 from kerasdp.reporting import report
 from kerasdp.runtime import signals
 
@@ -73,10 +74,7 @@ class Checkpointer(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Gives the callbacks their state, which they have just set anew themselves."""
         for callback in self.stateful:
-            # Keras' (3.15) that watch a metric turn the sign of `min_delta` at the end of their first epoch: a second
-            # time, if the turned one was restored before.
-            if getattr(callback, "monitor_op", callback) is None:
-                callback._set_monitor_op()
+            set_monitor_direction(callback)
         for known, callback in zip(self._begin, self.stateful):
             after = training_state.plain_attributes(callback)
             for name in [name for name in known if after.get(name) != known[name]]:
@@ -100,7 +98,7 @@ class Checkpointer(keras.callbacks.Callback):
         # A call may train several steps: of these the last one counts.
         is_due = self.every_steps and recorder.step // self.every_steps > self._last_told // self.every_steps
         self._last_told = recorder.step
-        self.is_cut = self._model.stop_training and recorder.num_batches != recorder.feed.num_batches
+        self.is_cut = self.model.stop_training and recorder.num_batches != recorder.feed.num_batches
         place = (recorder.epoch, recorder.num_batches)
         asked = self.runner.strategy.processes.all_reduce_max_delayed(self._asks())
         if asked == _END:

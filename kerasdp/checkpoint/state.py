@@ -11,7 +11,7 @@ import numpy as np
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import without_tensorflow
+from kerasdp.keras_compat import all_layers, inner_optimizer, learning_rate_schedule, without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
 # What two runs must have in common for one to go on as the other.
@@ -108,9 +108,10 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
 
 def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]:
     batch = reader.first()
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    rate = optimizer._learning_rate
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    optimizer = inner_optimizer(model.optimizer)
+    schedule = learning_rate_schedule(optimizer)
+    if schedule is None:
+        rate = float(np.float32(keras.ops.convert_to_numpy(optimizer.learning_rate)))
     # Of rank 0, which holds the first row whatever the number of processes.
     first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
     data = keras.tree.flatten((batch.indices, first_row, batch.targets, batch.sample_weight))
@@ -122,7 +123,7 @@ def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]
         "model": _architecture(model),
         "loss": _in_words(model.loss),
         "optimizer": _in_words(optimizer, without=("learning_rate", "loss_scale_factor")),
-        "learning rate": _in_words(rate) if is_schedule else float(np.float32(keras.ops.convert_to_numpy(rate))),
+        "learning rate": rate if schedule is None else _in_words(schedule),
     }
 
 
@@ -148,7 +149,7 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
 def _architecture(model: keras.Model) -> str:
     """Digest of kinds of layers and their arguments, without what depends on names, precision and process."""
     parts = []
-    for layer in model._flatten_layers(include_self=False):
+    for layer in all_layers(model, include_self=False):
         arguments = {} if isinstance(layer, keras.Model) else _arguments(layer)
         parts.append([type(layer).__name__, _comparable(arguments)])
     return _digest([np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")])

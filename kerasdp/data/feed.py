@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from kerasdp.data.device_cache import CachedRows, DeviceCache
 from kerasdp.data.sampling import SKIPPED, Order, pad_rows, replica_rows
 from kerasdp.data.sources import as_arrays
+from kerasdp.keras_compat import DataAdapter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -148,6 +148,14 @@ def as_arrays(structure: Any) -> Any:
     return keras.tree.map_structure(as_array, structure)
 
 
+def weights_of_classes(targets: np.ndarray, class_weight: dict[int, float]) -> np.ndarray:
+    """Returns the weight of each sample by its class, 1 for classes without one; targets are classes, or one-hot."""
+    if targets.ndim > 1:
+        targets = np.squeeze(targets, axis=-1) if targets.shape[-1] == 1 else np.argmax(targets, axis=-1)
+    classes = np.round(targets).astype("int32")
+    return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
+
+
 def _take(structure: Any, indices: np.ndarray) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)
 

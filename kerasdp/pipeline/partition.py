@@ -9,6 +9,7 @@ import numpy as np
 
 from kerasdp.config.validation import BALANCES
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import as_functional, calls, has_mask, outputs_structure
 from kerasdp.pipeline.cost_model import costs_of
 
 
@@ -128,14 +129,13 @@ def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
     Raises:
         UserError: if it is neither.
     """
-    if isinstance(model, keras.Sequential) and model.built:
-        model = model._functional
-    if not isinstance(model, keras.src.models.functional.Functional):
+    known = as_functional(model)
+    if known is None:
         raise UserError(
             f"{user} needs a model whose layers are known: functional, or Sequential with an Input. Received: "
             f"{type(model).__name__} {model.name!r}"
         )
-    return model
+    return known
 
 
 class _Graph:
@@ -143,9 +143,8 @@ class _Graph:
 
     def __init__(self, model: keras.Model):
         self.inputs, self.outputs = model.inputs, model.outputs
-        self.structure = model._outputs_struct
-        by_depth = model._nodes_by_depth
-        self.nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+        self.structure = outputs_structure(model)
+        self.nodes = calls(model)
         made = {id(tensor): 0 for tensor in self.inputs}
         for place, node in enumerate(self.nodes):
             made |= {id(tensor): place + 1 for tensor in node.outputs}
@@ -184,7 +183,7 @@ class _Graph:
             if before[variable] == behind[variable]:
                 return f"layer {before[variable]} has weights and is used on both sides"
             return f"layers {before[variable]} and {behind[variable]}, on both sides, share weights"
-        if any(getattr(tensor, "_keras_mask", None) is not None for tensor in self.crossing(place)):
+        if any(has_mask(tensor) for tensor in self.crossing(place)):
             return "a tensor with a mask would cross it, and lose the mask"
         return ""
 

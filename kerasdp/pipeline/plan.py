@@ -1,15 +1,15 @@
 """What the engines of all backends share: how model and batch are cut, who works on what when, and what is refused."""
 
-import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import has_mask, inner_optimizer, inputs_structure, output_losses, outputs_structure
 from kerasdp.pipeline.partition import Stage, functional, split, table
 
 
@@ -54,7 +54,7 @@ class MicroBatches:
             UserError: if the loss of the global batch is not a sum over the micro-batches.
         """
         # Those that Keras has made of all that `compile` takes, in each of its outputs.
-        losses = [loss for _, loss, _, _ in model._compile_loss._flat_losses]
+        losses = output_losses(model)
         for loss in losses:
             # They divide by what they found in the batch, whatever their `reduction` says (Keras 3.15).
             function = getattr(loss, "fn", None)  # of a class as of `loss="dice"`
@@ -102,7 +102,7 @@ class Plan:
 
     def inputs(self, inputs: Any) -> list[Any]:
         """The inputs of the first stage, in its order, from what `fit` takes."""
-        structure = self.model._inputs_struct
+        structure = inputs_structure(self.model)
         if isinstance(inputs, dict) and isinstance(structure, dict):
             inputs = {name: inputs[name] for name in structure}
         elif isinstance(inputs, dict):
@@ -111,7 +111,7 @@ class Plan:
 
     def outputs(self, outputs: list[Any]) -> Any:
         """What the model gives, from what the last stage gives."""
-        packed = keras.tree.pack_sequence_as(self.model._outputs_struct, outputs)
+        packed = keras.tree.pack_sequence_as(outputs_structure(self.model), outputs)
         return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed  # as Keras does
 
     def schedule_for(self, num_micro_batches: int) -> str:
@@ -143,8 +143,7 @@ def make_plan(
         config = dataclasses.replace(config, split_size=None)
     size = config.micro_batch_size(num_stages, num_pipelines)
     _check_sizes(config, num_stages, num_pipelines, num_devices, size)
-    optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_optimizer(getattr(model, "optimizer", None))
     if config.backend != "tensorflow" and inner and inner.global_clipnorm and inner.gradient_accumulation_steps:
         raise UserError(
             f"{user} clips the gradients of each step, and would not clip what gradient_accumulation_steps has "
@@ -160,7 +159,7 @@ def make_plan(
         batch_size=min(size, 32),
         broadcast_from_rank0=broadcast_from_rank0,
     )
-    if any(getattr(tensor, "_keras_mask", None) is not None for tensor in stages[-1].model.outputs):
+    if any(has_mask(tensor) for tensor in stages[-1].model.outputs):
         raise UserError(f"{user}: the outputs of {model.name} carry a mask, which its micro-batches would lose")
     return Plan(
         model=functional(model),
@@ -266,44 +265,3 @@ def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) 
     ahead = min(num_stages - 1 - stage, num_micro_batches)
     steady = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
     return forwards[:ahead] + steady + backwards[num_micro_batches - ahead :]
-
-
-def seed_variables(model: keras.Model) -> list[Any]:
-    """The states of a model's random layers: with them at what they were at the step's begin, a micro-batch draws what
-    its rows draw in the whole batch.
-    """
-    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
-
-
-def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], Any]:
-    """The variables that an optimizer keeps for single weights: by name of their kind, and the weight's number.
-
-    Keras' optimizers keep them in lists, in the order of the weights.
-    """
-    return {
-        (name, place): variable
-        for name, variables in vars(getattr(optimizer, "inner_optimizer", optimizer)).items()
-        if isinstance(variables, list) and len(variables) == num_weights
-        and name not in ("_variables", "_trainable_variables")
-        for place, variable in enumerate(variables)
-        if hasattr(variable, "assign")
-    }  # fmt: skip
-
-
-def global_clipnorm(optimizer: Any) -> float | None:
-    """The norm to which an optimizer clips all gradients together, whoever holds them."""
-    return getattr(optimizer, "inner_optimizer", optimizer).global_clipnorm
-
-
-@contextlib.contextmanager
-def updating_some(optimizer: Any, weights: list[Any]) -> Iterator[None]:
-    """Around an update of a stage's weights alone, whose gradients are clipped already."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kept = inner.global_clipnorm, inner.weight_decay
-    inner.global_clipnorm = None
-    if inner.weight_decay is not None and not any(inner._use_weight_decay(weight) for weight in weights):
-        inner.weight_decay = None  # on torch, Keras (3.15) fails where nothing decays
-    try:
-        yield
-    finally:
-        inner.global_clipnorm, inner.weight_decay = kept

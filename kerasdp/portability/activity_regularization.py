@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import added_losses, all_layers
 from kerasdp.portability import replica_context
 
 
@@ -19,7 +20,7 @@ class WholeBatchPenalties:
     """
 
     def __init__(self, model: keras.Model):
-        self.layers = list(model._flatten_layers())
+        self.layers = all_layers(model)
         self.regularized = [layer for layer in self.layers if layer.activity_regularizer is not None]
         self.is_checked = False
 
@@ -41,7 +42,7 @@ class WholeBatchPenalties:
         if self.is_checked:
             return
         for layer in itertools.filterfalse(self.regularized.__contains__, self.layers):
-            if layer._get_own_losses():
+            if added_losses(layer):
                 raise UserError(
                     f"layer {layer.name} calls add_loss, with which it would count only one device's part of the "
                     "batch; move that loss into the model's compute_loss, or train on one device or with --backend=jax"

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from kerasdp.keras_compat import creating_weights, seed_of
 from kerasdp.portability import random as random_numbers
 
 # The spread that a unit normal keeps after everything beyond two deviations is cut off; Keras divides by it.
@@ -31,38 +32,20 @@ def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
         places: numbers the random variables and the seed generators in the order in which they are created.
     """
     places = itertools.count() if places is None else places
-    layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
-    original, make_generator = layer_class.add_weight, seed_class.__init__
 
-    def add_weight(
-        layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
-    ):
-        # The three that Keras also takes by position.
-        shape, initializer, dtype = (*args, *(shape, initializer, dtype)[len(args) :])
-        floating = "float" in keras.backend.standardize_dtype(dtype or layer.variable_dtype)
-        initializer = keras.initializers.get(initializer or ("glorot_uniform" if floating else "zeros"))
-        if floating and hasattr(initializer, "seed"):
-            initializer = _in_numpy(initializer, seed, next(places))
-        return original(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
+    def in_numpy(initializer: keras.initializers.Initializer) -> Callable[..., Any]:
+        return _in_numpy(initializer, seed, next(places))
 
-    def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
-        own_seed = kwargs.pop("seed", own_seed)
-        if own_seed is None:
-            own_seed = int(np.random.RandomState([seed, next(places)]).randint(2**31 - 1))
-        make_generator(generator, own_seed, *args, **kwargs)
+    def make_seed() -> int:
+        return int(np.random.RandomState([seed, next(places)]).randint(2**31 - 1))
 
-    layer_class.add_weight, seed_class.__init__ = add_weight, init
-    try:
-        # For initializers that are not Keras' own: what they take from keras.random.
-        with random_numbers.portable_draws("of initial weights"):
-            yield
-    finally:
-        layer_class.add_weight, seed_class.__init__ = original, make_generator
+    # The draws are for initializers that are not Keras' own: what they take from keras.random.
+    with creating_weights(in_numpy, make_seed), random_numbers.portable_draws("of initial weights"):
+        yield
 
 
 def _in_numpy(initializer: Any, seed: int, place: int) -> Callable[..., Any]:
-    # Not `get_config()["seed"]`: that serializes, for which Keras (3.15) imports TensorFlow where it is installed.
-    own_seed = getattr(initializer, "_init_seed", None)
+    own_seed = seed_of(initializer)
     key = [seed, place] if own_seed is None else [own_seed]
 
     def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:

@@ -9,6 +9,7 @@ import keras
 
 from kerasdp.config.validation import BATCH_NORMS
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import all_layers, has_seed_generators, has_weights_of_its_own
 from kerasdp.portability import initial_weights, layers
 from kerasdp.portability import random as random_numbers
 
@@ -48,7 +49,7 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
         raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")
     if not model.built:
         raise UserError(f"portable: {model.name} has no weights yet; call it on a batch or build it first")
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         if type(layer) in _REPLACEMENTS:
             layer.__class__ = _REPLACEMENTS[type(layer)]
         elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
@@ -56,7 +57,7 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
             object.__setattr__(layer, "call", types.MethodType(_call_with_portable_draws, layer))
         if isinstance(layer, layers.BatchNormalization):
             layer.statistics = batch_norm
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         if type(layer).__name__ in _NOT_PORTABLE and type(layer).__module__.startswith("keras."):
             warnings.warn(
                 f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
@@ -75,7 +76,7 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
 
 def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
     """The layers that are Keras' batch norm, or derive from it."""
-    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 def foreign_batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
@@ -85,10 +86,10 @@ def foreign_batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
 
 def _draws(layer: keras.layers.Layer) -> bool:
     """Whether a layer may draw random numbers by itself, or through layers within it (an LSTM through its cell)."""
-    own = bool(layer._seed_generators)
+    own = has_seed_generators(layer)
     if isinstance(layer, keras.Model):  # its layers are looked at one by one
         return own
-    return own or any(part._seed_generators for part in layer._flatten_layers())
+    return own or any(has_seed_generators(part) for part in all_layers(layer))
 
 
 def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ def _outermost_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     Raises:
         UserError: if a model has weights that belong to none of its layers.
     """
-    if model._trainable_variables or model._non_trainable_variables:
+    if has_weights_of_its_own(model):
         raise UserError(
             f"portable(seed=): {model.name} has weights outside of its layers; build it within runner.scope() instead"
         )

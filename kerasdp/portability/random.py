@@ -21,9 +21,8 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend import random as keras_random
-from keras.src.random.seed_generator import draw_seed
 
+from kerasdp.keras_compat import next_seed, wrap_draws
 from kerasdp.portability import replica_context
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -135,10 +134,7 @@ def portable_draws(name: str) -> Iterator[None]:
 
     What it does not know is drawn by the backend, with a warning that names the layer `name`.
     """
-    for kind in (*_PORTABLE, *_NOT_PORTABLE):
-        original = getattr(keras_random, kind)
-        if not hasattr(original, "is_kerasdp"):
-            setattr(keras_random, kind, _portable_where_asked(kind, original))
+    wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
     token = _drawing_layer.set(name)
     try:
         yield
@@ -159,13 +155,12 @@ def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[.
             )
         return original(*args, **kwargs)
 
-    draw.is_kerasdp = True
     return draw
 
 
 def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> tuple[Any, Any]:
     """Two arrays of words, each of shape `(rows, half of the numbers of a sample)`."""
-    state = ops.cast(draw_seed(seed), "int32")
+    state = ops.cast(next_seed(seed), "int32")
     rows, per_sample = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     context = replica_context.current()
     is_part = for_each_sample and context is not None and isinstance(rows, int) and rows == context.rows

@@ -1,18 +1,18 @@
 """The callbacks of every run: what people see, what is written down, and agreement between the processes."""
 
+import contextlib
 import os
 import sys
 import time
 from typing import Any
 
 import keras
-from keras.src.utils import is_default
-from keras.src.utils.python_utils import pythonify_logs
 
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.callback import Checkpointer, resume
 from kerasdp.config import CHECKPOINTS
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import learning_rate_schedule
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
 
@@ -101,16 +101,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
         """For a batch that was trained on."""
         passed_over = self.recorder.feed.num_skipped
         if batch >= passed_over:
-            super().on_train_batch_end(batch, logs)
+            self._tell("on_train_batch_end", batch, logs)
         elif self.recorder.is_at_last_step:
             self.model.stop_training = True
             if self.checkpointer:
                 self.checkpointer.is_cut = passed_over != self.recorder.feed.num_batches
 
-    def _on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._tell("on_train_batch_end", batch, logs)
-
-    def _on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """For a batch of an evaluation."""
         self._tell("on_test_batch_end", batch, logs)
 
     def _tell(self, event: str, batch: int, logs: Any) -> None:
@@ -119,11 +117,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         for callback in self.callbacks:
             method = getattr(callback, event)
             # Keras' default one of a training step calls the older `on_batch_end`, as TerminateOnNaN has.
-            is_deaf = is_default(method) and (event == "on_test_batch_end" or is_default(callback.on_batch_end))
+            is_deaf = _is_default(callback, event) and (
+                event == "on_test_batch_end" or _is_default(callback, "on_batch_end")
+            )
             if isinstance(callback, _READ_BY_THEMSELVES):
                 method(batch, logs=logs)
             elif not is_deaf:
-                numbers = pythonify_logs(logs) if numbers is None else numbers
+                numbers = _as_numbers(logs) if numbers is None else numbers
                 method(batch, logs=numbers)
 
     def close(self) -> None:
@@ -133,6 +133,26 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.close()
         if self.recorder.runner.heartbeat:
             self.recorder.runner.heartbeat.rest()
+
+
+def _as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns logs as Keras gives them to callbacks: sorted, nested ones among them, single values as floats."""
+    numbers: dict[str, Any] = {}
+    for name, value in sorted((logs or {}).items()):
+        if isinstance(value, dict):
+            numbers.update(_as_numbers(value))
+            continue
+        if keras.ops.is_tensor(value):
+            value = keras.ops.convert_to_numpy(value)
+        with contextlib.suppress(TypeError, ValueError):  # several values at once
+            value = float(value)
+        numbers[name] = value
+    return numbers
+
+
+def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:
+    """Whether a callback leaves a method as Keras has it."""
+    return getattr(getattr(callback, event), "__func__", None) is getattr(keras.callbacks.Callback, event)
 
 
 def _checked(runner: Any, callbacks: list[keras.callbacks.Callback] | None) -> list[keras.callbacks.Callback]:
@@ -175,7 +195,7 @@ class Agreement(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Gives all ranks the learning rate of rank 0."""
         self.model.stop_training = self.strategy.processes.any_rank(self.model.stop_training)
-        if not isinstance(self.model.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        if learning_rate_schedule(self.model.optimizer) is None:
             rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
             (agreed,) = self.strategy.processes.broadcast_from_rank0([rate])
             if agreed != rate:
@@ -245,9 +265,7 @@ class Progress(keras.callbacks.Callback):
             )
 
     def _draw(self, step: int | None, logs: dict[str, Any] | None, rate: float, *, finalize: bool) -> None:
-        values = [
-            (name, value) for name, value in report.plain(pythonify_logs(logs)).items() if isinstance(value, float)
-        ]
+        values = [(name, value) for name, value in report.plain(_as_numbers(logs)).items() if isinstance(value, float)]
         # The trainer's values are already those of the epoch so far: shown as they are, not averaged again.
         self._progress.stateful_metrics = {name for name, _ in values} | {"images/s"}
         self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)

@@ -9,16 +9,15 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import Hooks
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.sampling import Order
-from kerasdp.data.sources import ArraySource, split_off
+from kerasdp.data.sources import ArraySource, split_off, weights_of_classes
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
-from kerasdp.keras_compat import set_precision, set_seed
+from kerasdp.keras_compat import build_compiled, made_by_compile, set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.runtime import signals
@@ -239,7 +238,7 @@ class Runner:
             if class_weight is not None:
                 if sample_weight is not None:
                     raise UserError("give class_weight or sample_weight, not both")
-                sample_weight = data_adapter_utils.class_weight_to_sample_weights(np.asarray(y), class_weight)
+                sample_weight = weights_of_classes(np.asarray(y), class_weight)
             source = x if is_source else ArraySource(x, y, sample_weight)
             if steps is not None and not training:  # else samples would count twice
                 steps = min(steps, -(-source.num_samples // batch_size))
@@ -290,7 +289,7 @@ class Runner:
         symbols = keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))
         with self._scope():
             if model.compiled and with_targets:  # loss and metrics, too
-                model._symbolic_build(data_batch=symbols)
+                build_compiled(model, symbols)
             elif not model.built:
                 model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
         outside = self.strategy.variables_outside_scope(model)
@@ -337,7 +336,7 @@ class Runner:
         engine = self.strategy.engine_of(model)
         optimizer = getattr(model, "optimizer", None)
         is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        made_for = (optimizer, is_built, model._compile_loss, model._compile_metrics, engine, self.hooks)
+        made_for = (optimizer, is_built, *made_by_compile(model), engine, self.hooks)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             known = made_for, self.strategy.step_functions(model, self.hooks)

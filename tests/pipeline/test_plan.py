@@ -7,7 +7,8 @@ from keras import layers
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.pipeline.plan import MicroBatches, accumulating, actions, make_plan, slots_of
+from kerasdp.keras_compat import slots_of
+from kerasdp.pipeline.plan import MicroBatches, accumulating, actions, make_plan
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 61, 64])

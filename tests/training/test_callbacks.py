@@ -19,18 +19,18 @@ class OnDevice:
 def told(callback, event, logs):
     callbacks = RunCallbacks.__new__(RunCallbacks)
     callbacks.callbacks = [callback]
-    getattr(callbacks, event)(0, logs)
+    callbacks._tell(event, 0, logs)
 
 
 @pytest.mark.parametrize("name", ["on_train_batch_end", "on_batch_end"])
 def test_callbacks_of_steps_hear(name):
     heard = []
     kind = type("Own", (keras.callbacks.Callback,), {name: lambda self, batch, logs=None: heard.append(logs)})
-    told(kind(), "_on_train_batch_end", {"loss": 1})
+    told(kind(), "on_train_batch_end", {"loss": 1})
     assert heard == [{"loss": 1.0}]
 
 
-@pytest.mark.parametrize("event", ["_on_train_batch_end", "_on_test_batch_end"])
+@pytest.mark.parametrize("event", ["on_train_batch_end", "on_test_batch_end"])
 def test_nobody_waits_for_those_who_do_not_listen(event):
     loss = OnDevice()
     told(keras.callbacks.EarlyStopping(), event, {"loss": loss})

@@ -37,7 +37,7 @@ class Part:
     """A stage's programs and the places of its variables."""
 
     def __init__(self, model: Any, plan: Any, number: int, mesh: Mesh):
-        from kerasdp.pipeline.plan import seed_variables
+        from kerasdp.keras_compat import seed_variables
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
@@ -78,7 +78,7 @@ class Part:
 
     def _clone_optimizer(self, optimizer: Any) -> None:
         """An optimizer of this stage's weights; its variables are some of the whole one's, which hold the values."""
-        from kerasdp.pipeline.plan import slots_of
+        from kerasdp.keras_compat import slots_of
 
         clone = type(optimizer).from_config(optimizer.get_config())
         of, to = (getattr(either, "inner_optimizer", either) for either in (optimizer, clone))
@@ -216,7 +216,7 @@ class Part:
         return gradients, penalty, (squares, jnp.isfinite(squares))
 
     def _update(self, trainable: Any, slots: Any, gradients: Any, totals: Any) -> tuple[Any, Any]:
-        from kerasdp.pipeline.plan import global_clipnorm, updating_some
+        from kerasdp.keras_compat import global_clipnorm, updating_some
 
         if not trainable:
             return trainable, slots

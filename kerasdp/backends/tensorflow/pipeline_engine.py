@@ -20,7 +20,8 @@ class Pipeline:
     """
 
     def __init__(self, model: Any, config: Config, names: list[str], processes: Processes):
-        from kerasdp.pipeline.plan import make_plan, seed_variables
+        from kerasdp.keras_compat import seed_variables
+        from kerasdp.pipeline.plan import make_plan
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
@@ -37,7 +38,7 @@ class Pipeline:
         """Makes all variables anew on the devices of their stages: operations do not follow variables, nor the other
         way round.
         """
-        from kerasdp.pipeline.plan import slots_of
+        from kerasdp.keras_compat import slots_of
 
         weights = self.model.trainable_variables
         optimizers = list(filter(None, (self.optimizer, getattr(self.optimizer, "inner_optimizer", None))))

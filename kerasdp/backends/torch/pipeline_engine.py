@@ -174,7 +174,7 @@ class Pipeline:
         """Updates this process's weights; the penalties of all stages."""
         import keras
 
-        from kerasdp.pipeline.plan import global_clipnorm, updating_some
+        from kerasdp.keras_compat import global_clipnorm, updating_some
 
         optimizer, scale = self.model.optimizer, self.step.scale
         gradients = [weight.value.grad for weight in weights]
@@ -230,7 +230,7 @@ class Pipeline:
         return self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
 
     def _shared(self) -> tuple[list[Any], int | None]:
-        from kerasdp.pipeline.plan import slots_of
+        from kerasdp.keras_compat import slots_of
 
         if self.optimizer is None:
             return [], None
@@ -245,7 +245,7 @@ class Pipeline:
 
     def variables_of(self, number: int) -> list[Any]:
         """The variables of a stage, and what the optimizer keeps for each of its weights."""
-        from kerasdp.pipeline.plan import slots_of
+        from kerasdp.keras_compat import slots_of
 
         weights, model = self.model.trainable_variables, self.plan.stages[number].model
         slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))

@@ -136,7 +136,7 @@ class Part(torch.nn.Module):
     """A stage as a module that takes a micro-batch's tensors."""
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
-        from kerasdp.pipeline.plan import seed_variables
+        from kerasdp.keras_compat import seed_variables
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         super().__init__()

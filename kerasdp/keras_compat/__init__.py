@@ -1,0 +1,103 @@
+"""All that the kit uses of Keras beyond its public names: no other module imports `keras.src` or patches Keras.
+
+Each function says what it is for, the version of Keras whose source was read for it, and whether there is a public way.
+`tests/unit/test_keras_compat.py` names each private name, so that a new Keras says which of them are gone.
+"""
+
+from kerasdp.keras_compat.layers import (
+    added_losses,
+    all_layers,
+    has_mask,
+    has_seed_generators,
+    has_weights_of_its_own,
+    is_of_keras,
+    raw_value,
+    seed_of,
+    seed_variables,
+    set_raw_value,
+    weight_penalties,
+)
+from kerasdp.keras_compat.models import (
+    as_functional,
+    build_compiled,
+    call_without_second_ddp,
+    calls,
+    compiled_loss,
+    compute_loss,
+    inputs_structure,
+    loss_options,
+    made_by_compile,
+    output_losses,
+    outputs_structure,
+    update_loss_metric,
+)
+from kerasdp.keras_compat.optimizers import (
+    copy_decay_exclusions,
+    global_clipnorm,
+    inner_optimizer,
+    learning_rate_schedule,
+    no_gradient_sum,
+    overrides_nothing_of_tensorflow,
+    rebind_weights,
+    slots_of,
+    updating_one_by_one,
+    updating_some,
+    updating_values,
+    weights_without_decay,
+    wrapped_optimizers,
+)
+from kerasdp.keras_compat.random import creating_weights, next_seed, wrap_draws
+from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
+from kerasdp.keras_compat.settings import set_precision, set_seed, without_tensorflow
+from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
+
+__all__ = [
+    "DataAdapter",
+    "added_losses",
+    "all_layers",
+    "as_functional",
+    "build_compiled",
+    "call_without_second_ddp",
+    "calls",
+    "compiled_loss",
+    "compute_loss",
+    "copy_decay_exclusions",
+    "creating_weights",
+    "global_clipnorm",
+    "has_mask",
+    "has_seed_generators",
+    "has_weights_of_its_own",
+    "inner_optimizer",
+    "inputs_structure",
+    "is_of_keras",
+    "jit_compile_left_open",
+    "learning_rate_schedule",
+    "loss_options",
+    "losses_of_whole_batch",
+    "made_by_compile",
+    "next_seed",
+    "no_gradient_sum",
+    "output_losses",
+    "outputs_structure",
+    "overrides_nothing_of_tensorflow",
+    "public_optimizer_names",
+    "raw_value",
+    "rebind_weights",
+    "saved_as_keras",
+    "seed_of",
+    "seed_variables",
+    "set_monitor_direction",
+    "set_precision",
+    "set_raw_value",
+    "set_seed",
+    "slots_of",
+    "update_loss_metric",
+    "updating_one_by_one",
+    "updating_some",
+    "updating_values",
+    "weight_penalties",
+    "weights_without_decay",
+    "without_tensorflow",
+    "wrap_draws",
+    "wrapped_optimizers",
+]

@@ -1,0 +1,97 @@
+"""Reads what layers and variables of Keras hold."""
+
+from typing import Any
+
+import keras
+
+
+def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
+    """Returns a layer or model and all layers within it, at any depth, in Keras' order.
+
+    Keras 3.15: `Layer._flatten_layers`. The public `model.layers` stops at the first depth, and a layer has none.
+    """
+    return list(layer._flatten_layers(include_self=include_self))
+
+
+def has_seed_generators(layer: keras.layers.Layer) -> bool:
+    """Whether a layer itself, without those within it, holds a `keras.random.SeedGenerator`.
+
+    Keras 3.15: `Layer._seed_generators`; no public way.
+    """
+    return bool(layer._seed_generators)
+
+
+def seed_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns the states of a model's random layers.
+
+    With them at what they were at the step's begin, a micro-batch draws what its rows draw in the whole batch. Keras
+    3.15: `Layer._seed_generators`; no public way.
+    """
+    return [generator.state for layer in all_layers(model) for generator in layer._seed_generators]
+
+
+def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
+    """Whether a layer or model has weights that belong to none of the layers within it.
+
+    Keras 3.15: `Layer._trainable_variables`, `_non_trainable_variables`; the public lists include inner layers'.
+    """
+    return bool(layer._trainable_variables or layer._non_trainable_variables)
+
+
+def added_losses(layer: keras.layers.Layer) -> list[Any]:
+    """Returns what a layer itself has given to `add_loss` in its last call.
+
+    Keras 3.15: `Layer._get_own_losses`. The public `layer.losses` also has those of layers within it, so that it could
+    not be said which layer it was.
+    """
+    return layer._get_own_losses()
+
+
+def weight_penalties(model: keras.Model) -> list[Any]:
+    """Returns what the regularizers of a model's trainable weights make of them, scalar tensors.
+
+    As `Layer._get_regularization_losses` of Keras 3.15, of public parts.
+    """
+    regularized = [weight for weight in model.trainable_variables if weight.regularizer is not None]
+    return [weight.regularizer(weight.value) for weight in regularized]
+
+
+def has_mask(tensor: Any) -> bool:
+    """Whether a layer has left a mask at its output.
+
+    Keras 3.15: the attribute `_keras_mask` of tensors and symbolic tensors; no public way.
+    """
+    return getattr(tensor, "_keras_mask", None) is not None
+
+
+def raw_value(variable: keras.Variable) -> Any:
+    """Returns what a variable holds: the backend's own variable or array, whatever scope is active.
+
+    Keras 3.15: `Variable._value`. The public `value` looks into scopes, and casts.
+    """
+    return variable._value
+
+
+def set_raw_value(variable: keras.Variable, value: Any) -> None:
+    """Gives a variable what it holds, on whatever device that is; None leaves it a mere name.
+
+    Keras 3.15: `Variable._value`. The public `assign` keeps the device.
+    """
+    variable._value = value
+
+
+def is_of_keras(kind: type) -> bool:
+    """Whether a class is one of Keras' own, not a subclass of the user's.
+
+    Keras 3.15: all of its classes are defined in `keras.src`. The public modules do not list those that a backend adds.
+    """
+    return kind.__module__.startswith("keras.src.")
+
+
+def seed_of(initializer: keras.initializers.Initializer) -> int | None:
+    """Returns the seed that the user gave an initializer; None if there is none.
+
+    Keras 3.15: `RandomInitializer._init_seed`. The public `get_config()["seed"]` serializes, for which Keras imports
+    TensorFlow where it is installed; `seed` is one drawn at random if none was given.
+    """
+    return getattr(initializer, "_init_seed", None)

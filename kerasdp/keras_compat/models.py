@@ -1,0 +1,124 @@
+"""Reads what a Keras model knows of its graph, and of what `compile` made."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+
+def as_functional(model: keras.Model) -> keras.Model | None:
+    """Returns the model whose graph of calls is known: itself, or that within a Sequential one; else None.
+
+    Keras 3.15: `keras.src.models.functional.Functional`, which has no public name, and `Sequential._functional`.
+    """
+    if isinstance(model, keras.Sequential) and model.built:
+        model = model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def calls(model: keras.Model) -> list[Any] | None:
+    """Returns the calls of a functional model's layers, inputs left out, in an order in which they can be made.
+
+    Keras 3.15: `Function._nodes_by_depth`; of a node are used `operation`, `arguments`, `input_tensors`, `outputs` and
+    `is_input`. None for a model of another kind. No public way.
+    """
+    by_depth = getattr(model, "_nodes_by_depth", None)
+    if by_depth is None:
+        return None
+    return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+
+
+def inputs_structure(model: keras.Model) -> Any:
+    """Returns a functional model's inputs as they were given to it: a tensor, list or dictionary.
+
+    Keras 3.15: `Function._inputs_struct`; the public `input` is flat in some cases.
+    """
+    return model._inputs_struct
+
+
+def outputs_structure(model: keras.Model) -> Any:
+    """Returns a functional model's outputs as they were given to it.
+
+    Keras 3.15: `Function._outputs_struct`; the public `output` is flat in some cases.
+    """
+    return model._outputs_struct
+
+
+def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
+    """Builds all that is not built yet of a compiled model: layers, losses, metrics, optimizer.
+
+    Keras 3.15: `Trainer._symbolic_build`; no public call does all of it without training.
+
+    Args:
+        model: compiled.
+        data: `KerasTensor`s of inputs, targets and sample weights.
+    """
+    model._symbolic_build(data_batch=data)
+
+
+def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
+    """Returns the two objects that each `compile` makes anew, whatever it is given; Nones before the first.
+
+    Keras 3.15: `Trainer._compile_loss`, `_compile_metrics`; no public way to see that a model was compiled again.
+    """
+    return model._compile_loss, model._compile_metrics
+
+
+def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
+    """Returns the function of targets, outputs and sample weights that `compile(loss=)` made; None without a loss.
+
+    Keras 3.15: `Trainer._compile_loss`. The public `compute_loss` adds penalties, and reads them off the layers.
+    """
+    return model._compile_loss
+
+
+def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Returns the losses of a compiled model, one an output that has one; empty as long as they are not built.
+
+    Keras 3.15: `CompileLoss._flat_losses`; the public `model.loss` is what the user wrote.
+    """
+    return [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
+
+
+def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
+    """Returns the arguments that a loss hands to its function, as `axis` or `ignore_class`.
+
+    Keras 3.15: `LossFunctionWrapper._fn_kwargs`; the public `get_config` names them otherwise in each class.
+    """
+    return getattr(loss, "_fn_kwargs", {})
+
+
+def compute_loss(
+    model: keras.Model, inputs: Any, targets: Any, outputs: Any, sample_weight: Any, *, training: bool
+) -> Any:
+    """Calls the public `model.compute_loss`, with `training` if it takes that, as Keras' own steps do."""
+    arguments = {"training": training} if _takes_training(type(model).compute_loss) else {}
+    return model.compute_loss(inputs, targets, outputs, sample_weight, **arguments)
+
+
+@functools.cache
+def _takes_training(function: Callable[..., Any]) -> bool:
+    return "training" in inspect.signature(function).parameters
+
+
+def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
+    """Adds a batch to the mean that Keras reports as `loss`.
+
+    Keras 3.15: `Trainer._loss_tracker`. It is the first of the public `model.metrics`, which walks through all layers
+    each time: too slow for a training step.
+    """
+    model._loss_tracker.update_state(loss, sample_weight=num_rows)
+
+
+def call_without_second_ddp(model: keras.Model) -> None:
+    """Makes a model report its own metrics where Keras would add up those of all ranks once more.
+
+    Keras 3.16 wraps models in DistributedDataParallel (`ddp_model`) and overrides `get_metrics_result` in its trainer
+    for torch; 3.15 has neither. No public switch.
+    """
+    trainer_class = keras.Model.__mro__[1]
+    if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
+        object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)

@@ -1,0 +1,181 @@
+"""Reads and changes what Keras optimizers hold of the variables that they update."""
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that a `LossScaleOptimizer` wraps; any other (or None) as it is."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def wrapped_optimizers(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and the one that it wraps, if it does; nothing for None."""
+    inner = inner_optimizer(optimizer)
+    return [each for each in (optimizer, inner if inner is not optimizer else None) if each is not None]
+
+
+def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.LearningRateSchedule | None:
+    """Returns the schedule of an optimizer's learning rate; None if it has a fixed one.
+
+    Keras 3.15: `Optimizer._learning_rate`. The public `learning_rate` is the present value, and `get_config` gives the
+    schedule as a dictionary, for which Keras imports TensorFlow where it is installed.
+    """
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
+
+
+def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Variable]:
+    """Returns the variables that an optimizer keeps for single weights, by name of their kind and the weight's number.
+
+    Keras 3.15: optimizers keep them in lists, attributes of theirs, in the order of the weights. The public `variables`
+    has them all in a row, in an order of each optimizer's own.
+    """
+    return {
+        (name, place): variable
+        for name, variables in vars(inner_optimizer(optimizer)).items()
+        if isinstance(variables, list) and len(variables) == num_weights
+        and name not in ("_variables", "_trainable_variables")
+        for place, variable in enumerate(variables)
+        if hasattr(variable, "assign")
+    }  # fmt: skip
+
+
+def global_clipnorm(optimizer: Any) -> float | None:
+    """Returns the norm to which an optimizer clips all gradients together, whoever holds them."""
+    return inner_optimizer(optimizer).global_clipnorm
+
+
+@contextlib.contextmanager
+def updating_some(optimizer: Any, weights: list[Any]) -> Iterator[None]:
+    """Around an update of a stage's weights alone, whose gradients are clipped already.
+
+    Keras 3.15: on torch it fails where none of the weights decays, which `Optimizer._use_weight_decay` tells. No public
+    way to ask.
+    """
+    inner = inner_optimizer(optimizer)
+    kept = inner.global_clipnorm, inner.weight_decay
+    inner.global_clipnorm = None
+    if inner.weight_decay is not None and not any(inner._use_weight_decay(weight) for weight in weights):
+        inner.weight_decay = None
+    try:
+        yield
+    finally:
+        inner.global_clipnorm, inner.weight_decay = kept
+
+
+def weights_without_decay(optimizer: Any, weights: list[Any]) -> list[Any]:
+    """Returns those of some weights that `exclude_from_weight_decay` has excluded by name or by itself.
+
+    Keras 3.15: `Optimizer._exclude_from_weight_decay`, `_var_key`; no public way to ask.
+    """
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
+    return [weight for weight in weights if optimizer._var_key(weight) in excluded]
+
+
+def rebind_weights(optimizer: Any, weights: list[Any], without_decay: list[Any]) -> None:
+    """Tells an optimizer that what its weights hold was replaced (`layers.set_raw_value`).
+
+    Keras 3.15: on TensorFlow, optimizers know weights by what they hold (`_trainable_variables_indices`,
+    `_exclude_from_weight_decay`, `_exclude_from_weight_decay_cache`, keyed by `_var_key`). No public way: `build` would
+    make new variables.
+
+    Args:
+        optimizer: built for these weights.
+        weights: all that it updates, in its order.
+        without_decay: what `weights_without_decay` gave before.
+    """
+    optimizer._trainable_variables_indices = {optimizer._var_key(weight): i for i, weight in enumerate(weights)}
+    if without_decay:
+        optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
+        optimizer._exclude_from_weight_decay_cache = {}
+
+
+def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
+    """Gives another optimizer what `exclude_from_weight_decay` was told; it is in no configuration.
+
+    Keras 3.15: the attributes `_exclude_from_weight_decay*`; no public way to read them.
+    """
+    excluded = {
+        name: value
+        for name, value in vars(inner_optimizer(optimizer)).items()
+        if name.startswith("_exclude_from_weight_decay")
+    }
+    vars(inner_optimizer(to)).update(excluded)
+
+
+@contextlib.contextmanager
+def no_gradient_sum(optimizer: Any) -> Iterator[None]:
+    """Within it, an optimizer on TensorFlow takes gradients that have been reduced over the replicas already.
+
+    Keras 3.15: `_all_reduce_sum_gradients` comes too late: clipping and loss scaling would see one replica's gradients.
+    No public switch.
+    """
+    optimizers = wrapped_optimizers(optimizer)
+    for each in optimizers:
+        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
+    try:
+        yield
+    finally:
+        for each in optimizers:
+            object.__delattr__(each, "_all_reduce_sum_gradients")
+
+
+@contextlib.contextmanager
+def updating_one_by_one(optimizer: Any) -> Iterator[None]:
+    """Lets an optimizer on torch update variable by variable, as Keras' optimizers do elsewhere.
+
+    Keras 3.15: those for torch override `_backend_update_step` to update all variables in one call, for which they
+    read the rate as a Python number: that waits for the device, and cannot be captured in a graph. No public switch.
+    """
+    optimizers = wrapped_optimizers(optimizer)
+    for one in optimizers:
+        kind = next(
+            kind
+            for kind in type(one).__mro__
+            if "_backend_update_step" in vars(kind) and ".backend.torch." not in kind.__module__
+        )
+        object.__setattr__(one, "_backend_update_step", types.MethodType(vars(kind)["_backend_update_step"], one))
+    try:
+        yield
+    finally:
+        for one in optimizers:
+            object.__delattr__(one, "_backend_update_step")
+
+
+def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
+    """Whether an optimizer's class leaves to Keras all that `updating_values` would take back."""
+    return all(getattr(type(optimizer), name) is own for name, (own, _) in _tensorflow_methods().items())
+
+
+@contextlib.contextmanager
+def updating_values(optimizer: Any) -> Iterator[None]:
+    """Lets an optimizer on TensorFlow update values in a `keras.StatelessScope`, as it does on any backend.
+
+    Keras 3.15: the methods that `TFOptimizer` overrides ask for TensorFlow's variables, not their values; for this time
+    they are those of `BaseOptimizer`. No public way.
+    """
+    methods = {name: types.MethodType(general, optimizer) for name, (_, general) in _tensorflow_methods().items()}
+    keys = {id(variable): optimizer._var_key(variable) for variable in optimizer._trainable_variables}
+    methods["_var_key"] = lambda variable: keys.get(id(variable))
+    for name, method in methods.items():
+        object.__setattr__(optimizer, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            object.__delattr__(optimizer, name)
+
+
+def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:
+    """Returns the optimizers' methods that Keras has for TensorFlow, each with the one that it has for any backend."""
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    own, general = vars(TFOptimizer), vars(BaseOptimizer)
+    names = [name for name in own if isinstance(general.get(name), types.FunctionType) and name != "__init__"]
+    return {name: (own[name], general[name]) for name in names}

@@ -1,0 +1,64 @@
+"""Makes Keras save the kit's classes, and its own backends', under public names."""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+from keras.src import api_export
+
+from kerasdp.keras_compat.optimizers import inner_optimizer
+
+
+def saved_as_keras(layer_class: type) -> type:
+    """Class decorator: models are saved with the Keras layer that the class derives from.
+
+    Weights and config are those of Keras' layer, so such a file loads where there is no kerasdp; `portable` turns the
+    layer back into ours. Keras 3.15: looks a class up in `api_export.REGISTERED_OBJS_TO_NAMES` before it writes the
+    name of its module. The public `register_keras_serializable` would add a package's name, which others do not know.
+    """
+    name = f"keras.layers.{layer_class.__name__}"
+    api_export.REGISTERED_OBJS_TO_NAMES[layer_class] = name
+    return layer_class
+
+
+@contextlib.contextmanager
+def public_optimizer_names(model: keras.Model) -> Iterator[None]:
+    """Saves optimizers under the names of the public classes from which they derive.
+
+    Keras 3.15: on torch, optimizers are of classes of its backend's, and it saves those names: such a file loads
+    nowhere else. Writes `api_export.REGISTERED_OBJS_TO_NAMES`; no public way.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    kinds = {type(part) for part in (optimizer, inner_optimizer(optimizer)) if part is not None}
+    names = api_export.REGISTERED_OBJS_TO_NAMES
+    added = {}
+    for kind in kinds:
+        public = next((names[base] for base in kind.__mro__ if base in names), None)
+        if public is not None and kind.__module__.startswith("keras.src.backend."):
+            added[kind] = public
+    names.update(added)
+    try:
+        yield
+    finally:
+        for kind in added:
+            del names[kind]
+
+
+@contextlib.contextmanager
+def jit_compile_left_open(model: keras.Model) -> Iterator[None]:
+    """Saves `jit_compile="auto"`.
+
+    Keras 3.15: saves what that means on the backend that saves. So a file from jax has the next backend compile, which
+    takes torch half a minute, and one from torch keeps jax from it. Writes `model._compile_config.config`, of which
+    the public `get_compile_config()` gives a copy alone.
+    """
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    kept = config.get("jit_compile")
+    if kept is None:
+        yield
+        return
+    config["jit_compile"] = "auto"
+    try:
+        yield
+    finally:
+        config["jit_compile"] = kept

@@ -1,0 +1,54 @@
+"""What Keras' `fit` works with: its data adapter, its callbacks, its losses under `tf.distribute`."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.losses import loss as loss_module
+
+# The base of what hands the kit's batches to `fit` untouched: Keras (3.15) asks whether data are an instance of it. Not
+# exported, though its comments speak of custom adapters.
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+__all__ = ["DataAdapter", "losses_of_whole_batch", "set_monitor_direction"]
+
+_is_whole_batch: contextvars.ContextVar[bool] = contextvars.ContextVar("kerasdp_is_whole_batch", default=False)
+
+
+def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
+    """Lets a callback that watches a metric decide now whether less is better, if it has not yet.
+
+    Keras 3.15: `_set_monitor_op` of EarlyStopping and its like turns the sign of `min_delta` at the end of their first
+    epoch: a second time, if the turned one was restored before. No public way.
+    """
+    if getattr(callback, "monitor_op", callback) is None:
+        callback._set_monitor_op()
+
+
+@contextlib.contextmanager
+def losses_of_whole_batch() -> Iterator[None]:
+    """Within it, Keras' losses are not divided by the number of replicas of a `tf.distribute` strategy.
+
+    Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
+    those that take a sum or are the user's own, so that no later factor could be right for all. They are wrapped once,
+    for good; the wrapper asks a context variable, since TensorFlow traces replicas in threads, in turns. No public way.
+    """
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        original = getattr(loss_module, name)
+        if not hasattr(original, "is_kerasdp"):
+            setattr(loss_module, name, _unless_whole_batch(original))
+    token = _is_whole_batch.set(True)
+    try:
+        yield
+    finally:
+        _is_whole_batch.reset(token)
+
+
+def _unless_whole_batch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def scale(value: Any) -> Any:
+        return value if _is_whole_batch.get() else original(value)
+
+    scale.is_kerasdp = True
+    return scale
