@@ -1,4 +1,4 @@
-"""How fast batches arrive, without a model: from arrays, and from a folder of images.
+"""Measures how fast batches arrive, without a model: from arrays, and from a folder of images.
 
     python benchmarks/feeding.py --backend=torch
     python benchmarks/feeding.py --backend=jax --gpus=2 --batch_size=256
@@ -37,7 +37,7 @@ def rate(num_images: int, work: Any) -> float:
 
 
 def write_images(folder: str) -> None:
-    """JPEG files of 256x256 in a sub-folder a class."""
+    """Writes JPEG files of 256x256 into a sub-folder per class."""
     from PIL import Image
 
     numbers = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A training loop in plain JAX; see `protocol.py` for how it is asked for repetitions.
+"""Runs a training loop in plain JAX; see `protocol.py` for how it is asked for repetitions.
 
     echo | python benchmarks/jax_loop.py --model=resnet18
     echo | python benchmarks/jax_loop.py --model=convnet --devices=2
@@ -39,20 +39,20 @@ class Net:
         self.random = np.random.default_rng(0)
 
     def kernel(self, name: str, *shape: int) -> jax.Array:
-        """A kernel, made with He's normal distribution."""
+        """Returns a kernel, made with He's normal distribution."""
         if self.is_new:
             deviation = (2 / np.prod(shape[:-1])) ** 0.5
             self.weights[name] = {"kernel": self.random.normal(0, deviation, shape).astype("float32")}
         return self.weights[name]["kernel"].astype(self.dtype)
 
     def bias(self, name: str, size: int) -> jax.Array:
-        """A layer's bias."""
+        """Returns a layer's bias."""
         if self.is_new:
             self.weights[name]["bias"] = np.zeros(size, "float32")
         return self.weights[name]["bias"].astype(self.dtype)
 
     def conv(self, name: str, x: jax.Array, filters: int, size: int, strides: int = 1, bias: bool = True) -> jax.Array:
-        """A convolution that pads alike on all sides."""
+        """Applies a convolution that pads equally on all sides."""
         pad = (size - 1) // 2
         kernel = self.kernel(name, size, size, x.shape[-1], filters)
         x = lax.conv_general_dilated(
@@ -61,13 +61,13 @@ class Net:
         return x + self.bias(name, filters) if bias else x
 
     def dense(self, name: str, x: jax.Array, size: int) -> jax.Array:
-        """A dense layer."""
+        """Applies a dense layer."""
         return x @ self.kernel(name, x.shape[-1], size) + self.bias(name, size)
 
     def norm(
         self, name: str, x: jax.Array, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99
     ) -> jax.Array:
-        """Batch norm in float32."""
+        """Applies batch norm in float32."""
         size = x.shape[-1]
         if self.is_new:
             self.weights[name] = {"beta": np.zeros(size, "float32")} | (
@@ -94,7 +94,7 @@ class Net:
 
 
 def convnet(net: Net, x: jax.Array) -> jax.Array:
-    """As kerasdp/models/convnet.py."""
+    """Builds what kerasdp/models/convnet.py builds."""
     x = jax.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
     x = jax.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False), scale=False))
     x = jax.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
@@ -103,7 +103,7 @@ def convnet(net: Net, x: jax.Array) -> jax.Array:
 
 
 def resnet18(net: Net, x: jax.Array) -> jax.Array:
-    """As kerasdp/models/resnet18.py."""
+    """Builds what kerasdp/models/resnet18.py builds."""
     x = jax.nn.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
     for stage, filters in enumerate((64, 128, 256, 512), 1):
         for block in (1, 2):
@@ -117,7 +117,7 @@ def resnet18(net: Net, x: jax.Array) -> jax.Array:
 
 
 def resnet50(net: Net, x: jax.Array) -> jax.Array:
-    """As kerasdp/models/resnet50.py."""
+    """Builds what kerasdp/models/resnet50.py builds."""
 
     def conv_norm(name: str, x: jax.Array, filters: int, size: int, strides: int = 1) -> jax.Array:
         x = net.conv(f"{name}_conv", x, filters, size, strides, bias=False)
@@ -141,7 +141,7 @@ MODELS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
 
 
 def make_state(model: str) -> dict[str, Any]:
-    """Weights, momentum, moving statistics, and sums for the metrics, on the host."""
+    """Makes weights, momentum, moving statistics, and sums for the metrics, on the host."""
     net = Net()
     jax.eval_shape(lambda x: MODELS[model](net, x), jnp.zeros((1, *protocol.input_shape(model))))
     return {
@@ -155,7 +155,7 @@ def train_step(
     state: dict[str, Any], images: jax.Array, labels: jax.Array, index: jax.Array, *, model: str, dtype: Any,
     groups: int, drop: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """One step of SGD with momentum."""
+    """Makes one step of SGD with momentum."""
     x, y = images[index].astype(dtype) * dtype(1 / 255), labels[index]
 
     def loss_of(weights: Any) -> tuple[jax.Array, Any]:
@@ -211,7 +211,7 @@ class Loop:
 
 
 def main() -> None:
-    """One process for all devices."""
+    """Runs one process for all devices."""
     args = protocol.parse(protocol.parser(__doc__))
     loop = Loop(args)
     device = loop.devices[0]

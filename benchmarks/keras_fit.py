@@ -1,4 +1,4 @@
-"""Plain Keras `fit` on one device; see `protocol.py` for how it is asked for repetitions.
+"""Runs plain Keras `fit` on one device; see `protocol.py` for how it is asked for repetitions.
 
     echo | python benchmarks/keras_fit.py --backend=torch --model=resnet18
     echo | python benchmarks/keras_fit.py --backend=jax --model=my_model.py:build --dataset=digits
@@ -48,7 +48,7 @@ class Fit:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers."""
+        """Returns the number of trainable parameters."""
         import keras
 
         return sum(int(keras.ops.size(weight)) for weight in self.model.trainable_weights)
@@ -108,7 +108,7 @@ def choose_device(args: Any) -> str:
 
 
 def peak_memory() -> int:
-    """The most memory that the device (on the CPU: this process) has used, in bytes."""
+    """Returns the most memory that the device (on the CPU: this process) has used, in bytes."""
     import keras
 
     name = keras.backend.backend()
@@ -130,7 +130,7 @@ def peak_memory() -> int:
 
 
 def main() -> None:
-    """One process, one device."""
+    """Runs one process on one device."""
     flags = protocol.parser(__doc__)
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--dataset", help="a data set of kerasdp; default: random images")

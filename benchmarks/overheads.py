@@ -1,4 +1,4 @@
-"""What a run costs besides training: logs, progress bar, checkpoints, evaluation.
+"""Measures what a run costs besides training: logs, progress bar, checkpoints, evaluation.
 
     python benchmarks/overheads.py --backend=torch
     python benchmarks/overheads.py --backend=jax --model=resnet18 --steps=5

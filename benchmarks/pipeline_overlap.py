@@ -1,4 +1,4 @@
-"""How well the stages of a pipeline overlap: two stages that only wait, so that shared cores do not count.
+"""Measures how well the stages of a pipeline overlap: two stages that only wait, so that shared cores do not count.
 
     python benchmarks/pipeline_overlap.py                 # all installed backends and their schedules
     python benchmarks/pipeline_overlap.py torch jax
@@ -29,7 +29,7 @@ SCHEDULES = {"torch": ("gpipe", "1f1b"), "jax": ("gpipe", "1f1b"), "tensorflow":
 
 
 def wait_torch(x: Any, _: Any) -> Any:
-    """`x`, after a while; and so its gradient."""
+    """Returns `x` after a while, and its gradient likewise."""
     import torch
 
     class Wait(torch.autograd.Function):
@@ -47,7 +47,7 @@ def wait_torch(x: Any, _: Any) -> Any:
 
 
 def wait_jax(x: Any, _: Any) -> Any:
-    """`x`, after a while; and so its gradient."""
+    """Returns `x` after a while, and its gradient likewise."""
     import jax
 
     def sleep(x: Any) -> Any:
@@ -63,7 +63,7 @@ def wait_jax(x: Any, _: Any) -> Any:
 
 
 def wait_tensorflow(x: Any, lock: Any) -> Any:
-    """`x`, after a while; and so its gradient."""
+    """Returns `x` after a while, and its gradient likewise."""
     import tensorflow as tf
 
     def run(value: Any) -> Any:
@@ -80,7 +80,7 @@ def wait_tensorflow(x: Any, lock: Any) -> Any:
 
 
 def train(num_micro_batches: int, runner: "kerasdp.Runner") -> float:
-    """Median seconds of a step."""
+    """Returns the median seconds of a step."""
     import keras
 
     wait = {"torch": wait_torch, "jax": wait_jax, "tensorflow": wait_tensorflow}[runner.config.backend]

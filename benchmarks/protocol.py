@@ -1,4 +1,4 @@
-"""What the loops of this folder share: flags, data, and how they are asked for repetitions.
+"""Holds what the loops of this folder share: flags, data, and the protocol of repetitions.
 
 A program sets up, compiles, warms up and prints a line of JSON, `{"ready": true, "seconds_to_first_step": ...}`. Each
 line that it then reads asks for one repetition of `--steps` training steps, which it answers with a line of JSON,
@@ -24,7 +24,7 @@ LEARNING_RATE, MOMENTUM, NUM_CLASSES, NUM_SAMPLES, WARM_UP_STEPS = 0.01, 0.9, 10
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags of all loops."""
+    """Returns the parser of the flags of all loops."""
     flags = argparse.ArgumentParser(description=description, allow_abbrev=False)
     flags.add_argument("--model", default="convnet", help="convnet, resnet18 or resnet50, as in kerasdp/models")
     flags.add_argument("--batch_size", type=int, default=64, help="samples a step, over all devices")
@@ -37,7 +37,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags that were given."""
+    """Returns the flags that were given."""
     args = flags.parse_args()
     if args.batch_size % args.devices:
         flags.error(f"--batch_size: expected a multiple of the {args.devices} devices. Received: {args.batch_size}")
@@ -47,19 +47,19 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def input_shape(model: str) -> tuple[int, int, int]:
-    """Height, width and channels of the model's images."""
+    """Returns height, width and channels of the model's images."""
     return (32, 32, 3) if model == "resnet50" else (28, 28, 1)
 
 
 def make_data(model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Random images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`."""
+    """Makes random images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (NUM_SAMPLES, *input_shape(model)), "uint8")
     return images, random.integers(0, NUM_CLASSES, NUM_SAMPLES, "int32")
 
 
 def batches(batch_size: int) -> Iterator[np.ndarray]:
-    """The indices of batch after batch; the samples are shuffled for each epoch."""
+    """Yields the indices of batch after batch; the samples are shuffled for each epoch."""
     random = np.random.default_rng(1)
     while True:
         order = random.permutation(NUM_SAMPLES).astype("int32")
@@ -68,7 +68,7 @@ def batches(batch_size: int) -> Iterator[np.ndarray]:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has used, in bytes."""
+    """Returns the most memory that this process has used, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,4 +1,4 @@
-"""A training loop in plain TensorFlow; see `protocol.py` for how it is asked for repetitions.
+"""Runs a training loop in plain TensorFlow; see `protocol.py` for how it is asked for repetitions.
 
     echo | python benchmarks/tensorflow_loop.py --model=resnet18 --compile      # XLA
     echo | python benchmarks/tensorflow_loop.py --model=convnet --devices=2      # MirroredStrategy
@@ -50,7 +50,7 @@ class Net:
         return self.statistics[name]
 
     def conv(self, name: str, x: tf.Tensor, filters: int, size: int, strides: int = 1, bias: bool = True) -> tf.Tensor:
-        """A convolution that pads alike on all sides."""
+        """Applies a convolution that pads equally on all sides."""
         # Not by the operation's own explicit padding, which is slow on the CPU; "SAME" with a stride pads an odd
         # kernel's images more on one side.
         is_same = strides == 1 or size % 2 == 0
@@ -61,14 +61,14 @@ class Net:
         return tf.nn.bias_add(x, tf.cast(self.weight(f"{name}/bias", filters, value=0), self.dtype)) if bias else x
 
     def dense(self, name: str, x: tf.Tensor, size: int) -> tf.Tensor:
-        """A dense layer."""
+        """Applies a dense layer."""
         kernel = tf.cast(self.weight(f"{name}/kernel", x.shape[-1], size), self.dtype)
         return tf.nn.bias_add(x @ kernel, tf.cast(self.weight(f"{name}/bias", size, value=0), self.dtype))
 
     def norm(
         self, name: str, x: tf.Tensor, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99
     ) -> tf.Tensor:
-        """Batch norm in float32."""
+        """Applies batch norm in float32."""
         size = x.shape[-1]
         beta = self.weight(f"{name}/beta", size, value=0)
         gamma = self.weight(f"{name}/gamma", size, value=1) if scale else tf.ones(size)
@@ -93,7 +93,7 @@ class Net:
 
 
 def convnet(net: Net, x: tf.Tensor) -> tf.Tensor:
-    """As kerasdp/models/convnet.py."""
+    """Builds what kerasdp/models/convnet.py builds."""
     x = tf.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
     x = tf.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False), scale=False))
     x = tf.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
@@ -102,7 +102,7 @@ def convnet(net: Net, x: tf.Tensor) -> tf.Tensor:
 
 
 def resnet18(net: Net, x: tf.Tensor) -> tf.Tensor:
-    """As kerasdp/models/resnet18.py."""
+    """Builds what kerasdp/models/resnet18.py builds."""
     x = tf.nn.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
     for stage, filters in enumerate((64, 128, 256, 512), 1):
         for block in (1, 2):
@@ -116,7 +116,7 @@ def resnet18(net: Net, x: tf.Tensor) -> tf.Tensor:
 
 
 def resnet50(net: Net, x: tf.Tensor) -> tf.Tensor:
-    """As kerasdp/models/resnet50.py."""
+    """Builds what kerasdp/models/resnet50.py builds."""
 
     def conv_norm(name: str, x: tf.Tensor, filters: int, size: int, strides: int = 1) -> tf.Tensor:
         x = net.conv(f"{name}_conv", x, filters, size, strides, bias=False)
@@ -140,7 +140,7 @@ MODELS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
 
 
 def find_devices(args: Any) -> list[str]:
-    """The devices' names; virtual ones on the CPU."""
+    """Returns the names of the devices; virtual ones on the CPU."""
     gpus = [] if args.device == "cpu" else tf.config.list_physical_devices("GPU")
     tf.config.set_visible_devices(gpus[: args.devices], "GPU")
     if not gpus and args.devices > 1:
@@ -214,7 +214,7 @@ class Loop:
 
 
 def main() -> None:
-    """One process for all devices."""
+    """Runs one process for all devices."""
     flags = protocol.parser(__doc__)
     flags.add_argument("--compile", action="store_true", help="XLA; for one device")
     args = protocol.parse(flags)

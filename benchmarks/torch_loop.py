@@ -1,4 +1,4 @@
-"""A training loop in plain PyTorch; see `protocol.py` for how it is asked for repetitions.
+"""Runs a training loop in plain PyTorch; see `protocol.py` for how it is asked for repetitions.
 
     echo | python benchmarks/torch_loop.py --model=resnet18 --compile
     echo | python benchmarks/torch_loop.py --model=convnet --devices=2      # DistributedDataParallel
@@ -22,7 +22,7 @@ from torch import nn
 
 
 def norm(channels: int, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99) -> nn.BatchNorm2d:
-    """Batch norm with the names and defaults of Keras."""
+    """Makes batch norm with the names and defaults of Keras."""
     layer = nn.BatchNorm2d(channels, epsilon, 1 - momentum)
     layer.weight.requires_grad_(scale)
     return layer
@@ -118,7 +118,7 @@ class ResNet(nn.Module):
 
 
 def make_model(name: str) -> nn.Module:
-    """The model of this name."""
+    """Builds the model of this name."""
     return ConvNet() if name == "convnet" else ResNet(int(name.removeprefix("resnet")))
 
 
@@ -193,7 +193,7 @@ class Loop:
 
 
 def work(rank: int, args: Any, pipes: list[Any] | None = None) -> None:
-    """What each rank does: a repetition for each line."""
+    """Runs a rank: a repetition for each line."""
     if args.devices > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))  # they share the cores
     loop = Loop(args, rank)
@@ -208,14 +208,14 @@ def work(rank: int, args: Any, pipes: list[Any] | None = None) -> None:
 
 
 def received(pipe: Any) -> Iterator[str]:
-    """The lines that the first process passes on."""
+    """Yields the lines that the first process passes on."""
     with contextlib.suppress(EOFError):
         while True:
             yield pipe.recv()
 
 
 def main() -> None:
-    """One process a device."""
+    """Runs one process per device."""
     flags = protocol.parser(__doc__)
     flags.add_argument("--compile", action="store_true", help="torch.compile of model and loss")
     args = protocol.parse(flags)
@@ -242,7 +242,7 @@ def main() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody uses."""
+    """Returns a port that nobody uses."""
     import socket
 
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""A pytest plugin: the fixture `training_parity`, which tests that a Keras model trains alike everywhere.
+"""Provides the pytest fixture `training_parity`, which tests that a Keras model trains the same everywhere.
 
     def build_model():
         import keras
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """A function that trains a model in this test's way, and fails where that diverges from the reference.
+    """Returns a function that trains a model in this test's way, and fails if that diverges from the reference.
 
     Call it as `training_parity(build_model, data, ...)`; the arguments are those of `kerasdp.parity.compare` without
     `backends`, `device_counts` and `report`. The reference is the first installed backend on the first number of

@@ -1,4 +1,4 @@
-"""The charts of a benchmark."""
+"""Draws the charts of a benchmark."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark, and by which command: each is a program that answers lines with repetitions.
+"""Starts the programs that a benchmark compares: each answers a line on its input with a repetition.
 
 The protocol is that of `benchmarks/protocol.py`.
 """
@@ -53,7 +53,7 @@ class Contender:
 
     @property
     def is_kit(self) -> bool:
-        """Whether it is this package."""
+        """Returns whether it is this package."""
         return self.name.startswith("kerasdp-")
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Contender:
 def choose(
     config: Config, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int, folder: str
 ) -> list[Contender]:
-    """The contenders: the kit on each backend and device count, then those peers that can do the same.
+    """Returns the contenders: kerasdp on each backend and device count, then those peers that can do the same.
 
     Args:
         config: what is trained.
@@ -182,7 +182,7 @@ class Program:
         raise RunError(lines[-1] if lines else f"it ended with exit code {code}")
 
     def repeat(self) -> dict[str, Any]:
-        """What a repetition took. Raises as `answer`."""
+        """Returns what a repetition took. Raises as `answer`."""
         with contextlib.suppress(BrokenPipeError):  # its errors say why
             self._requests.write("\n")
             self._requests.flush()
@@ -198,7 +198,7 @@ class Program:
 
 
 def _environment(contender: Contender) -> dict[str, str]:
-    """The same cores and GPU memory for all: what is set stays, but for what chooses a backend."""
+    """Returns the environment of a contender: the same cores and GPU memory for all, without a choice of backend."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     cores = os.cpu_count() or 1
     processes = contender.num_devices if contender.backend == "torch" else 1

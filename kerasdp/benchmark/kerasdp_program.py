@@ -1,4 +1,4 @@
-"""The kit as a contender: `python -m kerasdp.benchmark.kerasdp_program CONFIG STEPS`, with a `Config` as JSON.
+"""Runs kerasdp as a contender: `python -m kerasdp.benchmark.kerasdp_program CONFIG STEPS`, with a `Config` as JSON.
 
 It is asked for repetitions as `benchmarks/protocol.py` tells. With torch on several devices each rank has a named
 pipe, into which the first process writes what it reads: so no rank waits for the others in a collective, which could

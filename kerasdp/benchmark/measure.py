@@ -1,4 +1,4 @@
-"""Runs contenders in turn, and says how they compare."""
+"""Runs contenders in turn, and compares them."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
 
 
 def ratios(measured: list[Measured]) -> list[dict[str, Any]]:
-    """How the kit compares: with each peer of its framework, and with those of frameworks on which it did not run.
+    """Compares kerasdp with each peer of its framework, and with those of frameworks on which it did not run.
 
     Returns:
         A dictionary a pair on equally many devices: names, `of_medians`, the ratio of the medians of samples a second,
@@ -46,7 +46,7 @@ def ratios(measured: list[Measured]) -> list[dict[str, Any]]:
 
 
 def speedups(measured: list[Measured]) -> dict[str, dict[int, dict[str, float]]]:
-    """By name and number of devices: samples a second over those of the fewest devices, as spread over the rounds."""
+    """Returns, by name and number of devices, the speed relative to the fewest devices, as spread over the rounds."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     for name in {one.name: None for one in measured}:
         ways = [one for one in measured if one.name == name and one.rates and not one.error]
@@ -145,7 +145,7 @@ def compare(
 
 
 def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu: str) -> list[str]:
-    """The lines that people read."""
+    """Returns the table that is printed."""
     model = config.model if config.model in SHAPES else f"{config.model} on {config.dataset}"
     norm = f" | batch norm {config.batch_norm}" if any(one.num_devices > 1 for one in measured) else ""
     lines = [
@@ -171,7 +171,7 @@ def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu
 
 
 def fastest(measured: list[Measured]) -> list[str]:
-    """Of all, and of the kit's backends, for each number of devices."""
+    """Returns the fastest of all, and of kerasdp's backends, for each number of devices."""
     lines = []
     for count in sorted({one.num_devices for one in measured}):
         done = [one for one in measured if one.num_devices == count and one.rates and not one.error]
@@ -206,7 +206,7 @@ def write(workdir: str, config: Config, measured: list[Measured], rounds: int, s
 
 
 def gpu_name() -> str:
-    """The first GPU's name, as its driver says it."""
+    """Returns the first GPU's name, as its driver reports it."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]

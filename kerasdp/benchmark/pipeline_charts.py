@@ -1,4 +1,4 @@
-"""The charts of a study of a pipeline."""
+"""Draws the charts of a study of a pipeline."""
 
 from typing import TYPE_CHECKING
 

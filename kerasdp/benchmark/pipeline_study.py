@@ -1,4 +1,4 @@
-"""One model on one device, cut over several, and pipelined with many sizes of micro-batches: measured side by side."""
+"""Measures a model on one device, cut over several, and pipelined with many sizes of micro-batches."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def measured(runner: "Runner", model: "keras.Model", x: Any = None, y: Any = None) -> dict[str, Any]:
-    """What the last `fit` took, for `study`; a pipeline is then trained on for two steps.
+    """Returns what the last `fit` took, for `study`; a pipeline is then trained for two more steps.
 
     Args as in `stage_work`.
 
@@ -39,7 +39,7 @@ def measured(runner: "Runner", model: "keras.Model", x: Any = None, y: Any = Non
 def stage_work(
     runner: "Runner", model: "keras.Model", x: Any = None, y: Any = None
 ) -> list[tuple[int, str, int, float, float]]:
-    """Which stage worked on which micro-batch when, in a training step that is watched.
+    """Records which stage worked on which micro-batch when, in one training step.
 
     To watch costs time: each piece of work is waited for. The model is trained on.
 

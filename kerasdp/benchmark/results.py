@@ -1,4 +1,4 @@
-"""What a benchmark, and a study of a pipeline, measure of one program."""
+"""Holds what a benchmark, and a study of a pipeline, measure of one program."""
 
 import dataclasses
 import statistics
@@ -36,7 +36,7 @@ class Measured:
 
     @property
     def is_kit(self) -> bool:
-        """Whether it is this package."""
+        """Returns whether it is this package."""
         return self.name.startswith("kerasdp-")
 
     @property
@@ -45,7 +45,7 @@ class Measured:
         return statistics.median(self.rates)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         found = dataclasses.asdict(self)
         if self.rates:
             found |= {"images_per_second": spread(self.rates), "seconds_an_epoch_of_60000": FASHION_MNIST / self.rate}
@@ -65,7 +65,7 @@ class Measured:
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, and lowest and highest."""
+    """Returns the median, the lowest and the highest."""
     values = list(values)
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
@@ -99,12 +99,12 @@ class Measurement:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the repetitions' seconds."""
+        """Returns the standard deviation of the repetitions' seconds."""
         return statistics.stdev(self.seconds)
 
     @property
     def bubble(self) -> float:
-        """The share of the watched step in which stages wait, from 0 to 1."""
+        """Returns the share of the watched step in which stages wait, from 0 to 1."""
         stages = {event[0] for event in self.work}
         span = max(event[4] for event in self.work) - min(event[3] for event in self.work)
         # Pieces of a stage's work may overlap where its device runs several at once: that time is not idle twice.
@@ -118,7 +118,7 @@ class Measurement:
 
     @property
     def ideal_bubble(self) -> float:
-        """What it would be with stages of equal length and free transport (Huang et al. 2019, arXiv:1811.06965)."""
+        """Returns `bubble` for equally long stages and free transport (Huang et al. 2019, arXiv:1811.06965)."""
         stages, micro_batches = (len({event[place] for event in self.work}) for place in (0, 2))
         return (stages - 1) / (micro_batches + stages - 1)
 

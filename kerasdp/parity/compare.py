@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all ways were trained alike."""
+        """Returns whether all trainings agree with the reference."""
         return all(outcome.passed for outcome in self.outcomes)
 
     def table(self) -> str:

@@ -27,7 +27,7 @@ class Tolerance:
     Args:
         start: at the first step: some round-offs, for each backend adds up its sums in another order.
         growth: factor a step: each update carries the difference on, and most make it larger.
-        limit: of a loss, that no number of steps exceeds.
+        limit: of a loss, which no number of steps exceeds.
         kinks: of a gradient: an activation within round-off of zero passes its ReLU here and not there, which
             moves the gradient by its whole share at once.
     """

@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it was trained, and as the reference was."""
+        """Returns whether it was trained, and agrees with the reference."""
         return not self.error and (self.divergence is None or self.round_off is not None)
 
     def __str__(self) -> str:

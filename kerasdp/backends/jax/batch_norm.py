@@ -1,4 +1,4 @@
-"""Batch norm of a whole batch that is split over devices, with one message between them each way."""
+"""Fused batch norm of a batch that is sharded over devices, with one collective forward and one backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 def normalize(
     x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_replicas: int, everywhere: Callable[[Any], Any]
 ) -> tuple[Any, Any, Any]:
-    """As `kerasdp.backends.torch.batch_norm.normalize`.
+    """Normalizes `x`, as `kerasdp.backends.torch.batch_norm.normalize`.
 
-    XLA (jax 0.10.2) makes two messages of the statistics as Keras has them, mean and then variance, and two of their
+    XLA (jax 0.10.2) makes two collectives of Keras' statistics, mean and then variance, and two of their
     gradients; each is a wait for all devices. Derivatives are taken backwards (also of derivatives), not by `jax.jvp`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Batch norm of a whole batch in training, in few passes over the data."""
+"""Fused batch norm for training, over one replica's rows or over the global batch."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from kerasdp.backends.tensorflow.xla import compiled
 def normalize(
     x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_rows: int | None = None, gather: Any = None
 ) -> tuple[Any, Any, Any]:
-    """As `kerasdp.backends.torch.batch_norm.normalize`.
+    """Normalizes `x`, as `kerasdp.backends.torch.batch_norm.normalize`.
 
     Not `tf.nn.fused_batch_norm`: on the CPU (2.21) outputs, mean, variance and gradients of 61 images of 28x28 are
     wrong by 3e-6 to 8e-6; here by 1e-7 to 4e-7. Sums are taken one axis after the other: see `BatchNormalization._sum`.
@@ -26,7 +26,7 @@ def normalize(
                 values = tf.reduce_sum(values, other, keepdims=True)
         return values
 
-    # Gradients go by way of the custom ones alone; gradients of gradients also by way of what those use of these.
+    # Gradients flow through the custom gradient only; gradients of gradients also through the statistics it uses.
     part = wide if num_rows is None else wide[:num_rows]
     count = tf.cast(tf.size(part) / tf.shape(part)[axis], wide.dtype)
     mean = total(_partial_sums(part, axis)) / tf.maximum(count, 1.0)
@@ -49,7 +49,7 @@ def normalize(
             # What is left once the mean of the outputs and their spread are held.
             for_mean, for_spread = tf.unstack(sums / count, 2)
             for_wide = _for_x(upstream, wide, mean, inverse * scale, for_mean, for_spread * tf.square(inverse))
-            if num_rows is not None:  # rows that do not count have no gradient
+            if num_rows is not None:  # padding has no gradient
                 padding = [[0, tf.shape(wide)[0] - num_rows]] + [[0, 0]] * (len(wide.shape) - 1)
                 for_wide = tf.pad(for_wide[:num_rows], padding)
             return for_wide, own[1] * inverse, own[0]
@@ -64,7 +64,7 @@ def normalize(
 
 
 def _partial_sums(x: Any, axis: int) -> Any:
-    """Sums over some axes; of much, by way of a product with ones, the quickest way if channels come last."""
+    """Sums over some axes; large tensors by a product with ones, the fastest way if channels come last."""
     *rows, channels = x.shape
     if axis != len(rows) or len(rows) < 2 or None in x.shape or x.shape.num_elements() < 2**20:
         return x
@@ -76,8 +76,8 @@ def _partial_sums(x: Any, axis: int) -> Any:
     return tf.reshape(sums, (*kept, *[1] * (len(rows) - len(kept)), channels))
 
 
-# Under XLA in one pass each, and in half the time. Only one axis is added up: XLA makes of the sums over several axes
-# a single one, number by number.
+# XLA fuses each of these into one pass, in half the time. Each sums over one axis only: XLA merges sums over several
+# axes into one, which it computes number by number.
 
 
 @compiled

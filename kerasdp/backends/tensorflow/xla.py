@@ -1,4 +1,4 @@
-"""Functions of many small operations as one."""
+"""Compiles functions of many small operations with XLA."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,5 +7,5 @@ import tensorflow as tf
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under XLA, also where the step around it is not: there each operation would cost 5 microseconds."""
+    """Compiles a function with XLA, even if the step around it is not: there each operation costs 5 microseconds."""
     return tf.function(function, jit_compile=True, autograph=False)

@@ -1,4 +1,4 @@
-"""What Keras (3.15) does around convolutions on torch, taken out of a captured step; the numbers stay the same."""
+"""Rewrites a captured step: removes what Keras (3.15) adds around convolutions. The results stay the same."""
 
 import operator
 
@@ -19,7 +19,7 @@ _FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
 
 
 def refuse_exchanges(graph: Graph) -> None:
-    """Raises if a variable is given what another held: Inductor (2.13) may read that behind its own change."""
+    """Raises if a variable is given what another held: Inductor (2.13) may read that after it was changed."""
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         source = node.args[1]
         while source.target in (_aten.clone.default, _aten.detach.default, _aten.alias.default):
@@ -29,7 +29,7 @@ def refuse_exchanges(graph: Graph) -> None:
 
 
 def remove_layout_round_trips(graph: Graph) -> None:
-    """Drops copies into NCHW that are turned back at once: there is one ahead of each convolution."""
+    """Removes copies to NCHW that are undone at once: Keras makes one before each convolution."""
     for node in graph.nodes:
         is_copy = node.target is _aten.clone.default
         into_nchw = is_copy and node.kwargs.get("memory_format") == torch.contiguous_format
@@ -39,7 +39,7 @@ def remove_layout_round_trips(graph: Graph) -> None:
 
 
 def fold_padding(graph: Graph) -> None:
-    """Lets convolutions pad by themselves what a `ZeroPadding2D` pads for them: a copy less, and one less backwards."""
+    """Folds a `ZeroPadding2D` into the convolutions after it: one copy less forward, and one less backward."""
     for pad in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
         steps = _padded_for_convolutions(pad)
         if steps is None:
@@ -59,10 +59,10 @@ def fold_padding(graph: Graph) -> None:
 
 
 def keep_channels_last(graph: Graph) -> None:
-    """Turns the outputs of convolutions of images with one channel to where Keras has channels, last.
+    """Stores the outputs of convolutions of one-channel images with channels last, as Keras has them.
 
-    The layout of such images can be read both ways, and Inductor (2.13) takes it for NCHW. A pass over such activations
-    and their gradients, which come with channels last, takes ten times as long where nothing else is fused into it.
+    The layout of such images is ambiguous, and Inductor (2.13) takes it for NCHW. A pass over such activations together
+    with their gradients, which have channels last, takes ten times as long where nothing else is fused into it.
     """
     for convolution in graph.find_nodes(op="call_function", target=_aten.convolution.default):
         image, output = convolution.args[0].meta["val"], convolution.meta["val"]
@@ -75,7 +75,7 @@ def keep_channels_last(graph: Graph) -> None:
 
 
 def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
-    """The turn to NCHW and the copy that follow, if images are padded with zeros, evenly, for convolutions alone."""
+    """Finds the permutation to NCHW and the copy after a padding that only convolutions use, with zeros, evenly."""
     widths, value = pad.args[1], pad.args[2] if len(pad.args) > 2 else 0.0
     if value != 0 or len(widths) != 6 or widths[:2] != [0, 0] or widths[2] != widths[3] or widths[4] != widths[5]:
         return None
@@ -103,7 +103,7 @@ def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
 
 
 def _crops(backward: Node) -> list[Node] | None:
-    """The nodes that cut the padding off the gradient of its input; None if that gradient is used otherwise."""
+    """Finds the nodes that crop the padding from the input's gradient; None if that gradient is used otherwise."""
     crops = []
     for part in backward.users:
         if part.target is operator.getitem and part.args[1] == 0:

@@ -1,7 +1,7 @@
-"""Small messages between the processes of one host, at once.
+"""Exchanges small messages between the processes of one host through sockets.
 
 Gloo (torch 2.13) hands each message to a thread of its own. Where processes share cores that thread waits for its turn:
-beside a computation, a gathering of 144 bytes costs 1.1 ms among two processes on two cores and 4 ms among four; by
+beside a computation, gathering 144 bytes costs 1.1 ms among two processes on two cores and 4 ms among four; with
 sockets that the computing thread itself reads, 0.04 and 0.6 ms.
 """
 
@@ -19,11 +19,11 @@ _MOST_BYTES = 2**16
 
 
 class _Sockets:
-    """A connection to each other process of the run. Made by all of them together."""
+    """Holds a connection to each other process of the run. Made by all of them together."""
 
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else None]  # nobody else's to enter
+        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else None]  # readable by this user only
         dist.broadcast_object_list(folders)
         paths = [os.path.join(folders[0], str(rank)) for rank in range(self.size)]
         self.others: dict[int, socket.socket] = {}
@@ -46,7 +46,7 @@ class _Sockets:
             shutil.rmtree(folders[0])
 
     def gather(self, own: np.ndarray) -> np.ndarray:
-        """The bytes of all, in rows. `own`: as many on each rank."""
+        """Returns the bytes of all ranks, in rows. `own`: equally many on each rank."""
         gathered = np.empty((self.size, own.size), np.uint8)
         gathered[self.rank] = own
         for connection in self.others.values():
@@ -72,7 +72,7 @@ def connect() -> None:
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether `gather` may be called: the same on all ranks."""
+    """Returns whether `gather` may be called: the same on all ranks."""
     return _sockets is not None and tensor.device.type == "cpu" and 0 < tensor.nbytes <= _MOST_BYTES
 
 
