@@ -1,4 +1,4 @@
-"""Starts the workers of a run. The one place that maps a backend's name to its runner."""
+"""Starts the workers of a run. The one place that maps the names of a backend and a strategy to their code."""
 
 import contextlib
 import dataclasses
@@ -15,15 +15,8 @@ from kerasdp.runtime.devices import Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.supervisor import supervise
 
-STRATEGIES = {
-    ("torch", "data"): "kerasdp.backends.torch.data_parallel:DataParallel",
-    ("jax", "data"): "kerasdp.backends.jax.data_parallel:DataParallel",
-    ("tensorflow", "data"): "kerasdp.backends.tensorflow.data_parallel:DataParallel",
-    ("torch", "pipeline"): "kerasdp.backends.torch.pipeline_parallel:PipelineParallel",
-    ("jax", "pipeline"): "kerasdp.backends.jax.pipeline_parallel:PipelineParallel",
-    ("tensorflow", "pipeline"): "kerasdp.backends.tensorflow.pipeline_parallel:PipelineParallel",
-    ("jax", "tensor"): "kerasdp.backends.jax.tensor_parallel:TensorParallel",
-}
+# The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
+STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
 
 
 def launch(train: Callable[..., Any], settings: Config | None = None, **changes: Any) -> Any:
@@ -49,8 +42,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
-    has_files = settings.workdir is not None
-    with config.prepared_workdir(settings.workdir, settings.resume) if has_files else contextlib.nullcontext():
+    with config.prepared_workdir(settings.workdir, settings.resume):
         set_backend(name)  # by way of the environment, so that worker processes have it, too
         if settings.max_restarts or settings.hang_timeout:
             return supervise(_start, settings, train)
@@ -86,12 +78,12 @@ def _native_stderr_suppressed() -> Iterator[None]:
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """What each worker does."""
     with signals.noticed():
-        module, _, name = STRATEGIES[settings.backend, settings.engine].partition(":")
-        strategy = getattr(importlib.import_module(module), name)(devices, settings)
+        module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
+        strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.
         from kerasdp.training.runner import Runner
 
-        heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout else None
+        heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout and folder else None
         result = train(Runner(settings, devices, strategy, heartbeat))
     in_own_process = folder is not None or strategy.processes.num_processes > 1
     if in_own_process and hasattr(result, "set_model"):

@@ -2,8 +2,9 @@
 
     python recipes/custom_model.py
 
-Expected: validation accuracy of about 0.95 after a few epochs of 23 steps, in seconds, on two devices
-(virtual CPU devices where there is no GPU). Change `num_devices` or `backend`: the losses stay the same.
+Expected: validation accuracy of 0.936 in the sixth epoch of 23 steps, the last one, and of 0.984 over all images, in
+seconds, on two devices (virtual CPU devices where there is no GPU). Change `num_devices` or `backend`: they stay the
+same.
 """
 
 import kerasdp
@@ -22,7 +23,8 @@ def train(runner: "kerasdp.Runner") -> dict[str, float]:
             [
                 keras.Input((8, 8, 1)),
                 keras.layers.Conv2D(32, 3, activation="relu"),
-                keras.layers.BatchNormalization(),  # over the global batch, on every backend
+                # Over the global batch, on every backend. Few steps: its moving averages have to follow quickly.
+                keras.layers.BatchNormalization(momentum=0.9),
                 keras.layers.Flatten(),
                 keras.layers.Dense(10, activation="softmax"),
             ]

@@ -11,9 +11,10 @@ from typing import Any
 from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
 from kerasdp.benchmark.results import Measured, spread
 from kerasdp.config import Config
+from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError
 from kerasdp.reporting import report
-from kerasdp.runtime.devices import BACKENDS, is_installed
+from kerasdp.runtime.devices import is_installed
 
 # Operations a second at best, by a part of the GPU's name: float32 without TF32, bfloat16 dense (NVIDIA's data sheets).
 PEAKS = {

@@ -216,9 +216,9 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
         | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
     sizes = _numbers("split_sizes")
-    if FLAGS["repetitions"].value < 2:
+    if _value("repetitions") < 2:
         raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
-    return _config(strategy="pipeline"), sizes, FLAGS["repetitions"].value
+    return _config(strategy="pipeline"), sizes, _value("repetitions")
 
 
 def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
@@ -235,8 +235,8 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
         | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
     )
     for flag in ("rounds", "steps_per_round"):
-        if FLAGS[flag].value < 1:
-            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {FLAGS[flag].value}")
+        if _value(flag) < 1:
+            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {_value(flag)}")
     counts = _numbers("device_counts") if FLAGS["device_counts"].present else [1]
     # Which all contenders can train; and what the frameworks do by themselves.
     defaults = {"model": "convnet", "batch_norm": "replica"}
@@ -245,9 +245,9 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
         raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
     for count in counts:
         dataclasses.replace(config, num_devices=count)  # raises if there is no such number
-    peers = FLAGS["peers"].value
+    peers = _value("peers")
     names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
-    return config, _backends(), counts, names, FLAGS["rounds"].value, FLAGS["steps_per_round"].value
+    return config, _backends(), counts, names, _value("rounds"), _value("steps_per_round")
 
 
 def _of_recipes(*groups: str) -> dict[str, str]:
@@ -257,15 +257,15 @@ def _of_recipes(*groups: str) -> dict[str, str]:
 
 
 def _backends() -> list[str] | None:
-    names = FLAGS["backends"].value
+    names = _value("backends")
     return None if names is None else [choose_backend(name.strip()) for name in names.split(",")]
 
 
 def _numbers(flag: str) -> list[int]:
     try:
-        numbers = [int(number) for number in FLAGS[flag].value.split(",")]
+        numbers = [int(number) for number in _value(flag).split(",")]
     except ValueError as error:
-        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {FLAGS[flag].value!r}") from error
+        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {_value(flag)!r}") from error
     if min(numbers) < 1:
         raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
     return numbers
@@ -280,7 +280,7 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
         rest = FLAGS(arguments, known_only=False)
     except flags.Error as error:
         raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
-    if FLAGS["help"].value:
+    if _value("help"):
         print(help_text(arguments[0]))
         raise SystemExit(0)
     if len(rest) > 1:
@@ -290,9 +290,13 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
             raise UserError(f"--{name} has no effect here: {instead}")
 
 
+def _value(flag: str) -> Any:
+    return FLAGS[flag].value
+
+
 def _config(**choices: Any) -> Config:
     of_recipes = (_COMPARISON, _STUDY, _BENCHMARK)
-    values = {name: FLAGS[name].value for group, names in GROUPS.items() for name in names if group not in of_recipes}
+    values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
     values["num_devices"] = values.pop("gpus")
     values["num_stages"] = values.pop("stages")
     if values["workdir"] is None and not values["resume"]:

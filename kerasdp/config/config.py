@@ -235,16 +235,19 @@ class Config:
 
 
 @contextlib.contextmanager
-def prepared_workdir(workdir: str, resume: bool = False) -> Iterator[None]:
+def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None]:
     """Makes the workdir for what runs within the `with` block, and removes it if that leaves nothing in it.
 
     Args:
-        workdir: its path; the folders above it are made as well, and removed with it.
+        workdir: its path; the folders above it are made as well, and removed with it. None: there is none.
         resume: whether the run may find checkpoints there.
 
     Raises:
         UserError: if nothing can be written there, or if the checkpoints of another run would be lost.
     """
+    if workdir is None:
+        yield
+        return
     if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
         raise UserError(
             f"--workdir: {workdir!r} holds the checkpoints of an earlier run; go on with it (--resume), or choose "

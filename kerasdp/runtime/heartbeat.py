@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import types
 
 # Process; place (twice the step, plus 1 after it); when it came there; last sign of life.
 _RECORD = struct.Struct("qqdd")
@@ -24,7 +25,8 @@ class Heartbeat:
             file.write(_RECORD.pack(os.getpid(), -1, time.monotonic(), time.monotonic()))
         with open(self._path, "r+b") as file:
             self._record = mmap.mmap(file.fileno(), _RECORD.size)
-        self._place, self._since, self._main_thread = -1, time.monotonic(), threading.main_thread().ident
+        self._place, self._since = -1, time.monotonic()
+        self._main_thread = threading.main_thread().ident or 0  # None before a thread begins
         threading.Thread(target=self._live, daemon=True, name="heartbeat").start()
 
     def beat(self, step: int, is_behind: bool) -> None:
@@ -46,8 +48,8 @@ class Heartbeat:
             self._write()
             # Where it is, in case it is asked for; only worth the work where nothing moves.
             if self._place >= 0 and time.monotonic() - self._since > 2 * _SECONDS_BETWEEN_SIGNS:
-                with contextlib.suppress(OSError, KeyError), open(f"{self._path}.where", "w") as file:
-                    file.write(_innermost_frame(sys._current_frames()[self._main_thread]))
+                with contextlib.suppress(OSError), open(f"{self._path}.where", "w") as file:
+                    file.write(_innermost_frame(sys._current_frames().get(self._main_thread)))
             time.sleep(_SECONDS_BETWEEN_SIGNS)
 
 
@@ -89,9 +91,9 @@ def _where(folder: str, rank: int) -> str:
     return ""
 
 
-def _innermost_frame(frame: object) -> str:
+def _innermost_frame(frame: types.FrameType | None) -> str:
     """Returns the innermost line that is not the standard library's: where a user would look."""
-    frames = traceback.extract_stack(frame)
+    frames = traceback.extract_stack(frame) if frame is not None else []
     standard = sysconfig.get_path("stdlib")
     packages = sysconfig.get_path("purelib")
     for entry in reversed(frames):

@@ -42,8 +42,9 @@ def call_in_new_process(
             process.join(timeout=30)  # ends by itself
     except EOFError:
         process.join()
-        signals.leave_as(process.exitcode)
-        raise WorkerError(f"{name} {how_it_ended(process.exitcode)}") from None
+        exit_code = process.exitcode or 0  # None before it ends
+        signals.leave_as(exit_code)
+        raise WorkerError(f"{name} {how_it_ended(exit_code)}") from None
     finally:
         if process.pid is not None and process.is_alive():
             process.terminate()

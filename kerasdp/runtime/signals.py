@@ -25,7 +25,7 @@ _is_awaited = False
 def noticed() -> Iterator[None]:
     """Around what a worker does: notes the signals. In another thread than the main one it can do nothing."""
     _noted.clear()
-    handlers = dict.fromkeys(_SIGNALS, _note)
+    handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handlers[signal.SIGINT] = _interrupt
     with _handlers(handlers):
@@ -114,7 +114,7 @@ def _raise(number: int) -> None:
 
 
 @contextlib.contextmanager
-def _handlers(handlers: dict[int, Callable[[int, Any], None]]) -> Iterator[None]:
+def _handlers(handlers: dict[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -44,9 +44,9 @@ def _watch(work: Callable[..., Any], settings: Config, train: Callable[..., Any]
     found: list[str] = []
     is_over = threading.Event()
 
-    def look_for_hanging(process: Any, folder: str) -> None:
+    def look_for_hanging(process: Any, folder: str, timeout: float) -> None:
         while not is_over.wait(0.5):
-            hanging = find_hanging(folder, settings.hang_timeout)
+            hanging = find_hanging(folder, timeout)
             if hanging is None:
                 continue
             found.append(hanging[0])
@@ -64,7 +64,8 @@ def _watch(work: Callable[..., Any], settings: Config, train: Callable[..., Any]
 
         def start_to_look(process: Any) -> None:
             if settings.hang_timeout is not None:
-                threading.Thread(target=look_for_hanging, args=(process, folder), daemon=True).start()
+                arguments = (process, folder, settings.hang_timeout)
+                threading.Thread(target=look_for_hanging, args=arguments, daemon=True).start()
 
         try:
             return call_in_new_process(work, settings, train, folder, name="the worker", on_start=start_to_look)
