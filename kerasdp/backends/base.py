@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kerasdp.data.feed import Batch, Feed
     from kerasdp.pipeline.plan import Plan
+    from kerasdp.runtime.run_state import RunState
 
 T = TypeVar("T")
 # A torch, JAX or TensorFlow tensor.
@@ -133,7 +134,7 @@ class Strategy(Protocol):
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:
         """Returns the context around Keras' `fit`, `evaluate` and `predict`."""
 
-    def step_functions(self, model: "keras.Model", hooks: Any) -> StepFunctions:
+    def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
         """Returns the step functions that train, test and predict with a built model on all devices."""
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import enum
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +10,7 @@ import keras
 from keras import ops
 
 from kerasdp.portability import replica_context
-
-
-class Detail(enum.IntEnum):
-    """How much a step tells: nothing; a few numbers; every layer's output and every weight's gradient, too."""
-
-    NOTHING = 0
-    SUMMARY = 1
-    EVERYTHING = 2
+from kerasdp.runtime.run_state import Detail
 
 
 class Observer:

@@ -1,6 +1,5 @@
 """What the step functions of all backends share."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,41 +7,7 @@ from typing import Any
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.errors import UserError
-
-
-@dataclasses.dataclass(kw_only=True)
-class Hooks:
-    """What the step functions tell of training steps, and to whom. Asked anew in each step.
-
-    Args:
-        on_step: called behind each step with the loss of its global batch and its learning rate, scalar tensors (None
-            if they are not told), and the number of its rows.
-        observer: is told more of each step, if there is one.
-        batch_size: rows of a full batch of this run.
-        num_steps: that the run trains from its first to its last, if that is known.
-        steps_left: how many more the run may train, or None if nothing but the data ends it.
-        skipped_logs: what Keras is told of a batch that a resumed run passes over (`kerasdp.data.feed`).
-    """
-
-    on_step: Callable[[Any, Any, int], None] = lambda loss, learning_rate, num_rows: None
-    observer: Any = None
-    batch_size: int | None = None
-    num_steps: int | None = None
-    steps_left: Callable[[], int | None] = lambda: None
-    skipped_logs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def detail(self) -> Any:
-        """How much the observer wants to see of the next step."""
-        from kerasdp.backends.observer import Detail
-
-        return Detail.NOTHING if self.observer is None else self.observer.detail
-
-    def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
-        """Tells of a step: its loss, the places of its rows in the data set, what `observed` gave, its rate."""
-        if self.observer is not None:
-            self.observer.on_step(loss, indices, seen)
-        self.on_step(loss, learning_rate, indices.shape[0])
+from kerasdp.runtime.run_state import RunState
 
 
 class WholeModel:
@@ -86,10 +51,10 @@ def require_device_batch(batch: Any) -> DeviceBatch:
     return batch
 
 
-def next_batches(iterator: Iterator[Any], model: Any, hooks: Hooks | None = None) -> list[DeviceBatch]:
+def next_batches(iterator: Iterator[Any], model: Any, run_state: RunState | None = None) -> list[DeviceBatch]:
     """The batches for one call of a step function: as many as the model's `steps_per_execution`, if there are.
 
-    With `hooks`, for training: without those that a resumed run passes over, and none behind the run's last step.
+    With `run_state`, for training: without those before the resume point, and none after the run's last step.
 
     Raises:
         StopIteration: if there are none left.
@@ -97,7 +62,7 @@ def next_batches(iterator: Iterator[Any], model: Any, hooks: Hooks | None = None
     """
     taken = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
     batches = [require_device_batch(batch) for batch in taken if batch is not SKIPPED]
-    return batches if hooks is None else batches[: hooks.steps_left()]
+    return batches if run_state is None else batches[: run_state.steps_left()]
 
 
 class DeviceScalar:

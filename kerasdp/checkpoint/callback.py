@@ -89,7 +89,7 @@ class Checkpointer(keras.callbacks.Callback):
         if self._resumed and self._resumed.state["batch"]:
             training_state.restore(self.model, self._resumed.arrays, ("metrics",))
             # All that Keras asks of the batches that are passed over; those of a whole epoch need nothing more.
-            self.runner.hooks.skipped_logs = self.model.get_metrics_result()
+            self.runner.state.set_skipped_logs(self.model.get_metrics_result())
         self._resumed = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

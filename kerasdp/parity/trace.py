@@ -151,7 +151,8 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
         raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
     initial: dict[str, np.ndarray] = {}
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(_values(model.variables)))
-    runner.hooks.observer = observer = Observer(detailed_step)
+    observer = Observer(detailed_step)
+    runner.state.observe(observer)
     history = runner.fit(
         model,
         x,

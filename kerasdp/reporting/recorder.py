@@ -11,6 +11,7 @@ import keras
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting import report, run_files
 from kerasdp.runtime import signals
+from kerasdp.runtime.run_state import Position
 
 
 class Recorder(keras.callbacks.Callback):
@@ -74,18 +75,20 @@ class Recorder(keras.callbacks.Callback):
         state = resumed.state if resumed else {"stopped": False, "epoch": 0, "batch": 0}
         # Whether the run that was resumed had come to its end, of itself or because a callback stopped it.
         self.was_over = not state["batch"] and (state["stopped"] or state["epoch"] >= epochs or self.is_at_last_step)
-        runner.hooks.on_step = self._on_step
-        runner.hooks.steps_left = self._steps_left
+        if resumed:
+            runner.state.resume(
+                self.step,
+                Position(state["epoch"], state["batch"]),
+                was_stopped=state["stopped"],
+                **{name: self._kept[name] for name in ("epoch_seconds", "epoch_rates", "images", "seconds")},
+            )
+        runner.state.add_listener(self._on_step)
 
     @property
     def is_at_last_step(self) -> bool:
         """Whether `max_steps` are done."""
         last = self.runner.config.max_steps
         return last is not None and self.step >= last
-
-    def _steps_left(self) -> int | None:
-        last = self.runner.config.max_steps
-        return None if last is None else max(last - self.step, 0)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: enough for the files of the run to go on without a gap."""
@@ -158,8 +161,6 @@ class Recorder(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the report and says how it went."""
         runner = self.runner
-        runner.hooks.on_step = lambda loss, learning_rate, num_rows: None
-        runner.hooks.steps_left = lambda: None
         if not runner.is_chief or not self.epoch_seconds:
             return
         result = report.result(
@@ -177,6 +178,7 @@ class Recorder(keras.callbacks.Callback):
 
     def close(self) -> None:
         """Closes the files, also of a run that failed."""
+        self.runner.state.remove_listener(self._on_step)
         if self.files:
             self.files.close()
 

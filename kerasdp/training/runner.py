@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import Strategy
-from kerasdp.backends.steps import Hooks
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.sampling import Order
@@ -22,6 +21,7 @@ from kerasdp.portability import initial_weights
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
 
 # Bytes of inputs that stay on each GPU without being asked to.
@@ -37,7 +37,7 @@ class Runner:
         config: the choices of the run.
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
-        hooks: who is told of each training step.
+        state: where the training is.
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
         epoch_seconds: of the last `fit`, the training part of each epoch.
@@ -46,7 +46,7 @@ class Runner:
     def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Any = None):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._places: Iterator[int] = itertools.count()
-        self.hooks = Hooks()
+        self.state = RunState()
         self.num_fits = 0
         self.epoch_seconds: list[float] = []
         set_seed(config.seed)
@@ -126,9 +126,9 @@ class Runner:
                 self._reader(*parts, size, steps=validation_steps, fitting=True), self.strategy.shard_batch
             )
             validation_data = self._adapter(validation, size)
-        self.hooks.batch_size = num_rows
-        steps = feed.num_batches and feed.num_batches * epochs
-        self.hooks.num_steps = min(filter(None, [steps, self.config.max_steps]), default=None)
+        self.state.begin_fit(
+            batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
+        )
         self.strategy.tune(model, reader.first, self._say)
         run_callbacks = RunCallbacks(
             self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
@@ -336,10 +336,10 @@ class Runner:
         engine = self.strategy.engine_of(model)
         optimizer = getattr(model, "optimizer", None)
         is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        made_for = (optimizer, is_built, *made_by_compile(model), engine, self.hooks)
+        made_for = (optimizer, is_built, *made_by_compile(model), engine, self.state)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
-            known = made_for, self.strategy.step_functions(model, self.hooks)
+            known = made_for, self.strategy.step_functions(model, self.state)
             object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:

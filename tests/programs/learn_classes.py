@@ -56,13 +56,13 @@ class StepLosses(keras.callbacks.Callback):
         self.runner, self.values = runner, []
 
     def on_train_begin(self, logs=None):
-        record = self.runner.hooks.on_step
+        self.runner.state.add_listener(self.listen)
 
-        def both(loss, learning_rate, num_rows):
-            self.values.append(float(loss))
-            record(loss, learning_rate, num_rows)
+    def on_train_end(self, logs=None):
+        self.runner.state.remove_listener(self.listen)
 
-        self.runner.hooks.on_step = both
+    def listen(self, loss, learning_rate, num_rows):
+        self.values.append(float(loss))
 
 
 class OddRank(keras.callbacks.Callback):

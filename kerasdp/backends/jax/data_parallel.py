@@ -4,7 +4,7 @@ import contextlib
 import functools
 import resource
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
 from kerasdp.backends.steps import (
     DeviceScalar,
-    Hooks,
     WholeModel,
     all_variables,
     learning_rate,
@@ -25,9 +24,7 @@ from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices, cache_folder
-
-if TYPE_CHECKING:
-    from kerasdp.backends.observer import Detail
+from kerasdp.runtime.run_state import Detail, RunState
 
 
 class DataParallel(WholeModel):
@@ -106,7 +103,7 @@ class DataParallel(WholeModel):
         finally:
             keras.distribution.set_distribution(distribution)
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Jitted train, test and predict functions for Keras' `fit`.
 
         Each is one program for the whole global batch, which XLA splits over the devices. The padding that makes
@@ -114,8 +111,6 @@ class DataParallel(WholeModel):
         (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
         """
         import keras
-
-        from kerasdp.backends.observer import Detail
 
         own_train_step = type(model).train_step is not keras.Model.train_step
         context = self._context() if self.num_replicas > 1 else None
@@ -158,17 +153,17 @@ class DataParallel(WholeModel):
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            batches, logs = next_batches(iterator, model, hooks), hooks.skipped_logs
+            batches, logs = next_batches(iterator, model, run_state), run_state.skipped_logs
             is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
-            if len(batches) > 1 and hooks.observer is None and is_even:
+            if len(batches) > 1 and run_state.observer is None and is_even:
                 (losses, rates, logs), state = jitted_train_steps(state, batches)
                 each = (DeviceScalar.each(values, len(batches)) for values in (losses, rates))
                 for batch, loss, rate in zip(batches, *each):
-                    hooks.after_step(loss, batch.indices, {}, rate)
+                    run_state.after_step(loss, batch.indices, {}, rate)
                 return logs, state
             for batch in batches:
-                (loss, rate, logs, seen), state = jitted_train_step[hooks.detail](state, batch)
-                hooks.after_step(loss, batch.indices, seen, rate)
+                (loss, rate, logs, seen), state = jitted_train_step[run_state.detail](state, batch)
+                run_state.after_step(loss, batch.indices, seen, rate)
             return logs, state
 
         def test_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
@@ -252,7 +247,7 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
 
 
-def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: "Detail") -> tuple[Any, Any]:
+def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail) -> tuple[Any, Any]:
     """Keras' own training step, which also gives this batch's loss (Keras' logs hold the epoch's mean) and rate."""
     import keras
 

@@ -9,11 +9,12 @@ import jax
 from kerasdp.backends.base import DeviceBatch, StepFunctions
 from kerasdp.backends.jax import data_parallel
 from kerasdp.backends.jax.pipeline_engine import Pipeline
-from kerasdp.backends.steps import Hooks, require_device_batch
+from kerasdp.backends.steps import require_device_batch
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.run_state import RunState
 
 
 class PipelineParallel(CutModel, data_parallel.DataParallel):
@@ -45,16 +46,16 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         self.engine_of(model).move_to_stage_devices()
         yield
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.engine_of(model)
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             if (batch := next(iterator)) is SKIPPED:
-                return hooks.skipped_logs, state
+                return run_state.skipped_logs, state
             data = require_device_batch(batch)
             loss, logs, state = pipeline.train_step(state, data)
-            hooks.after_step(loss, data.indices, {})
+            run_state.after_step(loss, data.indices, {})
             return logs, state
 
         return StepFunctions(

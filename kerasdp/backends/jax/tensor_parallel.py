@@ -9,10 +9,11 @@ from typing import Any
 
 from kerasdp.backends.base import StepFunctions
 from kerasdp.backends.jax import data_parallel
-from kerasdp.backends.steps import Hooks, all_variables
+from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.run_state import RunState
 
 # How Keras' layers name the variables whose last axis counts what a layer gives, or what its kernel makes of that:
 # kernel, recurrent_kernel, pointwise_kernel, ...
@@ -54,7 +55,7 @@ class TensorParallel(data_parallel.DataParallel):
             f"{held:,} of {sum(value.nbytes for value in values):,} bytes of weights, optimizer and metrics"
         )
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Jitted train, test and predict functions for Keras' `fit`, split by XLA as the variables are.
 
         Raises:
@@ -65,7 +66,7 @@ class TensorParallel(data_parallel.DataParallel):
                 f"--strategy=tensor: expected kernels whose last axes divide by the {self.num_devices} devices; "
                 f"{model.name} has none, so each device would do all of the work: use fewer --gpus, or --strategy=data"
             )
-        return super().step_functions(model, hooks)
+        return super().step_functions(model, run_state)
 
 
 def _cut_weights(model: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
-from kerasdp.backends.steps import DeviceScalar, Hooks, WholeModel, all_variables, next_batches, require_device_batch
+from kerasdp.backends.steps import DeviceScalar, WholeModel, all_variables, next_batches, require_device_batch
 from kerasdp.backends.tensorflow import collectives
 from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.config import Config
@@ -17,6 +17,7 @@ from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.run_state import Detail, RunState
 
 
 def set_cast(config: Config) -> None:
@@ -119,9 +120,8 @@ class DataParallel(WholeModel):
             moving=[],
         )
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that run on all replicas."""
-        from kerasdp.backends.observer import Detail
         from kerasdp.backends.tensorflow.train_step import ReplicaSteps
 
         steps = ReplicaSteps(self, model)
@@ -135,17 +135,17 @@ class DataParallel(WholeModel):
         run_train_steps = self._function(model, self._several(train_step[Detail.NOTHING]))
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            batches, logs = next_batches(iterator, model, hooks), hooks.skipped_logs
+            batches, logs = next_batches(iterator, model, run_state), run_state.skipped_logs
             is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
-            if len(batches) > 1 and hooks.observer is None and is_even:
+            if len(batches) > 1 and run_state.observer is None and is_even:
                 losses, rates, logs = run_train_steps(*batches)
                 each = (DeviceScalar.each(values, len(batches)) for values in (losses, rates))
                 for batch, loss, rate in zip(batches, *each):
-                    hooks.after_step(loss, batch.indices, {}, rate)
+                    run_state.after_step(loss, batch.indices, {}, rate)
                 return logs
             for batch in batches:
-                loss, rate, logs, seen = run_train_step[hooks.detail](batch)
-                hooks.after_step(loss, batch.indices, seen, rate)
+                loss, rate, logs, seen = run_train_step[run_state.detail](batch)
+                run_state.after_step(loss, batch.indices, seen, rate)
             return logs
 
         def test_function(iterator: Iterator[Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
-from kerasdp.backends.steps import Hooks, require_device_batch
+from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.tensorflow import data_parallel
 from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
@@ -16,6 +16,7 @@ from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.run_state import RunState
 
 
 class PipelineParallel(CutModel, data_parallel.DataParallel):
@@ -54,7 +55,7 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         kind = Accumulation if self.config.accumulate > 1 else Pipeline
         return kind(model, self.config, self.names, self.processes)
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.engine_of(model)
         train_step, watched_step, test_step, predict_step = (
@@ -64,10 +65,10 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
 
         def train_function(iterator: Iterator[Any]) -> Any:
             if (batch := next(iterator)) is SKIPPED:
-                return hooks.skipped_logs
+                return run_state.skipped_logs
             data = require_device_batch(batch)
             loss, logs = (train_step if pipeline.timeline is None else watched_step)(*data)
-            hooks.after_step(loss, data.indices, {})
+            run_state.after_step(loss, data.indices, {})
             return logs
 
         return StepFunctions(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
-from kerasdp.backends.steps import Hooks, WholeModel, all_variables, learning_rate, own_steps, require_device_batch
+from kerasdp.backends.steps import WholeModel, all_variables, learning_rate, own_steps, require_device_batch
 from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
 from kerasdp.backends.torch.processes import ProcessGroup
@@ -22,6 +22,7 @@ from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import SKIPPED, replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices, cache_folder
+from kerasdp.runtime.run_state import RunState
 
 # Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
 _WORTH_COMPILING = 1000
@@ -116,12 +117,12 @@ class DataParallel(WholeModel):
         """Around Keras' `fit`, `evaluate` and `predict`."""
         yield
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all replicas.
 
         Args:
             model: a built Keras model.
-            hooks: who is told of each training step.
+            run_state: is told of each training step.
         """
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
         from kerasdp.backends.torch.compiled_step import CompiledSteps
@@ -134,18 +135,18 @@ class DataParallel(WholeModel):
         def train_function(data: Any) -> dict[str, Any]:
             nonlocal parallel, parallel_for, compiled
             if data[0] is SKIPPED:
-                return hooks.skipped_logs
+                return run_state.skipped_logs
             batch = require_device_batch(data[0])
             if "train_step" in own:
                 logs = model.train_step(tuple(batch[:3]))
-                hooks.after_step(logs.get("loss"), batch.indices, {})
+                run_state.after_step(logs.get("loss"), batch.indices, {})
                 return logs
-            detail = hooks.detail
-            if self._compiles(model, hooks, len(batch.indices)):
+            detail = run_state.detail
+            if self._compiles(model, run_state, len(batch.indices)):
                 compiled = compiled or CompiledSteps(self, model, whole)
                 if (done := compiled(batch, detail)) is not None:
                     loss, rate, logs, seen = done
-                    hooks.after_step(loss, batch.indices, seen, rate)
+                    run_state.after_step(loss, batch.indices, seen, rate)
                     return logs
             variables = model.trainable_weights[:]
             # Not before: a model that is only evaluated may have nothing to train, which torch refuses. And anew when a
@@ -167,7 +168,7 @@ class DataParallel(WholeModel):
                 rate = learning_rate(model.optimizer)
                 model.optimizer.apply(gradients, variables)
                 logs = whole.metrics(batch, outputs, loss)
-            hooks.after_step(loss, batch.indices, seen, rate)
+            run_state.after_step(loss, batch.indices, seen, rate)
             return logs
 
         @torch.no_grad()
@@ -192,14 +193,14 @@ class DataParallel(WholeModel):
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
-    def _compiles(self, model: Any, hooks: Hooks, num_rows: int) -> bool:
+    def _compiles(self, model: Any, run_state: RunState, num_rows: int) -> bool:
         """Whether a batch of so many rows is trained on by a compiled step: the smaller one that ends an epoch is not.
 
         A run that is resumed must answer as the one that was stopped, or they would differ in round-off.
         """
-        if model.run_eagerly or self.config.compile == "off" or num_rows != hooks.batch_size:
+        if model.run_eagerly or self.config.compile == "off" or num_rows != run_state.batch_size:
             return False
-        return self.config.compile == "on" or hooks.num_steps is None or hooks.num_steps >= _WORTH_COMPILING
+        return self.config.compile == "on" or run_state.num_steps is None or run_state.num_steps >= _WORTH_COMPILING
 
     def _parallel(self, model: Any, batch: DeviceBatch) -> Any:
         """The model in DistributedDataParallel, exactly once whatever the version of Keras.

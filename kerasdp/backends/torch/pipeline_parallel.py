@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions
-from kerasdp.backends.steps import Hooks, require_device_batch
+from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.torch import data_parallel
 from kerasdp.backends.torch.pipeline_engine import Pipeline
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.run_state import RunState
 
 
 class PipelineParallel(CutModel, data_parallel.DataParallel):
@@ -56,16 +57,16 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         """An engine for a model."""
         return Pipeline(model, self)
 
-    def step_functions(self, model: Any, hooks: Hooks) -> StepFunctions:
+    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.engine_of(model)
 
         def train_function(data: Any) -> dict[str, Any]:
             if data[0] is SKIPPED:
-                return hooks.skipped_logs
+                return run_state.skipped_logs
             batch = require_device_batch(data[0])
             loss, logs = pipeline.train_step(batch)
-            hooks.after_step(loss, batch.indices, {})
+            run_state.after_step(loss, batch.indices, {})
             return logs
 
         return StepFunctions(
