@@ -1,4 +1,4 @@
-"""Which losses of a global batch are the mean of the losses of its equal parts."""
+"""Tells which losses of a global batch are the mean of the losses of its equal shards."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ _BY_ROWS = {
 
 
 def is_mean_over_shards(model: keras.Model, outputs: Any) -> bool:
-    """Whether the replicas may take the loss each of its own rows, if all have equally many.
+    """Returns whether each replica may take the loss of its own rows, if all have equally many.
 
     Then nobody waits for the others' outputs between the forward and the backward pass. True for a single output with
-    one of Keras' own losses; else the loss is taken of the gathered outputs, which is right for any.
+    a built-in loss; else the loss is taken of the gathered outputs, which is right for any.
 
     Args:
         model: a compiled model.
-        outputs: of a part of the batch.
+        outputs: of a shard of the batch.
     """
     if type(model).compute_loss is not keras.Model.compute_loss or keras.tree.is_nested(outputs):
         return False

@@ -1,4 +1,4 @@
-"""Where samples come from: arrays in memory, or a folder of images that is larger than memory."""
+"""Reads samples from arrays in memory, or from a folder of images that is larger than memory."""
 
 import os
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class Source(Protocol):
     num_threads: int
 
     def inputs(self, indices: np.ndarray) -> Any:
-        """The inputs of these samples: an array of shape `(rows, ...)`, or a structure of such arrays."""
+        """Returns the inputs of these samples: an array of shape `(rows, ...)`, or a structure of such arrays."""
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """The targets and the sample weights of these samples; either may be None."""
+        """Returns the targets and the sample weights of these samples; either may be None."""
 
 
 class ArraySource:
@@ -57,12 +57,12 @@ class ArraySource:
 
     @property
     def arrays(self) -> Any:
-        """The inputs of all samples."""
+        """Returns the inputs of all samples."""
         return self._inputs
 
     @property
     def num_bytes(self) -> int:
-        """Of the inputs."""
+        """Returns the bytes of the inputs."""
         return sum(leaf.nbytes for leaf in keras.tree.flatten(self._inputs))
 
     def inputs(self, indices: np.ndarray) -> Any:
@@ -75,7 +75,7 @@ class ArraySource:
 
 
 class ImageFolder:
-    """Images in folders, one sub-folder a class; read when they are needed, in parallel.
+    """Images in folders, one sub-folder per class; read when they are needed, in parallel.
 
     Args:
         paths: the image files.
@@ -90,11 +90,11 @@ class ImageFolder:
         self.num_threads = min(16, os.cpu_count() or 1)
 
     def inputs(self, indices: np.ndarray) -> np.ndarray:
-        """The images, uint8, shape `(rows, height, width, channels)`."""
+        """Reads the images, uint8, shape `(rows, height, width, channels)`."""
         return np.stack([self._read(self.paths[index]) for index in indices])
 
     def targets(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
-        """The labels."""
+        """Returns the labels."""
         return self.labels[indices], None
 
     def _read(self, path: str) -> np.ndarray:
@@ -103,7 +103,7 @@ class ImageFolder:
         height, width = self.size
         try:
             with Image.open(path) as image:
-                image.draft("RGB" if self.channels == 3 else "L", (width, height))  # JPEG: decode small at once
+                image.draft("RGB" if self.channels == 3 else "L", (width, height))  # JPEG: decodes at a smaller size
                 pixels = np.asarray(image.convert("RGB" if self.channels == 3 else "L").resize((width, height)))
         except OSError as error:
             raise UserError(f"{path}: cannot be read as an image ({error}); remove or replace it") from error
@@ -111,7 +111,7 @@ class ImageFolder:
 
 
 def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
-    """The images below a folder, in the order of their names.
+    """Lists the images below a folder, in the order of their names.
 
     Returns:
         Paths, labels (int64), and the class names.
@@ -130,14 +130,14 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
             labels += [label] * len(found)
     if not paths:
         raise UserError(
-            f"--data_dir: expected images in {folder!r}, one sub-folder a class. Received: {len(classes)} sub-folders "
-            f"without a file that ends in {', '.join(IMAGE_ENDINGS)}"
+            f"--data_dir: expected images in {folder!r}, one sub-folder per class. Received: {len(classes)} "
+            f"sub-folders without a file that ends in {', '.join(IMAGE_ENDINGS)}"
         )
     return paths, np.asarray(labels), classes
 
 
 def as_arrays(structure: Any) -> Any:
-    """The structure with NumPy arrays as leaves; float64 becomes Keras' float type, as in `keras.Model.fit`."""
+    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, as in `keras.Model.fit`."""
 
     def as_array(leaf: Any) -> Any:
         if leaf is None:
@@ -161,7 +161,7 @@ def _take(structure: Any, indices: np.ndarray) -> Any:
 
 
 def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """The last part of the arrays, before any shuffling, as Keras splits them."""
+    """Splits off the end of the arrays, before any shuffling, as Keras does."""
     arrays = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
     num_samples = len(keras.tree.flatten(arrays)[0])
     cut = int(num_samples * (1.0 - fraction))

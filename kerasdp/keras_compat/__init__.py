@@ -1,4 +1,4 @@
-"""All that the kit uses of Keras beyond its public names: no other module imports `keras.src` or patches Keras.
+"""Holds all private names of Keras in use: no other module imports `keras.src` or patches Keras.
 
 Each function says what it is for, the version of Keras whose source was read for it, and whether there is a public way.
 `tests/unit/test_keras_compat.py` names each private name, so that a new Keras says which of them are gone.

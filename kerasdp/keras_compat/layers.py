@@ -14,7 +14,7 @@ def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[
 
 
 def has_seed_generators(layer: keras.layers.Layer) -> bool:
-    """Whether a layer itself, without those within it, holds a `keras.random.SeedGenerator`.
+    """Returns whether a layer itself, without those within it, holds a `keras.random.SeedGenerator`.
 
     Keras 3.15: `Layer._seed_generators`; no public way.
     """
@@ -31,7 +31,7 @@ def seed_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
-    """Whether a layer or model has weights that belong to none of the layers within it.
+    """Returns whether a layer or model has weights that belong to none of the layers within it.
 
     Keras 3.15: `Layer._trainable_variables`, `_non_trainable_variables`; the public lists include inner layers'.
     """
@@ -57,7 +57,7 @@ def weight_penalties(model: keras.Model) -> list[Any]:
 
 
 def has_mask(tensor: Any) -> bool:
-    """Whether a layer has left a mask at its output.
+    """Returns whether a layer has left a mask at its output.
 
     Keras 3.15: the attribute `_keras_mask` of tensors and symbolic tensors; no public way.
     """
@@ -81,7 +81,7 @@ def set_raw_value(variable: keras.Variable, value: Any) -> None:
 
 
 def is_of_keras(kind: type) -> bool:
-    """Whether a class is one of Keras' own, not a subclass of the user's.
+    """Returns whether a class is Keras', not a user-defined one.
 
     Keras 3.15: all of its classes are defined in `keras.src`. The public modules do not list those that a backend adds.
     """

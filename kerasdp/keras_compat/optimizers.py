@@ -110,7 +110,7 @@ def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
 
 @contextlib.contextmanager
 def no_gradient_sum(optimizer: Any) -> Iterator[None]:
-    """Within it, an optimizer on TensorFlow takes gradients that have been reduced over the replicas already.
+    """Lets an optimizer on TensorFlow take gradients that have been reduced over the replicas already.
 
     Keras 3.15: `_all_reduce_sum_gradients` comes too late: clipping and loss scaling would see one replica's gradients.
     No public switch.
@@ -148,7 +148,7 @@ def updating_one_by_one(optimizer: Any) -> Iterator[None]:
 
 
 def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
-    """Whether an optimizer's class leaves to Keras all that `updating_values` would take back."""
+    """Returns whether an optimizer's class leaves to Keras all that `updating_values` would take back."""
     return all(getattr(type(optimizer), name) is own for name, (own, _) in _tensorflow_methods().items())
 
 

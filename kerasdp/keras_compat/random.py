@@ -43,7 +43,7 @@ def creating_weights(
     replace_initializer: Callable[[keras.initializers.Initializer], Callable[..., Any]],
     make_seed: Callable[[], int],
 ) -> Iterator[None]:
-    """Within it, others decide what new weights and random layers begin with.
+    """Lets others decide what new weights and random layers begin with.
 
     Keras 3.15: exchanges `Layer.add_weight` and `SeedGenerator.__init__`, both public, but for all layers there are. No
     public hook does that.

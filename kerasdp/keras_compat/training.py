@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras.src.losses import loss as loss_module
 
-# The base of what hands the kit's batches to `fit` untouched: Keras (3.15) asks whether data are an instance of it. Not
+# The base of what hands batches to `fit` untouched: Keras (3.15) asks whether data are an instance of it. Not
 # exported, though its comments speak of custom adapters.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
@@ -29,10 +29,10 @@ def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
 
 @contextlib.contextmanager
 def losses_of_whole_batch() -> Iterator[None]:
-    """Within it, Keras' losses are not divided by the number of replicas of a `tf.distribute` strategy.
+    """Keeps Keras' losses from being divided by the number of replicas of a `tf.distribute` strategy.
 
     Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
-    those that take a sum or are the user's own, so that no later factor could be right for all. They are wrapped once,
+    those that take a sum or are user-defined, so that no later factor could be right for all. They are wrapped once,
     for good; the wrapper asks a context variable, since TensorFlow traces replicas in threads, in turns. No public way.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):

@@ -1,4 +1,4 @@
-"""Models larger than a device: how model and batch are cut, and who works on what when."""
+"""Cuts models into stages and batches into micro-batches, and schedules them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -15,7 +15,7 @@ from kerasdp.pipeline.cost_model import costs_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of a model.
+    """A stage of a model.
 
     Args:
         model: functional; its inputs are the tensors that the stage before gives (of the first one: the whole model's
@@ -32,16 +32,16 @@ class Stage:
     num_bytes: int
 
     def __call__(self, inputs: list[Any], training: bool = False) -> list[Any]:
-        """The outputs, for a list of inputs."""
+        """Computes the outputs, for a list of inputs."""
         # Keras takes a list of one tensor, but gives the tensor.
         return keras.tree.flatten(self.model(inputs, training=training))
 
     def input_shapes(self) -> list[tuple[int, ...]]:
-        """Of a sample."""
+        """Returns the shapes of the inputs, for a sample."""
         return [tuple(tensor.shape[1:]) for tensor in self.model.inputs]
 
     def output_shapes(self, num_rows: int) -> list[tuple[int, ...]]:
-        """Of a sample."""
+        """Returns the shapes of the outputs, for a sample."""
         inputs = [
             keras.KerasTensor((num_rows, *shape), tensor.dtype)
             for shape, tensor in zip(self.input_shapes(), self.model.inputs)
@@ -51,7 +51,7 @@ class Stage:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the weights of its layers."""
+        """Returns how many numbers the weights of its layers hold."""
         return self.model.count_params()
 
 
@@ -72,16 +72,16 @@ def split(
     Args:
         model: functional or Sequential, built; a model within it counts as one layer.
         num_stages: if `cut_at` is not given.
-        cut_at: names of the layers behind which to cut, in their order.
+        cut_at: names of the layers after which to cut, in their order.
         balance: what is to be equal in all stages: `"time"`, measured here, `"flops"` or `"parameters"`.
         batch_size: samples with which the time is measured.
-        broadcast_from_rank0: gives all processes of a run the costs that one of them measured.
+        broadcast_from_rank0: gives all ranks the costs that rank 0 measured.
 
     Returns:
         The stages in their order.
 
     Raises:
-        UserError: if the model cannot be cut (so often), or not there.
+        UserError: if the model cannot be cut into so many stages, or not there.
     """
     if balance not in BALANCES:
         raise UserError(f"balance: expected one of {', '.join(BALANCES)}. Received: {balance!r}")
@@ -90,7 +90,7 @@ def split(
     if cut_at is None:
         places = _balanced(graph, costs, num_stages)
     else:
-        places = [graph.place_behind(name) for name in cut_at]
+        places = [graph.place_after(name) for name in cut_at]
         if places != sorted(set(places)):
             raise UserError(f"--cut_at: expected layers in the order of their work. Received: {', '.join(cut_at)}")
     bounds = [0, *places, len(graph.nodes)]
@@ -107,8 +107,8 @@ def split(
 
 
 def table(stages: list[Stage]) -> str:
-    """What each stage holds and sends, a line each, for people."""
-    rows = [("stage", "layers", "number", "parameters", "share", "tensors out", "bytes a sample")]
+    """Formats a table of what each stage holds and sends."""
+    rows = [("stage", "layers", "number", "parameters", "share", "tensors out", "bytes per sample")]
     for number, stage in enumerate(stages):
         names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
         rows.append((
@@ -124,7 +124,7 @@ def table(stages: list[Stage]) -> str:
 
 
 def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
-    """The model, or that in a Sequential one, whose layers' calls are known; `user` is who needs that.
+    """Returns the model, or the functional one in a Sequential; `user` names, in the error, what needs it.
 
     Raises:
         UserError: if it is neither.
@@ -148,7 +148,7 @@ class _Graph:
         made = {id(tensor): 0 for tensor in self.inputs}
         for place, node in enumerate(self.nodes):
             made |= {id(tensor): place + 1 for tensor in node.outputs}
-        # For each tensor: behind how many calls it is there, and until how many it is needed.
+        # For each tensor: after how many calls it exists, and until how many it is needed.
         self._spans: dict[int, tuple[int, int]] = dict.fromkeys(made, (0, 0))
         self._tensors = {id(tensor): tensor for tensor in self.inputs}
         self._tensors |= {id(tensor): tensor for node in self.nodes for tensor in node.outputs}
@@ -158,18 +158,18 @@ class _Graph:
             self._spans[id(tensor)] = made[id(tensor)], max(place, self._spans[id(tensor)][1])
 
     def crossing(self, place: int) -> list[Any]:
-        """The tensors that are made before a place, and used behind it."""
+        """Returns the tensors that are made before a place, and used after it."""
         return [self._tensors[key] for key, (made, used) in self._spans.items() if made <= place <= used]
 
     def num_bytes(self, place: int) -> int:
-        """Of the tensors that cross a place, for a sample."""
+        """Returns the bytes of the tensors that cross a place, for a sample."""
         return sum(
             int(np.prod([size or 1 for size in tensor.shape[1:]])) * _item_size(tensor.dtype)
             for tensor in self.crossing(place)
         )
 
     def why_not(self, place: int) -> str:
-        """Why the model cannot be cut at a place; empty if it can."""
+        """Returns why the model cannot be cut at a place; empty if it can."""
 
         def holders(nodes: list[Any]) -> dict[int, str]:
             return {
@@ -178,32 +178,32 @@ class _Graph:
                 for variable in getattr(node.operation, "variables", [])
             }
 
-        before, behind = holders(self.nodes[:place]), holders(self.nodes[place:])
-        for variable in before.keys() & behind.keys():
-            if before[variable] == behind[variable]:
+        before, after = holders(self.nodes[:place]), holders(self.nodes[place:])
+        for variable in before.keys() & after.keys():
+            if before[variable] == after[variable]:
                 return f"layer {before[variable]} has weights and is used on both sides"
-            return f"layers {before[variable]} and {behind[variable]}, on both sides, share weights"
+            return f"layers {before[variable]} and {after[variable]}, on both sides, share weights"
         if any(has_mask(tensor) for tensor in self.crossing(place)):
             return "a tensor with a mask would cross it, and lose the mask"
         return ""
 
     def places(self) -> list[int]:
-        """Where the model can be cut: behind so many calls."""
+        """Returns where the model can be cut: after how many calls."""
         return [place for place in range(1, len(self.nodes)) if not self.why_not(place)]
 
-    def place_behind(self, name: str) -> int:
-        """The place behind the last call of a layer."""
+    def place_after(self, name: str) -> int:
+        """Returns the place after the last call of a layer."""
         names = [node.operation.name for node in self.nodes]
         if name not in names:
             raise UserError(f"--cut_at: expected names of layers. Received: {name!r}; they are {', '.join(names)}")
         place = len(names) - names[::-1].index(name)
-        reason = "nothing would be left behind it" if place == len(names) else self.why_not(place)
+        reason = "nothing would be left after it" if place == len(names) else self.why_not(place)
         if reason:
-            raise UserError(f"--cut_at: the model cannot be cut behind {name}: {reason}")
+            raise UserError(f"--cut_at: the model cannot be cut after {name}: {reason}")
         return place
 
     def stage(self, start: int, end: int, name: str) -> keras.Model:
-        """The calls from one place to another as a model, by making them anew on inputs of its own."""
+        """Builds a model of the calls from one place to another, by calling the layers again on new inputs."""
         incoming = self.inputs if start == 0 else self.crossing(start)
         inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in incoming]
         known = {id(tensor): value for tensor, value in zip(incoming, inputs)}
@@ -216,11 +216,11 @@ class _Graph:
 
 
 def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
-    """The places where the costliest stage costs least; among nearly equal ones, those with the fewest bytes."""
+    """Finds the places where the costliest stage costs least; among nearly equal ones, with the fewest bytes."""
     places = graph.places()
     if num_stages < 1 or num_stages - 1 > len(places):
         raise UserError(
-            f"--stages: expected from 1 to {len(places) + 1}, the parts of this model. Received: {num_stages}"
+            f"--stages: expected from 1 to {len(places) + 1}, the most that this model has. Received: {num_stages}"
         )
     done = np.concatenate([[0.0], np.cumsum(costs)]) / (sum(costs) or 1.0)
     sizes = {place: graph.num_bytes(place) for place in places}

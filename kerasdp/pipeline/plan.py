@@ -1,4 +1,4 @@
-"""What the engines of all backends share: how model and batch are cut, who works on what when, and what is refused."""
+"""Plans a pipeline for all backends: how model and batch are cut, the schedule, and what is refused."""
 
 import dataclasses
 import statistics
@@ -15,12 +15,12 @@ from kerasdp.pipeline.partition import Stage, functional, split, table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """How a global batch is cut.
+    """How a global batch is cut into micro-batches.
 
     Args:
         num_rows: of the global batch.
         size: rows of a micro-batch, over all pipelines; the last one may have fewer.
-        instead: what to do about a loss that cannot be had of each of them alone.
+        instead: what to do about a loss that cannot be computed for each of them alone.
     """
 
     num_rows: int
@@ -31,20 +31,20 @@ class MicroBatches:
         return -(-self.num_rows // self.size)
 
     def rows(self, number: int) -> slice:
-        """The rows of one of them."""
+        """Returns the rows of one of them."""
         return slice(number * self.size, min((number + 1) * self.size, self.num_rows))
 
     def num_rows_of(self, number: int) -> int:
-        """How many rows one of them has."""
+        """Returns how many rows one of them has."""
         rows = self.rows(number)
         return rows.stop - rows.start
 
     def share_of_rows(self, number: int) -> float:
-        """Of one of them in the batch."""
+        """Returns the share of the batch's rows that one of them has."""
         return self.num_rows_of(number) / self.num_rows
 
     def shares(self, model: keras.Model, *, is_weighted: bool) -> list[float]:
-        """What the loss of each of them, computed for itself, counts in that of the global batch.
+        """Returns the weight of each micro-batch's loss in that of the global batch.
 
         Args:
             model: compiled, and its losses built.
@@ -101,7 +101,7 @@ class Plan:
         return MicroBatches(num_rows=num_rows, size=self.size, **choice)
 
     def inputs(self, inputs: Any) -> list[Any]:
-        """The inputs of the first stage, in its order, from what `fit` takes."""
+        """Returns the inputs of the first stage, in its order, from what `fit` takes."""
         structure = inputs_structure(self.model)
         if isinstance(inputs, dict) and isinstance(structure, dict):
             inputs = {name: inputs[name] for name in structure}
@@ -110,12 +110,12 @@ class Plan:
         return keras.tree.flatten(inputs)
 
     def outputs(self, outputs: list[Any]) -> Any:
-        """What the model gives, from what the last stage gives."""
+        """Returns what the model returns, from what the last stage returns."""
         packed = keras.tree.pack_sequence_as(outputs_structure(self.model), outputs)
         return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed  # as Keras does
 
     def schedule_for(self, num_micro_batches: int) -> str:
-        """The schedule, or `"gpipe"` for the rest of the data, whose micro-batches may be too few for another one.
+        """Returns the schedule, or `"gpipe"` for a smaller last batch, which may have too few micro-batches for it.
 
         The two compute the same, and differ in the memory that they need.
         """
@@ -123,9 +123,9 @@ class Plan:
 
     def __str__(self) -> str:
         if self.is_whole_model:
-            return f"gradients add up over parts of {self.size} samples"
-        copies = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
-        return f"{table(self.stages)}\nmicro-batches of {self.size}{copies}, {self.schedule}"
+            return f"gradients are summed over micro-batches of {self.size} samples"
+        pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
+        return f"{table(self.stages)}\nmicro-batches of {self.size}{pipelines}, {self.schedule}"
 
 
 def make_plan(
@@ -166,17 +166,17 @@ def make_plan(
         stages=stages,
         size=size * num_pipelines,
         num_pipelines=num_pipelines,
-        # Backwards as soon as they can be: with one stage, no more than one micro-batch is in memory.
+        # Backward passes as soon as possible: with one stage, no more than one micro-batch is in memory.
         schedule="1f1b" if config.accumulate > 1 else config.schedule,
         is_whole_model=config.accumulate > 1,
     )
 
 
 def accumulating(plan: Plan, config: Config, num_rows: int) -> Plan:
-    """The plan for batches of `num_rows` rows, whatever `config.batch_size` is.
+    """Returns the plan for batches of `num_rows` rows, whatever `config.batch_size` is.
 
     Raises:
-        UserError: if they cannot be cut into `config.accumulate` parts.
+        UserError: if they cannot be cut into `config.accumulate` micro-batches.
     """
     config = dataclasses.replace(config, num_devices=None, batch_size=num_rows)
     config.check_replicas(plan.num_pipelines)
@@ -184,7 +184,7 @@ def accumulating(plan: Plan, config: Config, num_rows: int) -> Plan:
 
 
 def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
-    """Gives a pipeline the size of micro-batches with which a step is fastest.
+    """Finds the size of micro-batches with which a step is fastest, and sets it.
 
     Tried are 1, 2, 4 ... 32 micro-batches, and the numbers between the best one and its neighbours.
 
@@ -192,7 +192,7 @@ def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
         pipeline: an engine, which can say how long the forward and backward passes of a batch take, and leaves
             everything as it was.
         batch: one of those to train on.
-        report: is told what was tried.
+        report: called with what was tried.
     """
     num_rows = -(-len(batch.indices) // pipeline.plan.num_pipelines)
     seconds: dict[int, float] = {}
@@ -213,7 +213,7 @@ def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:
 
 
 def _check_sizes(config: Config, num_stages: int, num_pipelines: int, num_devices: int, size: int) -> None:
-    """Raises `UserError` if the batch cannot be cut just as was asked."""
+    """Raises `UserError` if the batch cannot be cut as asked."""
     rows = config.replica_batch_size(num_pipelines)
     count = -(-rows // size)
     if config.split_size is not None and int(config.split_size) > rows:
@@ -225,7 +225,7 @@ def _check_sizes(config: Config, num_stages: int, num_pipelines: int, num_device
         )
     if config.schedule != "gpipe" and count < num_stages:
         raise UserError(
-            f"--schedule={config.schedule}: expected at least {num_stages} micro-batches, one a stage. Received: "
+            f"--schedule={config.schedule}: expected at least {num_stages} micro-batches, one per stage. Received: "
             f"{count}; give a smaller --split_size, or use gpipe"
         )
     rounds = max(1, count // num_devices)
@@ -247,15 +247,15 @@ def _check(model: keras.Model, user: str) -> None:
     own = [name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)]
     if own:
         raise UserError(
-            f"{user} calls the layers of a model by itself, and so passes over the {own[0]} of "
+            f"{user} calls the layers of a model directly, and so never calls the {own[0]} of "
             f"{type(model).__name__}; {'use --strategy=data' if user == 'a pipeline' else 'leave it out'}"
         )
 
 
 def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[str, int]]:
-    """What a stage does in a step, in its order: `("forward", number of the micro-batch)` or `("backward", ...)`.
+    """Returns what a stage does in a step, in order: `("forward", number of the micro-batch)` or `("backward", ...)`.
 
-    GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B, here with a flush behind each step: Narayanan et al. 2019
+    GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B, here with a flush after each step: Narayanan et al. 2019
     (PipeDream, doi:10.1145/3341301.3359646); it keeps at most as many micro-batches in memory as there are stages.
     """
     forwards = [("forward", number) for number in range(num_micro_batches)]

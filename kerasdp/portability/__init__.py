@@ -1,1 +1,1 @@
-"""What makes a model train the same on every backend and device count."""
+"""Makes models train the same on every backend and device count."""

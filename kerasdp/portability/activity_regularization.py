@@ -1,4 +1,4 @@
-"""Activity regularizers on several replicas: they see the global batch, as on one device."""
+"""Lets activity regularizers see the global batch on several replicas, as on one device."""
 
 import contextlib
 import itertools
@@ -26,10 +26,10 @@ class WholeBatchPenalties:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Around a forward pass on several replicas.
+        """Returns the context of a forward pass on several replicas.
 
         Raises:
-            UserError: if a layer adds a loss of its own, in which a replica's part cannot be told from the whole.
+            UserError: if a layer adds a loss of its own, in which a replica's shard cannot be told from the whole.
         """
         kept = [layer.activity_regularizer for layer in self.regularized]
         for layer, regularizer in zip(self.regularized, kept):
@@ -44,7 +44,7 @@ class WholeBatchPenalties:
         for layer in itertools.filterfalse(self.regularized.__contains__, self.layers):
             if added_losses(layer):
                 raise UserError(
-                    f"layer {layer.name} calls add_loss, with which it would count only one device's part of the "
+                    f"layer {layer.name} calls add_loss, with which it would count only one device's shard of the "
                     "batch; move that loss into the model's compute_loss, or train on one device or with --backend=jax"
                 )
         self.is_checked = True

@@ -1,6 +1,6 @@
-"""Initial weights that depend on the seed and on a variable's place, and on nothing else.
+"""Draws initial weights that depend on the seed and on a variable's place in the model, and on nothing else.
 
-Keras draws initial weights with its backend's random numbers, so the same seed gives other weights on each backend.
+Keras draws initial weights with its backend's random numbers, so the same seed gives different weights on each backend.
 Here they are drawn in NumPy, from the distribution of the layer's own initializer.
 """
 
@@ -16,13 +16,13 @@ import numpy as np
 from kerasdp.keras_compat import creating_weights, seed_of
 from kerasdp.portability import random as random_numbers
 
-# The spread that a unit normal keeps after everything beyond two deviations is cut off; Keras divides by it.
+# The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 @contextlib.contextmanager
 def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
-    """Within it, every random weight that a layer creates, and the seed of every random layer, depend on `seed` alone.
+    """Makes every random weight that a layer creates, and the seed of every random layer, depend on `seed` alone.
 
     An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
     (a pretrained model) are not touched: only the first value of a new variable is drawn here.
@@ -39,7 +39,7 @@ def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
     def make_seed() -> int:
         return int(np.random.RandomState([seed, next(places)]).randint(2**31 - 1))
 
-    # The draws are for initializers that are not Keras' own: what they take from keras.random.
+    # For user-defined initializers: what they draw from keras.random.
     with creating_weights(in_numpy, make_seed), random_numbers.portable_draws("of initial weights"):
         yield
 
@@ -98,7 +98,7 @@ def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.rando
 
 
 def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
-    """Inputs and outputs of a kernel, counted as Keras counts them (keras/src/initializers/random_initializers.py)."""
+    """Counts inputs and outputs of a kernel as Keras does (keras/src/initializers/random_initializers.py)."""
     if len(shape) < 2:
         size = shape[0] if shape else 1
         return size, size
@@ -107,7 +107,7 @@ def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    """Unit normal values, those beyond two deviations drawn again."""
+    """Draws unit normal values, those beyond two deviations drawn again."""
     values = random.standard_normal(shape)
     while (outside := np.abs(values) > 2.0).any():
         values[outside] = random.standard_normal(int(outside.sum()))
@@ -115,7 +115,7 @@ def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> 
 
 
 def _orthogonal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    """Saxe et al. 2014 (arXiv:1312.6120): the Q of a QR decomposition, its signs made unique."""
+    """Draws the Q of a QR decomposition with unique signs (Saxe et al. 2014, arXiv:1312.6120)."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     q, r = np.linalg.qr(random.standard_normal((max(rows, columns), min(rows, columns))))
     q *= np.sign(np.diag(r))

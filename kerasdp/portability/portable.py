@@ -13,13 +13,13 @@ from kerasdp.keras_compat import all_layers, has_seed_generators, has_weights_of
 from kerasdp.portability import initial_weights, layers
 from kerasdp.portability import random as random_numbers
 
-# Keras' own classes only: a subclass of somebody's may do anything in its `call`.
+# Keras' classes only: a user-defined subclass may do anything in its `call`.
 _REPLACEMENTS = {
     getattr(keras.layers, name): getattr(layers, name)
     for name in ("BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 }
 
-# Which differ for the same random numbers (Keras 3.15).
+# These differ even with the same random numbers (Keras 3.15).
 _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
 
 
@@ -28,12 +28,12 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
 
     The layers are changed in place, so it works for any model: functional, Sequential, nested, subclassed. Batch norm
     and dropout become `kerasdp.layers`; every other layer with a seed generator (GaussianNoise, RandomFlip, LSTM with
-    dropout, the user's own) gets its numbers from `kerasdp.portability.random`. What cannot be made portable is named
-    in a warning. `Runner` applies it to every model.
+    dropout, user-defined ones) gets its numbers from `kerasdp.portability.random`. What cannot be made portable is
+    named in a warning. `Runner` applies it to every model.
 
     Args:
         model: a built Keras model.
-        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over each replica's part.
+        batch_norm: `"sync"`: statistics over the global batch; `"replica"`: over each replica's shard.
         seed: of new initial weights and of random layers, both of which then depend on it alone: for a model that was
             not built within `runner.scope()`. None: weights stay as they are.
 
@@ -41,7 +41,7 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
         The same model.
 
     Raises:
-        UserError: if the model is not built yet, or `seed` is given and some layer's weights cannot be drawn anew.
+        UserError: if the model is not built yet, or `seed` is given and some layer's weights cannot be drawn again.
     """
     if not isinstance(model, keras.Model):
         raise UserError(f"portable: expected a Keras model. Received: {type(model).__name__}")
@@ -66,7 +66,7 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
     for layer in foreign_batch_norms(model):
         warnings.warn(
             f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization: its statistics stay "
-            "those of the backend, over the global batch with jax, over each replica's part elsewhere",
+            "those of the backend, over the global batch with jax, over each replica's shard elsewhere",
             stacklevel=2,
         )
     if seed is not None:
@@ -75,17 +75,17 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
 
 
 def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers that are Keras' batch norm, or derive from it."""
+    """Returns the layers that are Keras' batch norm, or derive from it."""
     return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 def foreign_batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
-    """Those of `batch_norms` that are not the kit's."""
+    """Returns those of `batch_norms` that are not `kerasdp.layers.BatchNormalization`."""
     return [layer for layer in batch_norms(model) if not isinstance(layer, layers.BatchNormalization)]
 
 
 def _draws(layer: keras.layers.Layer) -> bool:
-    """Whether a layer may draw random numbers by itself, or through layers within it (an LSTM through its cell)."""
+    """Returns whether a layer may draw random numbers, itself or through layers within it (an LSTM's cell)."""
     own = has_seed_generators(layer)
     if isinstance(layer, keras.Model):  # its layers are looked at one by one
         return own
@@ -98,7 +98,7 @@ def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _draw_initial_weights(model: keras.Model, seed: int) -> None:
-    """New values for all weights, as if the layers were made within `runner.scope()` in the order of the model."""
+    """Draws new values for all weights, as if the layers were made within `runner.scope()` in the model's order."""
     with initial_weights.portable(seed):
         for layer in _outermost_layers(model):
             if not layer.variables:
@@ -111,13 +111,13 @@ def _draw_initial_weights(model: keras.Model, seed: int) -> None:
                     variable.assign(value)
             except Exception as error:
                 raise UserError(
-                    f"portable(seed=): layer {layer.name} cannot be made anew from its config "
+                    f"portable(seed=): layer {layer.name} cannot be rebuilt from its config "
                     f"({str(error).splitlines()[0]}); build the model within runner.scope() instead"
                 ) from error
 
 
 def _outermost_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """The layers of a model and of the models within it.
+    """Yields the layers of a model and of the models within it.
 
     Raises:
         UserError: if a model has weights that belong to none of its layers.

@@ -1,8 +1,8 @@
-"""Random numbers that are the same on every backend and device count: pure functions of seed, step and sample.
+"""Draws random numbers that are the same on every backend and device count: functions of seed, step and sample.
 
 Keras draws with its backend's own generator, so that dropout differs from backend to backend, and every replica draws
-the same numbers for its part of the batch. Here a counter-based generator is asked for "number `j` of sample `i`",
-where `i` is the sample's place in the GLOBAL batch: a replica that holds samples 32 to 63 draws what one device
+the same numbers for its shard of the batch. Here a counter-based generator is asked for "number `j` of sample `i`",
+where `i` is the sample's row in the GLOBAL batch: a replica that holds samples 32 to 63 draws what one device
 would draw for them.
 
 The generator is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
@@ -32,7 +32,7 @@ _UNIFORM_BITS = 24
 
 
 def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Threefry-2x32-20: two words of random bits for each counter.
+    """Returns two words of random bits for each counter, by Threefry-2x32-20.
 
     Args:
         key: two int32 tensors that broadcast with the counter: the bits of unsigned words.
@@ -59,10 +59,10 @@ def _rotate(word: Any, distance: int) -> Any:
 
 
 def bits(shape: tuple[Any, ...], seed: Any, *, for_each_sample: bool = True) -> Any:
-    """Random words for a tensor of a batch.
+    """Draws random words for a tensor of a batch.
 
     Args:
-        shape: of the words. If its first axis counts the replica's samples, each sample's words depend on its place in
+        shape: of the words. If its first axis counts the replica's samples, each sample's words depend on its row in
             the global batch, else all replicas draw the same.
         seed: a `keras.random.SeedGenerator`, which is advanced, or an int, or a pair of words.
         for_each_sample: False: all replicas draw the same, whatever the shape.
@@ -74,7 +74,7 @@ def bits(shape: tuple[Any, ...], seed: Any, *, for_each_sample: bool = True) -> 
 
 
 def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-    """As `keras.random.dropout`. The mask is bit-equal everywhere; see `bits` for the seed.
+    """Drops units, as `keras.random.dropout`. The mask is bit-equal everywhere; see `bits` for the seed.
 
     `noise_shape`: None in it stands for the axis of the inputs. On its first axis everything but 1 means a mask for
     each sample.
@@ -91,7 +91,7 @@ def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None)
 
 
 def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """As `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`; see `bits` for shape and seed."""
+    """Draws as `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`; see `bits` for shape and seed."""
     numbers = _unit(bits(tuple(shape), seed))
     if not (isinstance(minval, (int, float)) and isinstance(maxval, (int, float)) and (minval, maxval) == (0, 1)):
         numbers = minval + numbers * (maxval - minval)
@@ -99,7 +99,7 @@ def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None,
 
 
 def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """As `keras.random.normal`, by Box and Muller (1958); equal up to round-off. See `bits` for shape and seed."""
+    """Draws as `keras.random.normal`, by Box and Muller (1958), equal up to round-off; see `bits` for the arguments."""
     shape = tuple(shape)
     x, y = _blocks(shape, seed)
     radius = ops.sqrt(-2.0 * ops.log(_unit(x) + 2.0**-_UNIFORM_BITS))  # of a number in (0, 1]
@@ -109,14 +109,14 @@ def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, se
 
 
 def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
-    """As `keras.random.truncated_normal`: within two deviations, by the inverse of the distribution function."""
+    """Draws as `keras.random.truncated_normal`, by the inverse of the distribution function."""
     centred = 2.0 * _unit(bits(tuple(shape), seed)) + (2.0**-_UNIFORM_BITS - 1.0)
     numbers = math.sqrt(2.0) * ops.erfinv(math.erf(math.sqrt(2.0)) * centred)
     return ops.cast(mean + stddev * numbers, dtype or keras.config.floatx())
 
 
 def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: Any = None) -> Any:
-    """As `keras.random.randint`; see `bits` for shape and seed."""
+    """Draws as `keras.random.randint`; see `bits` for shape and seed."""
     minval, maxval = (ops.cast(value, "int32") for value in (minval, maxval))
     words = ops.bitwise_and(bits(tuple(shape), seed), 0x7FFFFFFF)
     return ops.cast(minval + ops.mod(words, maxval - minval), dtype)
@@ -124,13 +124,13 @@ def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: An
 
 _PORTABLE = {function.__name__: function for function in (dropout, uniform, normal, truncated_normal, randint)}
 _NOT_PORTABLE = ("beta", "binomial", "categorical", "gamma", "shuffle")
-# A context variable, not functions that are exchanged and put back: TensorFlow traces replicas in threads, in turns.
+# A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
 _drawing_layer: contextvars.ContextVar[str | None] = contextvars.ContextVar("kerasdp_drawing_layer", default=None)
 
 
 @contextlib.contextmanager
 def portable_draws(name: str) -> Iterator[None]:
-    """Within it, all that Keras' layers and `keras.random` draw is drawn by this module.
+    """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
     What it does not know is drawn by the backend, with a warning that names the layer `name`.
     """
@@ -159,7 +159,7 @@ def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> tuple[Any, Any]:
-    """Two arrays of words, each of shape `(rows, half of the numbers of a sample)`."""
+    """Draws two arrays of words, each of shape `(rows, half of the numbers of a sample)`."""
     state = ops.cast(next_seed(seed), "int32")
     rows, per_sample = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     context = replica_context.current()
@@ -182,10 +182,10 @@ def _for_shape(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
 
 
 def _uniform_words(words: Any) -> Any:
-    """The upper 24 bits, as numbers from 0."""
+    """Returns the upper 24 bits, as numbers from 0."""
     return ops.bitwise_and(ops.right_shift(words, 32 - _UNIFORM_BITS), (1 << _UNIFORM_BITS) - 1)
 
 
 def _unit(words: Any) -> Any:
-    """Float32 numbers in [0, 1), exact."""
+    """Returns exact float32 numbers in [0, 1)."""
     return ops.cast(_uniform_words(words), "float32") * 2.0**-_UNIFORM_BITS

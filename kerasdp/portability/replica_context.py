@@ -16,13 +16,13 @@ class ReplicaContext:
         num_rows: rows of this replica's input that are real, the rest is padding at the end; a number or a scalar
             tensor. None where a layer sees the whole global batch at once, without padding (jax).
         rows: rows of this replica's input, padding included; None on jax.
-        first_row: place of this replica's first row in the global batch.
+        first_row: index of this replica's first row in the global batch.
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
-            replica's tensor is the sum over what all replicas made of it. None on jax.
-        gather_rows: the rows of all replicas, padding cut off: a tensor of the global batch. None on jax.
-        everywhere: gives all devices the whole of a tensor of which each has a part; on jax only.
+            replica's tensor is the sum of its gradients on all replicas. None on jax.
+        gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax.
+        everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
         penalties: losses of the global batch that layers found on the way, to be added to the model's loss.
-        moving: what batch norms with statistics of each replica leave to be added up over the replicas once the pass
+        moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
             is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
     """
 

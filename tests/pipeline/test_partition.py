@@ -134,8 +134,8 @@ def masked():
 @pytest.mark.parametrize(
     ("make", "choices", "words"),
     [
-        (shared, {"cut_at": ["between"]}, "cannot be cut behind between: layer twice has weights and is used on both"),
-        (shared, {"num_stages": 3}, "--stages: expected from 1 to 2, the parts of this model. Received: 3"),
+        (shared, {"cut_at": ["between"]}, "cannot be cut after between: layer twice has weights and is used on both"),
+        (shared, {"num_stages": 3}, "--stages: expected from 1 to 2, the most that this model has. Received: 3"),
         (tied, {"cut_at": ["middle"]}, "layers table and head, on both sides, share weights"),
         (masked, {"cut_at": ["words"]}, "a tensor with a mask would cross it"),
         (small, {"cut_at": ["relu2", "relu1"]}, "expected layers in the order of their work"),

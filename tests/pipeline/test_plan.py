@@ -208,7 +208,7 @@ def test_parts_of_a_batch():
     made = make_plan(net(), config, 2, lambda costs: costs)
     assert (len(made.stages), made.num_pipelines, made.size, made.schedule) == (1, 2, 16, "1f1b")
     assert made.micro_batches(64).instead == "leave out --accumulate"
-    assert str(made) == "gradients add up over parts of 16 samples"
+    assert str(made) == "gradients are summed over micro-batches of 16 samples"
     other = accumulating(made, config, 61)  # 31 on a device: 8, 8, 8, 7
     assert (other.size, len(other.micro_batches(61))) == (16, 4)
     with pytest.raises(UserError, match="--accumulate: 9 samples, those of a device, cannot be cut into 4 parts of"):
@@ -254,8 +254,8 @@ def masked():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: of_kind(OwnTrainStep), "passes over the train_step of OwnTrainStep; use --strategy=data"),
-        (lambda: of_kind(OwnLoss), "passes over the compute_loss of OwnLoss; use --strategy=data"),
+        (lambda: of_kind(OwnTrainStep), "never calls the train_step of OwnTrainStep; use --strategy=data"),
+        (lambda: of_kind(OwnLoss), "never calls the compute_loss of OwnLoss; use --strategy=data"),
         (Subclassed, "functional, or Sequential with an Input. Received: Subclassed"),
         (masked, "carry a mask, which its micro-batches would lose"),
     ],
