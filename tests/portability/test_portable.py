@@ -105,7 +105,7 @@ def test_weights_that_cannot_be_drawn_anew_are_refused():
     with pytest.raises(UserError, match="weights outside of its layers"):
         portable(model, seed=1)
     model = keras.Sequential([keras.Input((4,)), Configless(3, object(), name="mine")])
-    with pytest.raises(UserError, match=r"layer mine cannot be made anew .*runner\.scope"):
+    with pytest.raises(UserError, match=r"layer mine cannot be rebuilt .*runner\.scope"):
         portable(model, seed=1)
     with pytest.raises(UserError, match="expected a Keras model"):
         portable(layers.Dense(2))
