@@ -15,3 +15,11 @@ os.environ["KERAS_BACKEND"] = BACKENDS[0]
 def backend(request: pytest.FixtureRequest) -> str:
     """Each installed backend in turn."""
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `unit` what stands in files that start no programs: what new releases can be tested with quickly."""
+    for item in items:
+        starts = any(hasattr(item.module, name) for name in ("run", "start", "train_resumable"))
+        if not starts and not item.nodeid.startswith("tests/parity/"):  # which trains in processes of its own
+            item.add_marker("unit")
