@@ -252,6 +252,7 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     import keras
 
     from kerasdp.backends.observer import forward_pass, observed, watched_layers
+    from kerasdp.keras_compat import update_loss_metric
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
@@ -270,5 +271,8 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     with keras.StatelessScope(zip(model.optimizer.variables, optimizer)):
         rate = learning_rate(model.optimizer)
     trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
-    logs, metrics = model._update_metrics_variables(metrics, loss, inputs, targets, outputs, sample_weight)
+    with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
+        update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])
+        logs = model.compute_metrics(inputs, targets, outputs, sample_weight)
+    metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
     return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)

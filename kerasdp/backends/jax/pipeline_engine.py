@@ -15,7 +15,9 @@ from kerasdp.config import Config
 
 
 def _made_for(model: Any) -> tuple[Any, ...]:
-    return model, getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics
+    from kerasdp.keras_compat import made_by_compile
+
+    return model, getattr(model, "optimizer", None), *made_by_compile(model)
 
 
 class Pipeline:
@@ -50,10 +52,12 @@ class Pipeline:
 
     def move_to_stage_devices(self) -> None:
         """Brings all variables to the devices of their stages."""
+        from kerasdp.keras_compat import raw_value, set_raw_value
+
         for part in self.parts:
             for variables in (part.trainable, part.non_trainable, part.slots, part.metrics):
                 for variable in variables.variables:
-                    variable._value = jax.device_put(variable._value, part.whole)
+                    set_raw_value(variable, jax.device_put(raw_value(variable), part.whole))
         self.last_state = None
 
     def train_step(self, state: Any, batch: DeviceBatch) -> tuple[Any, Any, Any]:

@@ -78,14 +78,10 @@ class Part:
 
     def _clone_optimizer(self, optimizer: Any) -> None:
         """An optimizer of this stage's weights; its variables are some of the whole one's, which hold the values."""
-        from kerasdp.keras_compat import slots_of
+        from kerasdp.keras_compat import copy_decay_exclusions, set_raw_value, slots_of
 
         clone = type(optimizer).from_config(optimizer.get_config())
-        of, to = (getattr(either, "inner_optimizer", either) for either in (optimizer, clone))
-        # Which weights do not decay is in no configuration.
-        vars(to).update(
-            {name: value for name, value in vars(of).items() if name.startswith("_exclude_from_weight_decay")}
-        )
+        copy_decay_exclusions(optimizer, clone)
         clone.build(self.trainable.variables)
         whole = slots_of(optimizer, len(self.whole_model.trainable_variables))
         pairs = {
@@ -105,7 +101,7 @@ class Part:
         self.optimizer, self.clone_variables = clone, [variable for variable, _ in own + shared]
         self.slots = _Variables(optimizer.variables, [variable for _, variable in own + shared], len(shared))
         for variable in clone.variables:  # their values are the whole one's; they only name them
-            variable._value = None
+            set_raw_value(variable, None)
         scales = [place for place, variable in enumerate(self.clone_variables)
                   if variable is getattr(clone, "dynamic_scale", None)]  # fmt: skip
         self.scale_place = scales[0] if scales else None
@@ -181,9 +177,10 @@ class Part:
         return self._call(trainable, non_trainable, inputs, np.int32(0), training=False)[:2]
 
     def _compiled_loss(self, outputs: list[Any], targets: Any, sample_weight: Any) -> Any:
-        if self.whole_model._compile_loss is None:
-            return jnp.zeros(())
-        return self.whole_model._compile_loss(targets, self.plan.outputs(outputs), sample_weight)
+        from kerasdp.keras_compat import compiled_loss
+
+        loss = compiled_loss(self.whole_model)
+        return jnp.zeros(()) if loss is None else loss(targets, self.plan.outputs(outputs), sample_weight)
 
     def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> Any:
         """Those of the loss of some micro-batches together, multiplied by `scale`, for each of them."""
@@ -205,8 +202,10 @@ class Part:
     def _weight_penalty(self, trainable: Any) -> Any:
         import keras
 
+        from kerasdp.keras_compat import weight_penalties
+
         with keras.StatelessScope(state_mapping=list(zip(self.model.trainable_variables, trainable))):
-            return sum(self.model._get_regularization_losses(), jnp.zeros(()))
+            return sum(weight_penalties(self.model), jnp.zeros(()))
 
     def _finish(self, trainable: Any, gradients: Any, scale: Any) -> tuple[Any, Any, Any]:
         """Gradients with those of the penalties of weights, that penalty; squared norm, and whether all is finite."""
@@ -243,10 +242,12 @@ class Part:
     def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
         import keras
 
+        from kerasdp.keras_compat import update_loss_metric
+
         num_rows = outputs[0].shape[0]
         with keras.StatelessScope(state_mapping=list(zip(self.whole_model.metrics_variables, metrics))) as scope:
             loss = sum(penalties, self._compiled_loss(outputs, targets, sample_weight))
-            self.whole_model._loss_tracker.update_state(loss, sample_weight=num_rows)
+            update_loss_metric(self.whole_model, loss, num_rows)
             logs = self.whole_model.compute_metrics(None, targets, self.plan.outputs(outputs), sample_weight)
         new = [scope.get_current_value(variable) for variable in self.whole_model.metrics_variables]
         kept = [old if value is None else value for old, value in zip(metrics, new)]

@@ -1,7 +1,6 @@
-"""What TensorFlow's replicas join or add up, and what Keras must not add up once more."""
+"""What TensorFlow's replicas join or add up."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -78,40 +77,3 @@ def mean(
     means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
     sums = {name: value * num_replicas for name, value in zip(shared, received[len(sent) :], strict=True)}
     return [None if gradient is None else next(means) for gradient in gradients], sums
-
-
-@contextlib.contextmanager
-def no_gradient_sum(optimizer: Any) -> Iterator[None]:
-    """Within it, a Keras optimizer takes gradients that have been reduced already.
-
-    Its own sum comes too late (Keras 3.15): clipping and loss scaling would see one replica's gradients.
-    """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    optimizers = [each for each in (optimizer, inner) if each is not None]
-    for each in optimizers:
-        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
-    try:
-        yield
-    finally:
-        for each in optimizers:
-            object.__delattr__(each, "_all_reduce_sum_gradients")
-
-
-@contextlib.contextmanager
-def loss_of_whole_batch() -> Iterator[None]:
-    """Within it, Keras' losses are not divided by the number of replicas.
-
-    Keras (3.15) divides those that take a mean, not those that take a sum or are the user's own, so that no
-    later factor could be right for all. Here each replica has the whole batch's loss: nothing is to be divided.
-    """
-    from keras.src.losses import loss as loss_module
-
-    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
-    originals = [getattr(loss_module, name) for name in names]
-    for name in names:
-        setattr(loss_module, name, lambda value: value)
-    try:
-        yield
-    finally:
-        for name, original in zip(names, originals, strict=True):
-            setattr(loss_module, name, original)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
 from kerasdp.backends.steps import DeviceScalar, WholeModel, all_variables, next_batches, require_device_batch
-from kerasdp.backends.tensorflow import collectives
+from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
@@ -18,11 +18,6 @@ from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
-
-
-def set_cast(config: Config) -> None:
-    """Lets Python's numbers become those of 64 bits where asked to: `tf.cast` (2.21) makes them float32 on the way."""
-    tf.cast = _cast_numbers_whole if config.precision == "float64" else _tf_cast
 
 
 class DataParallel(WholeModel):
@@ -39,7 +34,6 @@ class DataParallel(WholeModel):
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
         self.names = device_names(devices)
-        set_cast(config)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
             tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
@@ -242,21 +236,12 @@ class DataParallel(WholeModel):
         Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
         own functions, each keeps those of its part, and reading one means adding them up.
         """
-        variables = [variable.value for variable in model.metrics_variables]
-        variables = [variable for variable in variables if isinstance(variable, tf.distribute.DistributedValues)]
-        kept = [variable._aggregation for variable in variables]
-        for variable in variables:
-            variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        try:
-            with (
-                collectives.no_gradient_sum(getattr(model, "optimizer", None))
-                if self.num_replicas > 1
-                else contextlib.nullcontext()
-            ):
-                yield
-        finally:
-            for variable, aggregation in zip(variables, kept, strict=True):
-                variable._aggregation = aggregation
+        from kerasdp.keras_compat import no_gradient_sum
+
+        metrics = [variable.value for variable in model.metrics_variables]
+        optimizer = getattr(model, "optimizer", None) if self.num_replicas > 1 else None
+        with private.read_from_first_replica(metrics), no_gradient_sum(optimizer):
+            yield
 
     def peak_memory_by_device(self) -> list[int]:
         """The most memory that each device has used; nothing where they share one process."""
@@ -280,13 +265,6 @@ def _stacked(*batches: Any) -> Any:
 
 def _row(stacked: Any, number: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)
-
-
-_tf_cast = tf.cast
-
-
-def _cast_numbers_whole(x: Any, dtype: Any, name: str | None = None) -> tf.Tensor:
-    return tf.constant(x, dtype, name=name) if isinstance(x, float) else _tf_cast(x, dtype, name=name)
 
 
 class _FeedDataset(tf.distribute.DistributedDataset):

@@ -29,6 +29,8 @@ class Accumulation(Pipeline):
     def _passes(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any, Any]:
         import keras
 
+        from kerasdp.keras_compat import compiled_loss, weight_penalties
+
         num_rows, weights, optimizer = indices.shape[0], self.model.trainable_weights, self.model.optimizer
         micro_batches = self.plan.micro_batches(num_rows)
         shares = micro_batches.shares(self.model, is_weighted=sample_weight is not None)
@@ -42,13 +44,13 @@ class Accumulation(Pipeline):
                 outputs, penalty = self._part(inputs, num_rows, first, rows, training=True)
                 own = tf.nest.map_structure(lambda leaf: _rows(leaf, first, rows), (targets, sample_weight))
                 with keras.StatelessScope():  # the losses of several outputs are metrics, too
-                    loss = self.model._compile_loss(own[0], self.plan.outputs(outputs), own[1])
+                    loss = compiled_loss(self.model)(own[0], self.plan.outputs(outputs), own[1])
                 scaled_loss = optimizer.scale_loss(loss * share + penalty)
             return outputs, (penalty, [_dense(gradient) for gradient in tape.gradient(scaled_loss, weights)])
 
         outputs, (penalty, gradients) = self._each_part(num_rows, work)
         with tf.GradientTape() as tape:
-            of_weights = optimizer.scale_loss(sum(self.model._get_regularization_losses(), tf.zeros(())))
+            of_weights = optimizer.scale_loss(sum(weight_penalties(self.model), tf.zeros(())))
         for place, gradient in enumerate(tape.gradient(of_weights, weights)):
             if gradient is not None:
                 gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient

@@ -1,8 +1,6 @@
 """A replica's update of its variables once the gradients are there, compiled as one operation."""
 
-import contextlib
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -19,12 +17,13 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
     import keras
 
     from kerasdp.backends.tensorflow import xla
+    from kerasdp.keras_compat import updating_values
 
     variables = list({id(variable): variable for variable in all_variables(model)}.values())
     changed = []
 
     def compute(values: list[tf.Tensor]) -> list[tf.Tensor]:
-        with _stateless(model.optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
+        with updating_values(model.optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
             update()
         changed[:] = [
             variable for variable, value in zip(variables, values) if scope.get_current_value(variable) is not value
@@ -43,44 +42,23 @@ def can_be_one(model: Any, gradients: list[Any]) -> bool:
     Not with Python of the user's, loss scaling or rows of an embedding, nor where Keras assigns in one of two branches,
     nor (Nadam) where a class extends what would be taken back.
     """
+    from kerasdp.keras_compat import (
+        inner_optimizer,
+        is_of_keras,
+        learning_rate_schedule,
+        overrides_nothing_of_tensorflow,
+    )
+
     optimizer = model.optimizer
-    parts = [optimizer, getattr(optimizer, "_learning_rate", None)]
+    if inner_optimizer(optimizer) is not optimizer:
+        return False
+    parts = [optimizer, learning_rate_schedule(optimizer)]
     parts += [variable.constraint for variable in model.trainable_weights]
     return (
-        all(part is None or _is_keras(type(part)) for part in parts)
-        and not hasattr(optimizer, "inner_optimizer")
+        all(part is None or is_of_keras(type(part)) for part in parts)
         and not optimizer.gradient_accumulation_steps
         and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
-        and all(getattr(type(optimizer), name) is own for name, (own, _) in _methods().items())
+        and overrides_nothing_of_tensorflow(optimizer)
         and all(gradient is None or isinstance(gradient, tf.Tensor) for gradient in gradients)
         and not tf.executing_eagerly()
     )
-
-
-def _is_keras(thing: Any) -> bool:
-    return thing.__module__.startswith("keras.src.")
-
-
-def _methods() -> dict[str, tuple[Any, Any]]:
-    """Of an optimizer, those that Keras has for TensorFlow, each with the one that it has for any backend."""
-    from keras.src.backend.tensorflow.optimizer import TFOptimizer
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-
-    own, general = vars(TFOptimizer), vars(BaseOptimizer)
-    names = [name for name in own if isinstance(general.get(name), types.FunctionType) and name != "__init__"]
-    return {name: (own[name], general[name]) for name in names}
-
-
-@contextlib.contextmanager
-def _stateless(optimizer: Any) -> Iterator[None]:
-    """Takes back what Keras' optimizers do on TensorFlow alone, which asks for its variables, not their values."""
-    methods = {name: types.MethodType(general, optimizer) for name, (_, general) in _methods().items()}
-    keys = {id(variable): optimizer._var_key(variable) for variable in optimizer._trainable_variables}
-    methods["_var_key"] = lambda variable: keys.get(id(variable))
-    for name, method in methods.items():
-        object.__setattr__(optimizer, name, method)
-    try:
-        yield
-    finally:
-        for name in methods:
-            object.__delattr__(optimizer, name)

@@ -38,38 +38,39 @@ class Pipeline:
         """Makes all variables anew on the devices of their stages: operations do not follow variables, nor the other
         way round.
         """
-        from kerasdp.keras_compat import slots_of
+        from kerasdp.keras_compat import (
+            raw_value,
+            rebind_weights,
+            set_raw_value,
+            slots_of,
+            weights_without_decay,
+            wrapped_optimizers,
+        )
 
         weights = self.model.trainable_variables
-        optimizers = list(filter(None, (self.optimizer, getattr(self.optimizer, "inner_optimizer", None))))
-        spared = [
-            [weight for weight in weights if of._var_key(weight) in getattr(of, "_exclude_from_weight_decay", ())]
-            for of in optimizers
-        ]
+        optimizers = wrapped_optimizers(self.optimizer)
+        spared = [weights_without_decay(optimizer, weights) for optimizer in optimizers]
         slots = slots_of(self.optimizer, len(weights)) if self.optimizer is not None else {}
         places = {id(variable): place for place, variable in enumerate(weights)}
         for name, stage in zip(self.names, self.plan.stages):
             own = {places[id(variable)] for variable in stage.model.trainable_variables}
             for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
                 with tf.device(name):
-                    variable._value = tf.Variable(
-                        variable._value, dtype=variable._value.dtype, trainable=variable.trainable, name=variable.name
-                    )
-        self._values = [(variable, variable._value) for variable in self.model.variables]
+                    value = raw_value(variable)
+                    value = tf.Variable(value, dtype=value.dtype, trainable=variable.trainable, name=variable.name)
+                    set_raw_value(variable, value)
+        self._values = [(variable, raw_value(variable)) for variable in self.model.variables]
         # Optimizers know variables by what was just replaced.
         for optimizer, without_decay in zip(optimizers, spared):
-            optimizer._trainable_variables_indices = {
-                optimizer._var_key(weight): place for place, weight in enumerate(weights)
-            }
-            if without_decay:
-                optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
-                optimizer._exclude_from_weight_decay_cache = {}
+            rebind_weights(optimizer, weights, without_decay)
 
     @property
     def is_stale(self) -> bool:
         """Whether the model was compiled anew since, or shares a layer with one whose engine was made later."""
+        from kerasdp.keras_compat import raw_value
+
         return self.optimizer is not getattr(self.model, "optimizer", None) or any(
-            variable._value is not value for variable, value in self._values
+            raw_value(variable) is not value for variable, value in self._values
         )
 
     def _forward(
@@ -109,17 +110,17 @@ class Pipeline:
             return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*outputs)]), penalties
 
     def _loss(self, batch: tuple[Any, ...], penalties: list[Any], training: bool) -> Any:
-        inputs, targets, outputs, sample_weight = batch
+        from kerasdp.keras_compat import compute_loss
+
         with tf.device(self.names[-1]):
-            loss = self.model._compute_loss(
-                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
-            )
-            return sum(penalties, loss)
+            return sum(penalties, compute_loss(self.model, *batch, training=training))
 
     def _logs(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+        from kerasdp.keras_compat import update_loss_metric
+
         inputs, targets, outputs, sample_weight = batch
         with tf.device(self.names[-1]):
-            self.model._loss_tracker.update_state(loss, sample_weight=num_rows)
+            update_loss_metric(self.model, loss, num_rows)
             return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
     def train_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:

@@ -29,7 +29,6 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         self.processes = SingleProcess()
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.names = device_names(devices)
-        data_parallel.set_cast(config)
         self.mirrored = tf.distribute.get_strategy()
 
     @contextlib.contextmanager

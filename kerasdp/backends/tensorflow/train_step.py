@@ -79,8 +79,8 @@ class ReplicaSteps:
         return self._whole_outputs(inputs, num_rows)[0]
 
     def _forward(self, inputs: Any, training: bool) -> Any:
-        model = self.model
-        return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+        takes_training = "training" in self.model.call_signature_parameters
+        return self.model(inputs, training=training) if takes_training else self.model(inputs)
 
     def _whole_outputs(self, inputs: Any, num_rows: int) -> tuple[Any, ReplicaContext | None]:
         """The outputs of the global batch in inference, and the context in which they were computed."""
@@ -104,6 +104,8 @@ class ReplicaSteps:
         """The loss of the global batch; or of this replica's part, whose mean over the replicas is the former."""
         import keras
 
+        from kerasdp.keras_compat import compute_loss, losses_of_whole_batch
+
         inputs, targets, outputs, sample_weight = batch
         if is_part:
             own = slice(context.first_row, context.first_row + context.rows)
@@ -111,16 +113,16 @@ class ReplicaSteps:
                 lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
             )
         inputs = self._inputs_for("compute_loss", inputs, num_rows)
-        with collectives.loss_of_whole_batch():
-            loss = self.model._compute_loss(
-                x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
-            )
+        with losses_of_whole_batch():
+            loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
         return loss if context is None else sum(context.penalties, loss)
 
     def _metrics(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+        from kerasdp.keras_compat import update_loss_metric
+
         inputs, targets, outputs, sample_weight = batch
         inputs = self._inputs_for("compute_metrics", inputs, num_rows)
-        self.model._loss_tracker.update_state(loss, sample_weight=num_rows)
+        update_loss_metric(self.model, loss, num_rows)
         return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
     def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
