@@ -10,8 +10,10 @@ Each folder of `kerasdp.backends` has these names:
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from kerasdp.config import Config
 
 if TYPE_CHECKING:
     import keras
@@ -101,70 +103,6 @@ class SingleProcess:
         return flag
 
 
-class Strategy(Protocol):
-    """How the devices of a run share the work: what differs between the backends in a worker.
-
-    Made before Keras is imported.
-
-    Attributes:
-        processes: what the processes of the run tell one another.
-        num_devices: over all processes.
-        num_replicas: of the model, over all processes.
-        shard: of the inputs that this process reads: its number, and of how many.
-        splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
-        takes_several_steps: whether the step functions heed Keras' `steps_per_execution`.
-    """
-
-    processes: Processes
-    num_devices: int
-    num_replicas: int
-    shard: tuple[int, int]
-    splits_batches: bool
-    takes_several_steps: bool
-
-    def scope(self) -> AbstractContextManager[None]:
-        """Returns the context in which models are built and compiled."""
-
-    def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings a batch to the devices of this process. Called in a reading thread."""
-
-    def adapt(self, feed: "Feed") -> Iterable[Any]:
-        """Returns what Keras' `fit` is to iterate over in place of the feed."""
-
-    def running(self, model: "keras.Model") -> AbstractContextManager[None]:
-        """Returns the context around Keras' `fit`, `evaluate` and `predict`."""
-
-    def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
-        """Returns the step functions that train, test and predict with a built model on all devices."""
-
-    def variables_outside_scope(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
-
-    def diverged_variables(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-
-    def gather_variables(self, model: "keras.Model") -> None:
-        """Gives each process the values of all variables, where it computes only some of them."""
-
-    def description(self, model: "keras.Model") -> str:
-        """Returns what there is to say of how the work is shared; may be empty."""
-
-    def tune(self, model: "keras.Model", first_batch: Callable[[], "Batch"], report: Callable[[str], None]) -> None:
-        """Finds what is to be found by trying, as the size of micro-batches, and reports it."""
-
-    def micro_batch_rows(self, model: "keras.Model") -> int | None:
-        """Returns the rows that a layer sees at once, if neither the global batch nor a replica's shard of it."""
-
-    def engine_of(self, model: "keras.Model") -> "PipelineEngine | None":
-        """Returns what trains the model in stages; None where each replica holds all of it."""
-
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device (torch on the CPU: each process) has used; empty if not known."""
-
-    def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-
-
 # (stage, "forward" or "backward", micro-batch, begin, end), in seconds.
 Work = tuple[int, str, int, float, float]
 
@@ -175,13 +113,11 @@ class PipelineEngine(Protocol):
     Attributes:
         plan: how model and batch are cut.
         timeline: if a list, takes all work of this process, which is then waited for.
-        is_tuned: whether the size of micro-batches has been looked for.
         processes: of the run.
     """
 
     plan: "Plan"
     timeline: list[Work] | None
-    is_tuned: bool
     processes: Processes
 
     @property
@@ -190,3 +126,124 @@ class PipelineEngine(Protocol):
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
+
+    def gather_variables(self) -> None:
+        """Gives each process the values of all variables, where it computes only some of them."""
+
+
+Engine = TypeVar("Engine", bound=PipelineEngine)
+
+
+class StagedModels(Generic[Engine]):
+    """Makes and keeps an engine for each model.
+
+    Args:
+        config: of the run.
+        make_engine: makes the engine of a model.
+        shard_batch: of the strategy.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        make_engine: Callable[["keras.Model"], Engine],
+        shard_batch: Callable[["Batch"], DeviceBatch],
+    ):
+        self.config, self._make_engine, self._shard_batch = config, make_engine, shard_batch
+        # An engine holds its model, so both live as long as the run.
+        self._engines: dict[keras.Model, Engine] = {}
+        self._tuned: dict[keras.Model, Engine] = {}
+
+    def engine_of(self, model: "keras.Model") -> Engine:
+        """Returns the engine of a model, made on the first call, and again once the model is compiled again."""
+        engine = self._engines.get(model)
+        if engine is None or engine.is_stale:
+            engine = self._engines[model] = self._make_engine(model)
+        return engine
+
+    def tune(self, model: "keras.Model", first_batch: Callable[[], "Batch"], report: Callable[[str], None]) -> None:
+        """Chooses the size of micro-batches where it depends on the data: by trying, or by these batches' rows.
+
+        Args:
+            model: built and compiled.
+            first_batch: gives one of the batches to train on.
+            report: is told what was tried.
+        """
+        from kerasdp.pipeline.plan import accumulating, find_size
+
+        engine = self.engine_of(model)
+        if self.config.accumulate > 1:
+            plan = accumulating(engine.plan, self.config, len(first_batch().indices))
+            if plan.size != engine.plan.size:  # a new plan is new graphs on TensorFlow
+                engine.plan = plan
+        if self.config.split_size == "auto" and self._tuned.get(model) is not engine:
+            self._tuned[model] = engine
+            find_size(engine, self._shard_batch(first_batch()), report)
+
+    def micro_batch_rows(self, model: "keras.Model") -> int:
+        """Returns the rows of a micro-batch, over all pipelines."""
+        return self.engine_of(model).plan.size
+
+
+class Strategy(Protocol):
+    """How the devices of a run share the work: what differs between the backends in a worker.
+
+    Made before Keras is imported. A strategy names this class as its base, and so has the answers written here; the
+    others it gives itself.
+
+    Attributes:
+        processes: what the processes of the run tell one another.
+        num_devices: over all processes.
+        num_replicas: of the model, over all processes.
+        shard: of the inputs that this process reads: its number, and of how many.
+        splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
+        takes_several_steps: whether the step functions heed Keras' `steps_per_execution`.
+        stages: the models trained in stages, and their engines; None where a model is one program.
+    """
+
+    processes: Processes
+    num_devices: int
+    num_replicas: int
+    shard: tuple[int, int]
+    splits_batches: bool
+    takes_several_steps: bool = False
+    stages: StagedModels[Any] | None = None
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Returns the context in which models are built and compiled."""
+
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
+        """Brings a batch to the devices of this process. Called in a reading thread."""
+
+    def adapt(self, feed: "Feed") -> Iterable[Any]:
+        """Returns what Keras' `fit` is to iterate over in place of the feed."""
+        return feed
+
+    def running(self, model: "keras.Model") -> AbstractContextManager[None]:
+        """Returns the context around Keras' `fit`, `evaluate` and `predict`."""
+        return nullcontext()
+
+    def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
+        """Returns the step functions that train, test and predict with a built model on all devices."""
+
+    def variables_outside_scope(self, model: "keras.Model") -> list[str]:
+        """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
+        return []
+
+    def diverged_variables(self, model: "keras.Model") -> list[str]:
+        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
+
+    def gather_variables(self, model: "keras.Model") -> None:
+        """Gives each process the values of all variables, where it computes only some of them."""
+        if self.stages is not None:
+            self.stages.engine_of(model).gather_variables()
+
+    def description(self, model: "keras.Model") -> str:
+        """Returns what there is to say of how the work is shared; may be empty."""
+        return "" if self.stages is None else str(self.stages.engine_of(model).plan)
+
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device (torch on the CPU: each process) has used; empty if not known."""
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most bytes that a device (on the CPU: this process) has used."""

@@ -1,41 +1,13 @@
 """What the step functions of all backends share."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import RunState
-
-
-class WholeModel:
-    """What `Replicas` answer when each of them holds the whole model.
-
-    Attributes:
-        takes_several_steps: whether its step functions heed Keras' `steps_per_execution`.
-    """
-
-    takes_several_steps = False
-
-    def engine_of(self, model: Any) -> Any:
-        """What trains the model in stages: nothing."""
-        return None
-
-    def description(self, model: Any) -> str:
-        """What there is to say of how the work is shared."""
-        return ""
-
-    def tune(self, model: Any, first_batch: Callable[[], Any], report: Callable[[str], None]) -> None:
-        """Finds what is to be found by trying."""
-
-    def micro_batch_rows(self, model: Any) -> int | None:
-        """Rows that a layer sees at once, if those are neither the global batch nor a replica's part of it."""
-        return None
-
-    def gather_variables(self, model: Any) -> None:
-        """Gives each process the values of all variables."""
 
 
 def require_device_batch(batch: Any) -> DeviceBatch:

@@ -56,7 +56,7 @@ def stage_work(
     Raises:
         UserError: if the run is no pipeline.
     """
-    pipeline = runner.strategy.engine_of(model)
+    pipeline = runner.strategy.stages.engine_of(model)
     if pipeline is None:
         raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
     pipeline.timeline = []

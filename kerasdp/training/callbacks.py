@@ -59,7 +59,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         checkpoints = os.path.join(folder, CHECKPOINTS) if runner.config.keeps_checkpoints else None
         identity = {}
         if checkpoints:
-            rows = runner.strategy.micro_batch_rows(model)
+            stages = runner.strategy.stages
+            rows = None if stages is None else stages.micro_batch_rows(model)
             identity = training_state.identity(runner.config, model, feed.reader, rows)
         self.resumed = resumed = resume(runner, model, identity, checkpoints) if runner.config.resume else None
         if resumed is not None:

@@ -122,14 +122,13 @@ class Runner:
         if validation_data is not None:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = Feed(
-                self._reader(*parts, size, steps=validation_steps, fitting=True), self.strategy.shard_batch
-            )
-            validation_data = self._adapter(validation, size)
+            validation = self._reader(*parts, size, steps=validation_steps, fitting=True)
+            validation_data = self._adapter(Feed(validation, self.strategy.shard_batch), size)
         self.state.begin_fit(
             batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
         )
-        self.strategy.tune(model, reader.first, self._say)
+        if self.strategy.stages is not None:
+            self.strategy.stages.tune(model, reader.first, self._say)
         run_callbacks = RunCallbacks(
             self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
         )
@@ -333,10 +332,11 @@ class Runner:
         `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
         """
         # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        engine = self.strategy.engine_of(model)
+        stages = self.strategy.stages
+        plan = None if stages is None else stages.engine_of(model).plan
         optimizer = getattr(model, "optimizer", None)
         is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        made_for = (optimizer, is_built, *made_by_compile(model), engine, self.state)
+        made_for = (optimizer, is_built, *made_by_compile(model), plan, self.state)
         known = getattr(model, "_kerasdp_functions", None)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             known = made_for, self.strategy.step_functions(model, self.state)

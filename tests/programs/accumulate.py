@@ -36,7 +36,8 @@ def with_random_layers(runner, loss):
         )
 
     def note(timeline):
-        engine = runner.strategy.engine_of(model)
+        stages = runner.strategy.stages
+        engine = None if stages is None else stages.engine_of(model)
         if engine is not None:
             engine.timeline = timeline
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
 from kerasdp.backends.steps import (
     DeviceScalar,
-    WholeModel,
     all_variables,
     learning_rate,
     next_batches,
@@ -27,7 +26,7 @@ from kerasdp.runtime.devices import Devices, cache_folder
 from kerasdp.runtime.run_state import Detail, RunState
 
 
-class DataParallel(WholeModel):
+class DataParallel(Strategy):
     """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
     shard = (0, 1)
@@ -86,10 +85,6 @@ class DataParallel(WholeModel):
             inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._split), inputs)
         rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
         return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
-
-    def adapt(self, feed: Any) -> Any:
-        """What Keras' `fit` is to iterate over: the feed as it is."""
-        return feed
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:

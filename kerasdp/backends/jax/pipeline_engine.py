@@ -37,7 +37,6 @@ class Pipeline:
         self.plan = make_plan(model, config, len(devices), processes.broadcast_from_rank0)
         own = np.array(devices).reshape(len(self.plan.stages), -1)
         self.timeline: list[Any] | None = None
-        self.is_tuned = False
         # A thread a stage: on the CPU, JAX (0.10.2) runs one after the other whatever one thread asks for.
         self.threads = ThreadPoolExecutor(len(own))
         self.parts = [Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
@@ -74,6 +73,9 @@ class Pipeline:
         loss, logs, metrics = self.parts[-1].measure(step.outputs(), penalties, batch, metrics)
         self.last_state = trainable, non_trainable, slots, metrics
         return loss, logs, self.last_state
+
+    def gather_variables(self) -> None:
+        """See `kerasdp.backends.base.PipelineEngine`: the one process has them all."""
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """What the passes of a training step take; no variable keeps a trace of it."""

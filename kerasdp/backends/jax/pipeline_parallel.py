@@ -6,24 +6,25 @@ from typing import Any
 
 import jax
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions
+from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions
 from kerasdp.backends.jax import data_parallel
 from kerasdp.backends.jax.pipeline_engine import Pipeline
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
-from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
 
-class PipelineParallel(CutModel, data_parallel.DataParallel):
+class PipelineParallel(data_parallel.DataParallel):
     """The stages of a run. See `kerasdp.backends.base.Strategy`."""
 
     splits_batches = True
+    takes_several_steps = False
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
+        self.stages = StagedModels(config, self._make_engine, self.shard_batch)
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
 
     @contextlib.contextmanager
@@ -36,19 +37,19 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         """Leaves the batch where it is: each stage takes what it needs."""
         return DeviceBatch(batch.inputs, batch.targets, batch.sample_weight, batch.indices)
 
-    def make_pipeline(self, model: Any) -> Pipeline:
+    def _make_engine(self, model: Any) -> Pipeline:
         """An engine for a model."""
         return Pipeline(model, self.config, self.devices, self.processes)
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Around Keras' `fit`, `evaluate` and `predict`: brings each stage to its devices, where it stays."""
-        self.engine_of(model).move_to_stage_devices()
+        self.stages.engine_of(model).move_to_stage_devices()
         yield
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
-        pipeline = self.engine_of(model)
+        pipeline = self.stages.engine_of(model)
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             if (batch := next(iterator)) is SKIPPED:

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
-from kerasdp.backends.steps import DeviceScalar, WholeModel, all_variables, next_batches, require_device_batch
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
+from kerasdp.backends.steps import DeviceScalar, all_variables, next_batches, require_device_batch
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.config import Config
@@ -20,7 +20,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
 
-class DataParallel(WholeModel):
+class DataParallel(Strategy):
     """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
     shard = (0, 1)

@@ -25,7 +25,7 @@ class Pipeline:
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
-        self.processes, self.is_tuned = processes, False
+        self.processes = processes
         self.timeline: list[Any] | None = None
         self._begun: dict[tuple[int, str, int], float] = {}
         self._timed: dict[int, Callable[..., Any]] = {}
@@ -172,6 +172,9 @@ class Pipeline:
             return marked, lambda *gradients: noting("backward", not is_begin)(*gradients)
 
         return list(mark(*values))
+
+    def gather_variables(self) -> None:
+        """See `kerasdp.backends.base.PipelineEngine`: the one process has them all."""
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """What the passes of a training step take; no variable keeps a trace of it."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.tensorflow import data_parallel
 from kerasdp.backends.tensorflow.devices import device_names
@@ -14,19 +14,20 @@ from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
-from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
 
-class PipelineParallel(CutModel, data_parallel.DataParallel):
+class PipelineParallel(data_parallel.DataParallel):
     """The stages of a run. See `kerasdp.backends.base.Strategy`."""
 
     splits_batches = True
+    takes_several_steps = False
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
         self.processes = SingleProcess()
+        self.stages = StagedModels(config, self._make_engine, self.shard_batch)
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.names = device_names(devices)
         self.mirrored = tf.distribute.get_strategy()
@@ -49,14 +50,14 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         rest = (batch.targets, batch.sample_weight, batch.indices)
         return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self.names[-1]), rest))
 
-    def make_pipeline(self, model: Any) -> Pipeline:
+    def _make_engine(self, model: Any) -> Pipeline:
         """An engine for a model."""
         kind = Accumulation if self.config.accumulate > 1 else Pipeline
         return kind(model, self.config, self.names, self.processes)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
-        pipeline = self.engine_of(model)
+        pipeline = self.stages.engine_of(model)
         train_step, watched_step, test_step, predict_step = (
             self._graph(model, step)
             for step in (pipeline.train_step, pipeline.train_step, pipeline.test_step, pipeline.predict_step)

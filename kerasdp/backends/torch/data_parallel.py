@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions
-from kerasdp.backends.steps import WholeModel, all_variables, learning_rate, own_steps, require_device_batch
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
+from kerasdp.backends.steps import all_variables, learning_rate, own_steps, require_device_batch
 from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
 from kerasdp.backends.torch.processes import ProcessGroup
@@ -28,7 +28,7 @@ from kerasdp.runtime.run_state import RunState
 _WORTH_COMPILING = 1000
 
 
-class DataParallel(WholeModel):
+class DataParallel(Strategy):
     """A replica of the model in each process. See `kerasdp.backends.base.Strategy`."""
 
     def __init__(self, devices: Devices, config: Config):
@@ -80,10 +80,6 @@ class DataParallel(WholeModel):
             inputs = put(inputs)
         return DeviceBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
 
-    def adapt(self, feed: Any) -> Any:
-        """What Keras' `fit` is to iterate over: the feed as it is."""
-        return feed
-
     def context(self, num_rows: int) -> ReplicaContext | None:
         """The context of a step on a global batch of `num_rows` rows."""
         if self.num_replicas == 1:
@@ -111,11 +107,6 @@ class DataParallel(WholeModel):
         if self.num_replicas == 1:
             return outputs
         return keras.tree.map_structure(lambda rows: gather_rows(rows)[:num_rows], outputs)
-
-    @contextlib.contextmanager
-    def running(self, model: Any) -> Iterator[None]:
-        """Around Keras' `fit`, `evaluate` and `predict`."""
-        yield
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all replicas.
@@ -249,10 +240,6 @@ class DataParallel(WholeModel):
                 used.add(id(getattr(node, "variable", None)))
                 ahead += [following for following, _ in node.next_functions]
         return any(id(variable.value) not in used for variable in model.trainable_weights)
-
-    def variables_outside_scope(self, model: Any) -> list[str]:
-        """Paths of the variables that were not made within `scope`, where that makes a difference."""
-        return []
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables, seeds included, that are not bit-equal on all replicas."""

@@ -46,7 +46,6 @@ class Pipeline:
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
         self.timeline: list[Any] | None = None
-        self.is_tuned = False
         self.step: Step | None = None
         self._schedules: dict[tuple[int, int, bool], Any] = {}
 
@@ -253,7 +252,7 @@ class Pipeline:
         own = {places[id(weight)] for weight in model.trainable_variables}
         return [*model.variables, *(slot for (_, place), slot in slots.items() if place in own)]
 
-    def collect(self) -> None:
+    def gather_variables(self) -> None:
         """Gives each process of the pipeline the values of all variables."""
         for number in range(len(self.plan.stages)) if self.length > 1 else ():
             source = dist.get_global_rank(self.group, number % self.length)

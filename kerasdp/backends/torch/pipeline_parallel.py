@@ -7,18 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions
+from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.torch import data_parallel
 from kerasdp.backends.torch.pipeline_engine import Pipeline
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
-from kerasdp.pipeline.replicas import CutModel
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
 
-class PipelineParallel(CutModel, data_parallel.DataParallel):
+class PipelineParallel(data_parallel.DataParallel):
     """The stages of a run, as seen by one of its processes. See `kerasdp.backends.base.Strategy`.
 
     Attributes:
@@ -30,6 +29,7 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         """Joins the process groups. Call before Keras is imported."""
         super().__init__(devices, config)
         self.config, self.num_replicas, self.shard, self.splits_batches = config, 1, (0, 1), True
+        self.stages = StagedModels(config, lambda model: Pipeline(model, self), self.shard_batch)
         if devices.count == 1 and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         length = devices.count // config.num_pipelines(devices.count)
@@ -53,13 +53,9 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
         is_first = dist.get_rank(self.stage_group) == 0
         return placed_batch if is_first else placed_batch._replace(inputs=None)
 
-    def make_pipeline(self, model: Any) -> Pipeline:
-        """An engine for a model."""
-        return Pipeline(model, self)
-
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Train, test and predict functions for Keras' `fit` that work on all stages."""
-        pipeline = self.engine_of(model)
+        pipeline = self.stages.engine_of(model)
 
         def train_function(data: Any) -> dict[str, Any]:
             if data[0] is SKIPPED:
@@ -75,10 +71,6 @@ class PipelineParallel(CutModel, data_parallel.DataParallel):
             predict=torch.no_grad()(lambda data: pipeline.predict_step(require_device_batch(data[0]))),
         )
 
-    def gather_variables(self, model: Any) -> None:
-        """Gives each process the values of all variables, of which it computes only those of its stages."""
-        self.engine_of(model).collect()
-
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""
-        return self._differing(self.engine_of(model).own_variables(), self.copy_group)
+        return self._differing(self.stages.engine_of(model).own_variables(), self.copy_group)
