@@ -36,7 +36,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
 
     Raises:
         UserError: if a choice cannot be had on this machine.
-        RunError: if a worker failed; the text is that worker's own error.
+        RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
     settings = dataclasses.replace(settings or Config(), **changes)
@@ -61,8 +61,8 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
 def _native_stderr_suppressed() -> Iterator[None]:
     """Silences what a framework's native code writes to stderr at its start; Python's errors are raised as ever.
 
-    TensorFlow (2.21) greets with four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and where there
-    is no GPU complains of that. How many GPUs there are is said by the first line of a run.
+    TensorFlow (2.21) prints four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and a warning where
+    there is no GPU. The first line of a run says how many GPUs there are.
     """
     sys.stderr.flush()
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -76,7 +76,7 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
-    """What each worker does."""
+    """Makes strategy and `Runner` in a worker, and calls `train`."""
     with signals.noticed():
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)

@@ -1,1 +1,1 @@
-"""One folder a backend, with the same file names in each; what the rest of the kit knows of them is in `base`."""
+"""Trains on torch, jax or tensorflow: one folder per backend, the same file names in each; `base` is the contract."""

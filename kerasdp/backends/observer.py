@@ -1,4 +1,4 @@
-"""What a training step made on its way, for finding the place where two runs part."""
+"""Records what training steps compute, to find the place where two runs diverge."""
 
 import contextlib
 import contextvars
@@ -14,7 +14,7 @@ from kerasdp.runtime.run_state import Detail
 
 
 class Observer:
-    """Asked before each training step what it should tell, and told it afterwards.
+    """Says before each training step how much it is to record, and keeps what it recorded.
 
     Attributes:
         losses: of each step, over the global batch; scalar tensors.
@@ -27,7 +27,7 @@ class Observer:
     """
 
     def __init__(self, detailed_step: int | None = None):
-        """`detailed_step`: the step, counted from 0, that tells everything."""
+        """`detailed_step`: the step, counted from 0, that records everything."""
         self.detailed_step = detailed_step
         self.losses: list[Any] = []
         self.gradient_norms: list[Any] = []
@@ -38,11 +38,11 @@ class Observer:
 
     @property
     def detail(self) -> Detail:
-        """What the next step should tell."""
+        """Returns how much the next step is to record."""
         return Detail.EVERYTHING if len(self.losses) == self.detailed_step else Detail.SUMMARY
 
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
-        """Takes the loss of a step, its rows, and what `observed` gave (nothing of a train_step of the user's own)."""
+        """Takes the loss of a step, its rows, and what `observed` recorded (nothing of a user-defined train_step)."""
         self.losses.append(loss)
         self.samples.append(samples)
         self.gradient_norms.append(seen.get("gradient_norm"))
@@ -54,12 +54,12 @@ class Observer:
 
 
 def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What a step tells, as tensors: part of its compiled function.
+    """Returns what a step records, as tensors: part of its compiled function.
 
     Args:
         detail: how much.
         gradients: for each trainable weight, of the loss of the global batch, reduced over the replicas; may hold None.
-        found: what `forward_pass` found.
+        found: what `forward_pass` recorded.
     """
     if detail == Detail.NOTHING:
         return {}
@@ -82,7 +82,7 @@ _outputs: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
-    """Around a replica's forward pass of a training step, within `watched_layers`: collects what `detail` asks for.
+    """Records a replica's forward pass of a training step, within `watched_layers`, as far as `detail` says.
 
     Yields:
         A dictionary: `row_means` of the inputs; `outputs`: the inputs and what each layer gave, by name and in the
@@ -105,7 +105,7 @@ def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
-    """Around the forward passes of all replicas: lets each layer tell what it gives, if `detail` asks for everything.
+    """Lets each layer record its outputs during the forward passes of all replicas, if `detail` is everything.
 
     A layer counts as a whole with all layers in it; only models within models are entered.
     """
@@ -150,7 +150,7 @@ def _collect(name: str, result: Any) -> None:
 
 
 def _whole(tensor: Any) -> Any:
-    """The tensor of the global batch, if this is a replica's part of one."""
+    """Returns the tensor of the global batch, if this is a replica's shard of one."""
     context = replica_context.current()
     if context is None or context.gather_rows is None or tuple(tensor.shape[:1]) != (context.rows,):
         return tensor

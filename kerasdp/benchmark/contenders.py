@@ -25,11 +25,11 @@ PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "tensorflow": ("tensorflow", "tensorflow_loop.py", []),
     "tensorflow-xla": ("tensorflow", "tensorflow_loop.py", ["--compile"]),
     "keras": (None, "keras_fit.py", []),
-    "replica-norm": (None, "", []),  # the kit itself, with batch norm on each device's part of the batch
+    "replica-norm": (None, "", []),  # kerasdp itself, with batch norm on each device's shard of the batch
 }
 ONE_DEVICE = ("tensorflow-xla", "keras")
 PRECISIONS = ("float32", "bfloat16")
-# Models that the loops know, and their images; others are trained by the kit and plain Keras alone.
+# Models that the loops know, and their images; others are trained by kerasdp and plain Keras alone.
 SHAPES = {"convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3)}
 NUM_SAMPLES = 4096
 OPTIMIZER = "sgd(learning_rate=0.01, momentum=0.9)"

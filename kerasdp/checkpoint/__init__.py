@@ -1,1 +1,1 @@
-"""Checkpoints: the files, the state in them, when they are written, and the finished model."""
+"""Writes and reads checkpoints, and exports the finished model."""

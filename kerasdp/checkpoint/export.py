@@ -1,4 +1,4 @@
-"""A finished model as a plain Keras file."""
+"""Saves a finished model as a plain Keras file."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ from kerasdp.keras_compat import jit_compile_left_open, public_optimizer_names, 
 def export(model: keras.Model, path: str) -> None:
     """Saves a model as Keras does, so that it loads on every backend, without kerasdp.
 
-    Of several processes each may call it: they write the same, and whole files take one another's place.
+    Each of several processes may call it: they write the same, and replace one another's whole files.
 
     Args:
-        model: a Keras model; the kit's layers are saved as Keras' own.
+        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own.
         path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights alone).
 
     Raises:

@@ -1,7 +1,7 @@
-"""Checkpoint files: never half-written, never loaded if a single bit is wrong.
+"""Writes and reads checkpoint files: never half-written, never loaded if corrupt.
 
-A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors): arrays by name behind a
-JSON header, no pickle, readable by many tools. What is not an array stands in the header as JSON. The format has no
+A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors): arrays by name after a
+JSON header, no pickle, readable by many tools. What is not an array is in the header as JSON. The format has no
 checksum, so the header carries one of everything else.
 """
 
@@ -22,14 +22,14 @@ import safetensors.numpy
 
 from kerasdp.errors import CheckpointError, UserError
 
-# Raised when a reader of today would misread what is written.
+# Increased when today's reader would misread what is written.
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A moment of a run.
+    """The state of a run after a step.
 
     Args:
         arrays: by name; floats and whole numbers of any size.
@@ -41,12 +41,12 @@ class Checkpoint:
 
 
 def path_of(folder: str, step: int) -> str:
-    """Where the checkpoint of a step is."""
+    """Returns the path of a step's checkpoint."""
     return os.path.join(folder, f"step-{step:08d}.safetensors")
 
 
 def paths_in(folder: str) -> list[str]:
-    """The checkpoints of a folder, the newest first."""
+    """Returns the checkpoints of a folder, the newest first."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         found = [(int(match[1]), match[0]) for match in map(_NAME.fullmatch, os.listdir(folder)) if match]
@@ -68,7 +68,7 @@ def save(path: str, checkpoint: Checkpoint) -> None:
         _sync(temporary)
         os.replace(temporary, path)
         _sync(os.path.dirname(path))
-    except safetensors.SafetensorError as error:  # as which a full disk comes
+    except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from error
     finally:
         with contextlib.suppress(OSError):
@@ -101,11 +101,11 @@ def load(path: str) -> Checkpoint:
 
 
 def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkpoint] | None:
-    """The newest checkpoint that can be used, and its path; None if there is no checkpoint at all.
+    """Loads the newest checkpoint that can be used, and its path; None if there is no checkpoint at all.
 
     Args:
         folder: of the checkpoints.
-        report: is told of each one that cannot be used.
+        report: called with the reason for each one that cannot be used.
 
     Raises:
         UserError: if none can be used.
@@ -125,10 +125,10 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own, and removes those that are no longer to be kept."""
+    """Writes checkpoints in a thread of its own, and removes old ones."""
 
     def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
-        """`keep` is how many of the newest stay; `report` is told of what cannot be written."""
+        """`keep` is how many of the newest stay; `report` is called with what cannot be written."""
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -137,18 +137,18 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Returns whether a checkpoint is being written."""
         return self._running is not None and not self._running.done()
 
     def write(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
         """Starts to write; waits for the one before it. `is_best` writes `best.safetensors`, too."""
         self.wait()
-        # The training goes on, and changes what the state is made of.
+        # Training continues, and changes what the state is made of.
         checkpoint = dataclasses.replace(checkpoint, state=json.loads(json.dumps(checkpoint.state)))
         self._running = self._pool.submit(self._write, checkpoint, is_best)
 
     def wait(self) -> None:
-        """Until all is on disk."""
+        """Waits until all is on disk."""
         if self._running is not None:
             self._running.result()
 
@@ -160,7 +160,7 @@ class Writer:
     def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
         path = path_of(self.folder, checkpoint.state["step"])
         broken = next((name for name, array in checkpoint.arrays.items() if not _is_sound(name, array)), None)
-        if broken is not None:  # the run will notice by itself; what can be resumed must stay
+        if broken is not None:  # the run ends by itself; sound checkpoints must stay
             self._report_once(f"no checkpoint at step {checkpoint.state['step']}: {broken} is not finite")
             return
         try:
@@ -207,7 +207,7 @@ def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def _sync(path: str) -> None:
-    """Until the file, or the names in the folder, are on disk."""
+    """Waits until the file, or the names in the folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What the recipes call: reads the flags, runs, and ends the program."""
+"""Runs a recipe: reads the flags, runs, and ends the program."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
 def main(function: Callable[..., Any], flags: str = "train") -> None:
     """Runs a function as the command line says, and ends the program.
 
-    A user's mistake is one line and exit code 2; a run that fails is its own error and exit code 1.
+    A user's mistake is one line and exit code 2; a run that fails is its error and exit code 1.
 
     Args:
         function: what the recipe does. It runs in the workers, as `kerasdp.launch` calls it; with other flags than

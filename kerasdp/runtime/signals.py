@@ -1,7 +1,7 @@
-"""Signals that ask a run to end.
+"""Handles the signals that ask a run to end.
 
-Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away. While checkpoints are being kept, the
-first one is noted, and the run ends behind its step, with a checkpoint; a second one ends it at once. Without
+Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away. If the run keeps checkpoints, the
+first one is noted, and the run ends after its step, with a checkpoint; a second one ends it at once. Without
 checkpoints the first one does.
 """
 
@@ -23,7 +23,7 @@ _is_awaited = False
 
 @contextlib.contextmanager
 def noticed() -> Iterator[None]:
-    """Around what a worker does: notes the signals. In another thread than the main one it can do nothing."""
+    """Notes the signals that come within the context. Has no effect outside of the main thread."""
     _noted.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -34,7 +34,7 @@ def noticed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Around waiting for worker processes (which have a `pid`): gives the signals to them, and waits on."""
+    """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting."""
     _noted.clear()
 
     def pass_on(number: int, _: Any) -> None:
@@ -52,7 +52,7 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def awaited() -> Iterator[None]:
-    """Around a `fit` with checkpoints, which asks `noted` behind each step."""
+    """Marks a `fit` with checkpoints, which queries `noted` after each step."""
     global _is_awaited
     _is_awaited = True
     try:
@@ -62,7 +62,7 @@ def awaited() -> Iterator[None]:
 
 
 def noted() -> signal.Signals | None:
-    """The signal that came, if one did.
+    """Returns the signal that came, if one did.
 
     Raises:
         KeyboardInterrupt: if it was Ctrl-C, which no step and no checkpoint waits for; see `leave_if_asked`.

@@ -1,1 +1,1 @@
-"""JAX: one process drives all devices."""
+"""Trains with JAX: one process drives all devices."""

@@ -1,4 +1,4 @@
-"""JAX: the devices of a run, all driven by one process."""
+"""JAX: makes the devices of a run, all driven by one process."""
 
 import os
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from kerasdp.runtime.devices import Devices, choose_devices
 
 
 def make_devices(config: Config) -> Devices:
-    """Makes the virtual CPU devices, and chooses the devices: to ask for GPUs starts JAX, which fixes their number."""
+    """Makes the virtual CPU devices, and chooses the devices: asking for GPUs starts JAX, which fixes their number."""
     num_devices = config.num_devices or 1
     if num_devices > 1:
-        # XLA's CPU devices share one pool with a thread a core, and a collective blocks its thread until the other
-        # devices join in. Several collectives of one device can so take all threads, and the run hangs, until XLA
+        # XLA's CPU devices share one pool with one thread per core, and a collective blocks its thread until the other
+        # devices join in. Several collectives of one device can take all threads, and then the run hangs, until XLA
         # ends it after 60 s (jax 0.10.2; often with 4 devices on 2 cores). NPROC sets the size of that pool.
         os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * num_devices)))
     try:

@@ -1,4 +1,4 @@
-"""JAX: one step of a pipeline, a thread a stage: what each thread does, and what they wait for."""
+"""JAX: runs one step of a pipeline, with one thread per stage."""
 
 import contextlib
 import itertools
@@ -14,10 +14,10 @@ from kerasdp.backends.jax.pipeline_stage import Part
 
 
 class Step:
-    """What the threads of a step hand on to one another.
+    """Runs the stages of one step in threads, and passes activations and gradients between them.
 
     Args:
-        pipeline: of `jax_stages`.
+        pipeline: of `pipeline_engine`.
         state: what Keras hands to a step.
         batch: the global batch.
         micro_batches: those of the plan, for it.
@@ -54,7 +54,7 @@ class Step:
             future.set_result([leaf[micro_batches.rows(number)] for leaf in inputs])
 
     def run(self, orders: list[list[tuple[str, int]]]) -> None:
-        """Each stage's work in a thread of its own; raises what one of them raises."""
+        """Runs each stage in a thread of its own; raises what one of them raises."""
         running = [self.pipeline.threads.submit(self._work, part, order) for part, order in zip(self._parts, orders)]
         errors = [error for error in (future.exception() for future in running) if error is not None]
         for error in errors:
@@ -82,7 +82,7 @@ class Step:
     def _received(self, part: Part, futures: list[Future], number: int) -> tuple[Any, float]:
         values = futures[number].result()
         values = jax.device_put(values, part.sharding_for(self.micro_batches.num_rows_of(number)))
-        futures[number] = None  # lets go of the memory
+        futures[number] = None  # frees the memory
         if self.pipeline.timeline is not None:
             jax.block_until_ready(values)
         return values, time.perf_counter()
@@ -104,7 +104,7 @@ class Step:
         return begin, outputs
 
     def _accumulate(self, part: Part, number: int) -> tuple[float, Any]:
-        """Forward, loss and backward in one program, which keeps less than two would have to hand on."""
+        """Runs forward, loss and backward in one program, which keeps less in memory than two."""
         inputs, begin = self._received(part, self.activations[part.number], number)
         micro_batches, values = self.micro_batches, self.values[part.number]
         rows, share = micro_batches.rows(number), np.float32(micro_batches.share_of_rows(number))
@@ -131,7 +131,7 @@ class Step:
         return begin, outputs
 
     def _measure(self, part: Part, number: int) -> None:
-        """The gradient of the loss, of all micro-batches when the last one is there, or of each when it is there."""
+        """Computes the gradient of the loss: of all micro-batches once the last one is there, or of each one."""
         targets, weights = self.batch.targets, self.batch.sample_weight
         scale = part.loss_scale(self.values[part.number][2])
         if not self.is_whole:
@@ -169,11 +169,11 @@ class Step:
         return [future.result() for future in self.activations[-1]]
 
     def outputs(self) -> list[Any]:
-        """Those of the global batch."""
+        """Returns the outputs of the global batch."""
         return self._parts[-1].joined(self._all_outputs())
 
     def penalties(self) -> list[Any]:
-        """Of the activities in all micro-batches."""
+        """Returns the activity penalties of all micro-batches."""
         return [share * value for values in self.penalties_of for share, value in values]
 
 

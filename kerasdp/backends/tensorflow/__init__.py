@@ -1,1 +1,1 @@
-"""TensorFlow: one process drives all devices."""
+"""Trains with TensorFlow: one process drives all devices."""

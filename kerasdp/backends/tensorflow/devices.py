@@ -1,4 +1,4 @@
-"""TensorFlow: the devices of a run, all driven by one process."""
+"""TensorFlow: makes the devices of a run, all driven by one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def make_devices(config: Config) -> Devices:
     devices = choose_devices(config, len(gpus))
     tf.config.set_visible_devices(gpus[: devices.count] if devices.kind == "gpu" else [], "GPU")
     if devices.kind == "gpu":
-        # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+        # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
         tf.config.experimental.enable_tensor_float_32_execution(False)
     elif devices.count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]

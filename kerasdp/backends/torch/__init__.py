@@ -1,1 +1,1 @@
-"""PyTorch: a process a device."""
+"""Trains with PyTorch: one process per device."""

@@ -1,4 +1,4 @@
-"""Gathering over processes of torch, with the gradients that training on one global batch needs."""
+"""PyTorch: gathers tensors of all ranks, with the gradients that training on one global batch needs."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Stacks the tensor of all ranks of a group along a new first axis."""
     if group is None and sockets.takes(tensor):
         return sockets.gather(tensor)
-    # torch 2.13 renamed it, and warns of the old name.
+    # torch 2.13 renamed it, and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     tensor = tensor.contiguous()
-    if isinstance(tensor, FakeTensor):  # a step is being captured: the same, as a function
+    if isinstance(tensor, FakeTensor):  # a step is being captured: the functional form
         name, size = (group or dist.group.WORLD).group_name, dist.get_world_size(group)
         rows = tensor if tensor.dim() else tensor.reshape(1)
         rows = torch.ops._c10d_functional.all_gather_into_tensor(rows, size, name)
@@ -31,7 +31,7 @@ def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = No
     """Concatenates the rows of all ranks of a group.
 
     Args:
-        rows: as many on each rank.
+        rows: equally many on each rank.
         group: None: all ranks.
         factor: by which the gradient is multiplied. None: the number of ranks, for gradients that are averaged.
     """
@@ -39,7 +39,7 @@ def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = No
 
 
 def gather_statistics(statistics: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Stacks a tensor of all ranks; a rank's gradient is the sum over what all ranks made of its tensor."""
+    """Stacks a tensor of all ranks; a rank's gradient is the sum of its tensor's gradients on all ranks."""
     return _GatherStatistics.apply(statistics, group)
 
 

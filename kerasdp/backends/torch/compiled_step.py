@@ -1,7 +1,7 @@
-"""The training step as one graph: captured from Keras' Python, and compiled by Inductor.
+"""PyTorch: captures the training step from Keras' Python as one graph, and compiles it with Inductor.
 
 Forward pass, loss, gradients, their mean over the replicas, update and metrics: no Python runs between them. What Keras
-does on torch by itself (3.15: eager layer calls, or `torch.compile` of them, which breaks at each layer) is slower.
+does on torch (3.15: eager layer calls, or `torch.compile` of them, with a graph break at each layer) is slower.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from kerasdp.backends.torch.train_step import GlobalBatch, all_reduce_async, rec
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 
-# As large as those of DistributedDataParallel.
+# The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
 # Batches of many shapes (texts, say) would be compiled forever.
 _MOST_GRAPHS = 8
@@ -39,7 +39,7 @@ class CompiledSteps:
     """
 
     def __init__(self, strategy: Any, model: Any, whole: GlobalBatch):
-        """`replicas` of `torch_ddp`."""
+        """Made once for each compiled model."""
         self.strategy, self.model, self.whole = strategy, model, whole
         self.layers = list(model._flatten_layers())
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
@@ -52,12 +52,12 @@ class CompiledSteps:
         self.reason = ""
 
     def __call__(self, batch: DeviceBatch, detail: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]] | None:
-        """Trains a step: its loss, learning rate, Keras' logs, and what `observed` gave; None if it cannot."""
+        """Trains a step; returns loss, learning rate, Keras' logs and what `observed` recorded; None if it cannot."""
         import keras
 
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
-        # Keras on torch obeys at once when a layer is frozen, with or without `compile`.
+        # On torch Keras freezes a layer at once, with or without `compile`.
         trained = tuple(layer.trainable for layer in self.layers)
         key = (detail, len(batch.indices), trained, *shapes)
         if key not in self.graphs:
@@ -84,12 +84,12 @@ class CompiledSteps:
         try:
             graph = self._captured(data, detail, key[1])
             options = {
-                # Inductor takes every tensor of four axes for NCHW, and Keras' NHWC would be turned about (2.13).
+                # Inductor (2.13) takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
                 "layout_optimization": False,
                 "triton.cudagraphs": self.strategy.is_gpu and self.strategy.num_replicas == 1,
             }
             graph = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
-        except Exception as error:  # whatever a layer's Python does with tensors that hold no numbers
+        except Exception as error:  # whatever a layer's Python does with fake tensors
             reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
         if self.strategy.processes.any_rank(
             bool(reason)
@@ -98,7 +98,7 @@ class CompiledSteps:
             return None
         try:
             result = self._run(graph, data)
-        except torch._dynamo.exc.TorchDynamoException as error:  # compiles, which comes before it does anything
+        except torch._dynamo.exc.TorchDynamoException as error:  # raised while compiling, before anything ran
             self._give_up(f"the step cannot be compiled ({_line(error)})")
             return None
         self.graphs[key] = graph
@@ -113,7 +113,9 @@ class CompiledSteps:
         import keras
 
         for layer in self.layers:
-            if isinstance(layer, keras.layers.TorchModuleWrapper):  # its weights are torch's own, not variables
+            if isinstance(
+                layer, keras.layers.TorchModuleWrapper
+            ):  # its weights are torch parameters, not Keras variables
                 raise ValueError(f"{layer.name} wraps a torch.nn.Module")
 
         def step(values: list[torch.Tensor], data: Any) -> Any:
@@ -124,13 +126,13 @@ class CompiledSteps:
         refuse_exchanges(graph.graph)
         remove_layout_round_trips(graph.graph)
         fold_padding(graph.graph)
-        if self.strategy.num_replicas > 1:  # batch norms of one replica go with the passes beside them
+        if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)
         graph.recompile()
         return graph
 
     def _step(self, values: list[torch.Tensor], data: Any, detail: Any, num_rows: int) -> Any:
-        """A step that changes `values` in place; no variable notices."""
+        """Runs a step that changes `values` in place, and no variable."""
         import keras
 
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
@@ -144,7 +146,7 @@ class CompiledSteps:
             if id(variable) in trained
         }
         averaging = _Averaging(strategy, leaves)
-        # Whatever is assigned stays in the scope.
+        # What is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
             context = strategy.context(num_rows)
@@ -175,12 +177,12 @@ class CompiledSteps:
 
 
 def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
-    """What the update finds in a variable: what the passes assigned, but for the weights, which are still to change."""
+    """Returns what the update sees of a variable: what the passes assigned; weights as they were."""
     return value if is_trained or new is value else new.detach()
 
 
 class _Averaging:
-    """The mean over the replicas of each gradient, sent off as soon as a bucket of them is there."""
+    """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
     def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor]):
         self.num_replicas, self.bucket, self.sent = strategy.num_replicas, [], []
@@ -205,9 +207,9 @@ class _Averaging:
     def mean(
         self, gradients: tuple[Any, ...], variables: list[Any], shared: torch.Tensor | None
     ) -> tuple[list[Any], torch.Tensor | None]:
-        """The gradients of these variables, once all are there, and the sum of `shared`.
+        """Returns the averaged gradients of these variables, and the sum of `shared`.
 
-        The latter goes along with the last gradients: each message costs a wait for all ranks.
+        `shared` is sent together with the last gradients: each collective costs a wait for all ranks.
         """
         if self.num_replicas == 1:
             return list(gradients), shared
@@ -232,7 +234,7 @@ def _traceable(optimizer: Any) -> Iterator[None]:
     """Lets an optimizer update variable by variable, and errors keep the frames of the layers that they come from.
 
     Keras' optimizers for torch update all variables in one call, for which they read the rate as a Python number:
-    that waits for the device, and cannot be captured. In a graph there is nothing to gain by it.
+    that waits for the device, and cannot be captured. In a graph it gains nothing.
     """
     import keras
 
@@ -267,7 +269,7 @@ def _refuse_others(unknown: set[int]) -> None:
 
 
 def _place(error: Exception) -> str:
-    """The innermost layer in whose call an error was raised, else the part of the step."""
+    """Returns the innermost layer in whose call an error was raised, else the part of the step."""
     import keras
 
     place = "the training step"

@@ -1,4 +1,4 @@
-"""PyTorch: the devices of a run, a process each, and what each process sets up to use its own."""
+"""PyTorch: chooses the devices of a run, one process each."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Starts a process a device through torch's own elastic launcher, and finds the error that ended a run."""
+"""Starts one process per device through torch's own elastic launcher, and finds the error that ended a run."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
     A single device needs no other process: `worker` then runs in this one.
 
     Raises:
-        RunError: the first worker's own error, if one of them failed. All others are ended first.
+        RunError: the error of the first worker that failed. All others are ended first.
     """
     if devices.count == 1:
         return worker(devices, *args)
@@ -39,7 +39,7 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
     os.environ["KERAS_TORCH_DEVICE"] = "cuda" if devices.kind == "gpu" else "cpu"
     # The processes share the cores; torch would give each of them all.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
-    # It logs every failure with all its frames; the one that matters is raised below.
+    # It logs every failure with its whole traceback; the one that matters is raised below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
@@ -51,8 +51,8 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",  # a free port
             local_addr="127.0.0.1",
-            max_restarts=0,  # `kerasdp.runtime.supervisor` does that, for all backends alike
-            # When one has died, the others get a signal, which they may take for the scheduler's, and finish a step.
+            max_restarts=0,  # `kerasdp.runtime.supervisor` does that, for all backends
+            # When one has died, the others get a signal, which they may take for the scheduler's, and so finish a step.
             shutdown_timeout=5,
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
             monitor_interval=0.1,
@@ -72,9 +72,9 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
 
 
 def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
-    """Runs the worker, and writes down what it raises: at once, before the other ranks can notice.
+    """Runs the worker, and records what it raises at once, before the other ranks can notice.
 
-    They fail, too, as soon as this one leaves, and torch's own record tells the first only to the second.
+    They fail, too, as soon as this one leaves, and torch records only the first error that it sees.
     """
     # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
@@ -93,7 +93,7 @@ def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
 
 def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
     for rank, failure in error.failures.items():
-        # Killed, by the system for its memory say, or crashed: it could not write anything down.
+        # Killed, by the system for its memory say, or crashed: it could not record anything.
         if failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
             return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}")
     written = sorted(name for name in os.listdir(folder) if name.endswith(".error"))
@@ -106,6 +106,6 @@ def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
             records[name.removesuffix(".error").partition("-")[2]] = json.load(file)
     rank, record = next(iter(records.items()), ("", {"name": "", "message": "", "frames": "for an unknown reason"}))
     known = errors.from_name(record["name"], record["message"])
-    if known and "0" in records:  # of what all ranks raise, rank 0 may know more: which checkpoint is left, say
+    if known and "0" in records:  # if all ranks raise, rank 0 may know more: which checkpoint is left, say
         known = errors.from_name(records["0"]["name"], records["0"]["message"]) or known
     return known or errors.WorkerError(f"rank {rank} failed\n{record['frames']}".rstrip())

@@ -1,4 +1,4 @@
-"""PyTorch: what the processes of a run tell one another."""
+"""PyTorch: exchanges values between the processes of a run."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""Loss and metrics of a global batch, from the forward pass of each rank on its rows of it."""
+"""PyTorch: computes loss and metrics of the global batch from each rank's forward pass on its shard."""
 
 import functools
 from collections.abc import Callable
@@ -12,22 +12,22 @@ from kerasdp.backends.base import DeviceBatch
 from kerasdp.portability.replica_context import ReplicaContext
 
 _collectives = torch.ops._c10d_functional
-# Of a rank's outputs that go along with the gradients.
+# Of a rank's outputs that are sent together with the gradients.
 _MOST_BYTES = 2**20
 
 
 class GlobalBatch:
-    """What the steps of a model compute beside its layers."""
+    """Computes loss and metrics of the global batch for the steps of one model."""
 
     def __init__(self, strategy: Any, model: Any):
-        """`replicas` of `torch_ddp`."""
+        """Made once for each compiled model."""
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.strategy, self.model = strategy, model
         self.penalties = WholeBatchPenalties(model)
 
     def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
-        """The outputs of this rank's rows. `module`: the model itself, or the model in DistributedDataParallel."""
+        """Computes the outputs of this rank's rows. `module`: the model, maybe in DistributedDataParallel."""
         arguments = {"training": training} if self.model._call_has_training_arg else {}
         if context is None:
             return module(inputs, **arguments)
@@ -37,10 +37,10 @@ class GlobalBatch:
     def training_loss(
         self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor | None], tuple[Any, torch.Tensor]]]:
-        """A loss whose gradients, averaged over the ranks, are those of the global batch's loss.
+        """Returns a loss whose gradients, averaged over the ranks, are those of the global batch's loss.
 
         Returns:
-            That loss; what is to be added up over the ranks, a flat tensor, or None; and a function that takes the
+            That loss; what is to be summed over the ranks, a flat tensor, or None; and a function that takes the
             sums, moves the moving statistics, and returns the outputs and the loss of the global batch.
         """
         from kerasdp.backends.loss_reduction import is_mean_over_shards
@@ -81,12 +81,12 @@ class GlobalBatch:
         return loss, torch.cat([part.reshape(-1).to(dtype) for part in shared]), finish
 
     def test_loss(self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None) -> torch.Tensor:
-        """The loss of the global batch; `outputs` of all of it."""
+        """Returns the loss of the global batch; `outputs` are those of all of it."""
         loss = self._loss(batch, outputs, training=False)
         return loss if context is None else sum(context.penalties, loss)
 
     def metrics(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
-        """Adds the global batch to the metrics: what they are now."""
+        """Updates the metrics with the global batch, and returns their values."""
         inputs, targets, sample_weight, indices = batch
         self.model._loss_tracker.update_state(loss, sample_weight=len(indices))
         inputs = self._inputs_for("compute_metrics", inputs, len(indices))
@@ -105,7 +105,7 @@ class GlobalBatch:
         )
 
     def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
-        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
+        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
         import keras
 
         own = getattr(type(self.model), method) is getattr(keras.Model, method)
@@ -119,10 +119,10 @@ def _detached(outputs: Any) -> Any:
 
 
 def all_reduce_async(tensor: torch.Tensor) -> torch.Tensor:
-    """Begins to add a tensor up over the ranks. The functional form can be captured in a graph, too."""
+    """Starts to sum a tensor over the ranks. The functional form can be captured in a graph, too."""
     return _collectives.all_reduce(tensor, "sum", dist.group.WORLD.group_name)
 
 
 def received(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for what was begun."""
+    """Waits for an `all_reduce_async`, and returns its result."""
     return _collectives.wait_tensor(tensor)
