@@ -52,7 +52,7 @@ class WholeBatchPenalties:
 
 def _penalize(regularizer: Any, output: Any) -> Any:
     context = replica_context.current()
-    if context is None:
+    if context is None or context.gather_rows is None:
         return regularizer(output)
     whole = context.gather_rows(output)
     context.penalties.append(regularizer(whole) / whole.shape[0])  # by the samples, as Keras does

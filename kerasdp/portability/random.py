@@ -163,8 +163,10 @@ def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> 
     state = ops.cast(next_seed(seed), "int32")
     rows, per_sample = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     context = replica_context.current()
-    is_part = for_each_sample and context is not None and isinstance(rows, int) and rows == context.rows
-    row = ops.expand_dims(ops.arange(rows, dtype="int32"), 1) + (context.first_row if is_part else 0)
+    first_row = 0
+    if for_each_sample and context is not None and isinstance(rows, int) and rows == context.rows:
+        first_row = context.first_row
+    row = ops.expand_dims(ops.arange(rows, dtype="int32"), 1) + first_row
     column = ops.expand_dims(ops.arange((per_sample + 1) // 2, dtype="int32"), 0)
     counter = row + ops.zeros_like(column), column + ops.zeros_like(row)
     draw = _threefry_as_one() if keras.backend.backend() == "tensorflow" else threefry

@@ -61,8 +61,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
         """Returns whether the backend has a fused kernel for these statistics."""
         if keras.backend.backend() == "jax":  # where nothing is split, XLA makes of Keras' own way what it can
-            is_split = context is not None and context.everywhere is not None
-            return is_split and self.statistics == "sync" and inputs.shape[0] % context.num_replicas == 0
+            if context is None or context.everywhere is None or self.statistics != "sync":
+                return False
+            return inputs.shape[0] % context.num_replicas == 0
         # With statistics of each replica, its padding is hidden from them elsewhere.
         return context is None or self.statistics == "sync" or _is_without_padding(context)
 
@@ -71,14 +72,14 @@ class BatchNormalization(keras.layers.BatchNormalization):
         axis = self.axis % len(inputs.shape)
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(inputs.dtype)):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        together = {}
+        together: dict[str, Any] = {}
         if context is not None and context.everywhere is not None:
             together = {"num_replicas": context.num_replicas, "everywhere": context.everywhere}
         elif context is not None and self.statistics == "sync":
             is_padded = context.num_rows != context.rows
             together = {"num_rows": context.num_rows if is_padded else None, "gather": context.gather}
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
-        if context is None or together:
+        if context is None or context.moving is None or together:
             self._move(mean, variance)
         else:
             count = self._count(inputs, mean.dtype)
@@ -101,12 +102,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if context.gather is None:
             rows, groups = x.shape[0], context.num_replicas
             size = replica_rows(rows, groups)
-            if (
-                rows == size * groups
-            ):  # a new axis leaves each device its own rows; slices would be moved between devices
+            if rows == size * groups:  # a new axis leaves each device its rows; slices would be moved between devices
                 parts = [
-                    None if values is None else ops.reshape(values, (groups, size, *values.shape[1:]))
-                    for values in (x, mask)
+                    ops.reshape(values, (groups, size, *values.shape[1:])) for values in (x, mask) if values is not None
                 ]
                 if mask is None:
                     counts, means, squares = ops.vectorized_map(lambda part: self._sums(part, None), parts[0])

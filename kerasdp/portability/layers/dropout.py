@@ -1,5 +1,6 @@
 """Dropout whose mask is the same on every backend and device count."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -31,6 +32,7 @@ class _SpatialMask:
     """One number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280)."""
 
     call = Dropout.call
+    _get_noise_shape: Callable[[Any], tuple[Any, ...]]  # of Keras' layer
 
     def _mask_shape(self, inputs: Any) -> Any:
         return None, *self._get_noise_shape(inputs)[1:]
