@@ -1,4 +1,4 @@
-"""What the step functions of all backends share."""
+"""Holds what the step functions of all backends share."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from kerasdp.runtime.run_state import RunState
 
 
 def require_device_batch(batch: Any) -> DeviceBatch:
-    """The batch, if it comes from a feed.
+    """Returns the batch, if it comes from a feed.
 
     Raises:
         UserError: if it is one of Keras' own, from `model.evaluate` in a callback of a running `fit`.
@@ -24,13 +24,13 @@ def require_device_batch(batch: Any) -> DeviceBatch:
 
 
 def next_batches(iterator: Iterator[Any], model: Any, run_state: RunState | None = None) -> list[DeviceBatch]:
-    """The batches for one call of a step function: as many as the model's `steps_per_execution`, if there are.
+    """Takes the batches for one call of a step function: as many as the model's `steps_per_execution`, if there are.
 
     With `run_state`, for training: without those before the resume point, and none after the run's last step.
 
     Raises:
         StopIteration: if there are none left.
-        UserError: as `placed`.
+        UserError: as `require_device_batch`.
     """
     taken = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
     batches = [require_device_batch(batch) for batch in taken if batch is not SKIPPED]
@@ -38,9 +38,9 @@ def next_batches(iterator: Iterator[Any], model: Any, run_state: RunState | None
 
 
 class DeviceScalar:
-    """A number in a tensor on the device, for whoever asks for its value later.
+    """A number in a tensor on the device, whose value may be read later.
 
-    Several steps of one call give their losses as one tensor; to take it apart would be a call each.
+    Several steps of one call give their losses as one tensor; taking it apart would cost a call each.
     """
 
     def __init__(self, values: Any, place: int):
@@ -53,15 +53,15 @@ class DeviceScalar:
 
     @classmethod
     def each(cls, values: Any, number: int) -> list[Any]:
-        """All of them; Nones if there is no tensor."""
+        """Returns all of them; Nones if there is no tensor."""
         return [None if values is None else cls(values, place) for place in range(number)]
 
 
 def own_steps(model: Any, num_replicas: int) -> set[str]:
-    """Which of train_step, test_step and predict_step the model's class overrides.
+    """Returns which of train_step, test_step and predict_step the model's class overrides.
 
     Raises:
-        UserError: if there are any, and several replicas each of which would see its part of the batch alone.
+        UserError: if there are any, and several replicas each of which would see only its shard of the batch.
     """
     import keras
 
@@ -69,20 +69,20 @@ def own_steps(model: Any, num_replicas: int) -> set[str]:
     found = {name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)}
     if found and num_replicas > 1:
         raise UserError(
-            f"{type(model).__name__} has a {sorted(found)[-1]} of its own, which sees only one device's part of the "
+            f"{type(model).__name__} has a {sorted(found)[-1]} of its own, which sees only one device's shard of the "
             "batch; override compute_loss or compute_metrics instead, or train on one device"
         )
     return found
 
 
 def all_variables(model: Any) -> list[Any]:
-    """The variables of a model, its metrics and its optimizer."""
+    """Returns the variables of a model, its metrics and its optimizer."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]
 
 
 def learning_rate(optimizer: Any) -> Any:
-    """The rate of the step to come, as a tensor of its own: part of the step, since to ask later would be to wait."""
+    """Returns the learning rate of the next step as a tensor, to be read within the step, without a wait."""
     import keras
 
     return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0

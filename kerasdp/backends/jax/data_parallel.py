@@ -1,4 +1,4 @@
-"""JAX: one process a host drives all its devices; `keras.distribution.DataParallel` shards the batch over them."""
+"""JAX: trains a replica on each device, driven by one process, with `keras.distribution.DataParallel`."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ class DataParallel(Strategy):
             jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
         self.devices = jax.devices(devices.kind)[: devices.count]
         if devices.kind == "gpu":
-            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
             jax.config.update("jax_default_matmul_precision", "float32")
         mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
         self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
@@ -52,14 +52,14 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made: their variables are copied to all devices."""
+        """Returns the context in which models are made: their variables are copied to all devices."""
         if self._distribution is None:
             self._distribution = self._make_distribution([f"{device.platform}:{device.id}" for device in self.devices])
         with self._distribution.scope():
             yield
 
     def _make_distribution(self, names: list[str]) -> Any:
-        """Keras' account of which variable is on which of the named devices."""
+        """Returns Keras' distribution of variables over the named devices."""
         import keras
 
         return keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
@@ -88,7 +88,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
-        """Around Keras' `fit`, `evaluate` and `predict`: batches come placed, so Keras must not split them again."""
+        """Keeps Keras from sharding batches again, within `fit`, `evaluate` and `predict`."""
         import keras
 
         distribution = keras.distribution.distribution()
@@ -99,10 +99,10 @@ class DataParallel(Strategy):
             keras.distribution.set_distribution(distribution)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Jitted train, test and predict functions for Keras' `fit`.
+        """Makes jitted train, test and predict functions for Keras' `fit`.
 
         Each is one program for the whole global batch, which XLA splits over the devices. The padding that makes
-        the rows divide by the devices is cut off INSIDE the program: within it XLA splits uneven shapes itself
+        the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes itself
         (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
         """
         import keras
@@ -113,10 +113,10 @@ class DataParallel(Strategy):
         trainable, non_trainable, _, metrics = shardings
 
         def jit(step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
-            # JAX's own compiler, or eagerly, just as Keras decides it for its own functions.
+            # JAX's own compiler, or eagerly, as Keras decides for its own functions.
             if not model.run_eagerly and model.jit_compile:
                 step = jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
-            left = None  # the state behind the last step, which Keras hands back as it is
+            left = None  # the state after the last step, which Keras hands back as it is
 
             def run(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
                 nonlocal left
@@ -173,7 +173,7 @@ class DataParallel(Strategy):
         )
 
     def _variable_shardings(self, model: Any) -> tuple[list[NamedSharding], ...]:
-        """Where the values of a model's variables belong, in the four lists of Keras' state."""
+        """Returns the shardings of a model's variables, in the four lists of Keras' state."""
         optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
         lists = (
             model.trainable_variables,
@@ -184,41 +184,41 @@ class DataParallel(Strategy):
         return tuple([self._variable_sharding(variable) for variable in variables] for variables in lists)
 
     def _variable_sharding(self, variable: Any) -> NamedSharding:
-        """Where a variable's values belong.
+        """Returns the sharding of a variable.
 
-        Of a value that is on one device without having been sent there, as a fresh variable's or a metric's that was
-        set back, JAX (0.10.2) compiles another program: the first training step three times over.
+        For a value that is on one device without having been sent there, as that of a new variable or a reset metric,
+        JAX (0.10.2) compiles another program: it would compile the first training step three times.
         """
         sharding = variable.value.sharding
         return sharding if isinstance(sharding, NamedSharding) else self._copied
 
     def variables_outside_scope(self, model: Any) -> list[str]:
-        """Paths of the variables that are not on all devices."""
+        """Returns the paths of the variables that are not on all devices."""
         devices = set(self.devices)
         return [variable.path for variable in all_variables(model) if variable.value.sharding.device_set != devices]
 
     def diverged_variables(self, model: Any) -> list[str]:
-        """Names of the variables, seeds included, of which a part is not bit-equal on all devices that hold it."""
+        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
         different = []
         for variable in model.variables:
             shards = variable.value.addressable_shards
-            copies = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in shards}
-            if len(copies) > len({part for part, _ in copies}):
+            values = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in shards}
+            if len(values) > len({shard for shard, _ in values}):
                 different.append(variable.path)
         return different
 
     def peak_memory_by_device(self) -> list[int]:
-        """The most memory that each device has used; nothing where they share one process."""
+        """Returns the most bytes that each device has used; nothing if they share one process."""
         statistics = [device.memory_stats() or {} for device in self.devices]
         return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that a device (on the CPU: this process) has used."""
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
         return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
+    """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
 
     def step(state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
         (loss, rate, logs, _), state = train_step(state, batch)
@@ -243,7 +243,7 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 
 def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail) -> tuple[Any, Any]:
-    """Keras' own training step, which also gives this batch's loss (Keras' logs hold the epoch's mean) and rate."""
+    """Runs Keras' training step, and also returns this batch's loss (Keras' logs hold the epoch's mean) and rate."""
     import keras
 
     from kerasdp.backends.observer import forward_pass, observed, watched_layers

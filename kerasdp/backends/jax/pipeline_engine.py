@@ -1,4 +1,4 @@
-"""JAX: trains a model in stages, a thread and a device (or several) for each."""
+"""JAX: trains a model in stages, each with a thread and one or more devices."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ def _made_for(model: Any) -> tuple[Any, ...]:
 
 
 class Pipeline:
-    """A model on its stages' devices.
+    """Trains a model on its stages' devices.
 
     Attributes:
         plan: how it is cut.
@@ -37,16 +37,16 @@ class Pipeline:
         self.plan = make_plan(model, config, len(devices), processes.broadcast_from_rank0)
         own = np.array(devices).reshape(len(self.plan.stages), -1)
         self.timeline: list[Any] | None = None
-        # A thread a stage: on the CPU, JAX (0.10.2) runs one after the other whatever one thread asks for.
+        # One thread per stage: on the CPU, JAX (0.10.2) executes one after the other what one thread asks for.
         self.threads = ThreadPoolExecutor(len(own))
         self.parts = [Part(model, self.plan, number, Mesh(part, ("batch",))) for number, part in enumerate(own)]
-        # Whose optimizer gives what belongs to all stages, as the number of the step: one that has weights to train.
+        # A stage with weights to train: its optimizer holds what belongs to all stages, as the step counter.
         self.counting = next((part for part in self.parts if part.trainable.variables), None)
         self.last_state: Any = None
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model was compiled anew since."""
+        """Returns whether the model was compiled again since."""
         return any(old is not new for old, new in zip(self.made_for, _made_for(self.model)))
 
     def move_to_stage_devices(self) -> None:
@@ -60,7 +60,7 @@ class Pipeline:
         self.last_state = None
 
     def train_step(self, state: Any, batch: DeviceBatch) -> tuple[Any, Any, Any]:
-        """The loss of the global batch, Keras' logs, and the new state."""
+        """Trains on the global batch; returns its loss, Keras' logs, and the new state."""
         if state is not self.last_state:  # a callback has set variables, which then are on the first device
             state = self._on_stage_devices(state)
         step = self._passes(state, batch, [("update", 0)])
@@ -78,7 +78,7 @@ class Pipeline:
         """See `kerasdp.backends.base.PipelineEngine`: the one process has them all."""
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
-        """What the passes of a training step take; no variable keeps a trace of it."""
+        """Returns the seconds of a training step's passes, which leave no trace in any variable."""
         self.move_to_stage_devices()
         model = self.model
         state = [
@@ -102,7 +102,7 @@ class Pipeline:
         return step
 
     def test_step(self, state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
-        """Keras' logs, and the state."""
+        """Evaluates the global batch; returns Keras' logs, and the state."""
         if state is not self.last_state:
             state = self._on_stage_devices((*state[:2], [], state[2]))
             state = state[0], state[1], state[3]
@@ -114,7 +114,7 @@ class Pipeline:
         return logs, self.last_state
 
     def predict_step(self, state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
-        """The outputs of the global batch, and the state."""
+        """Computes the outputs of the global batch, and the state."""
         if state is not self.last_state:
             self.last_state = state = self._on_stage_devices((*state, [], []))[:2]
         return self.plan.outputs(self._infer((*state, [], []), batch).outputs()), state

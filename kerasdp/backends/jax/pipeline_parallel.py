@@ -1,4 +1,4 @@
-"""JAX: a thread a stage, in one process; each stage, a part of the model, lives on its device (or several)."""
+"""JAX: trains models in stages, in one process with one thread per stage."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class PipelineParallel(data_parallel.DataParallel):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        """Returns the context in which models are made: in host memory, which may hold more than a device does."""
         with jax.default_device(jax.devices("cpu")[0]):
             yield
 
@@ -38,17 +38,17 @@ class PipelineParallel(data_parallel.DataParallel):
         return DeviceBatch(batch.inputs, batch.targets, batch.sample_weight, batch.indices)
 
     def _make_engine(self, model: Any) -> Pipeline:
-        """An engine for a model."""
+        """Makes an engine for a model."""
         return Pipeline(model, self.config, self.devices, self.processes)
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
-        """Around Keras' `fit`, `evaluate` and `predict`: brings each stage to its devices, where it stays."""
+        """Brings each stage to its devices, where it stays. The context of `fit`, `evaluate` and `predict`."""
         self.stages.engine_of(model).move_to_stage_devices()
         yield
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.stages.engine_of(model)
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
@@ -66,5 +66,5 @@ class PipelineParallel(data_parallel.DataParallel):
         )
 
     def variables_outside_scope(self, model: Any) -> list[str]:
-        """Variables may be made anywhere."""
+        """Returns none: variables may be made anywhere."""
         return []

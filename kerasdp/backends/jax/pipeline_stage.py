@@ -1,4 +1,4 @@
-"""JAX: the programs of one stage of a pipeline, and the places of its variables among those of the whole model."""
+"""JAX: compiles the programs of one stage of a pipeline."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 
 
 class _Variables:
-    """Some of the model's or optimizer's variables, and their places in Keras' list of all."""
+    """Maps some of the model's or optimizer's variables to their indices in Keras' list of all."""
 
     def __init__(self, all_variables: list[Any], variables: list[Any], shared: int = 0):
         """The last `shared` of them belong to all stages."""
@@ -21,11 +21,11 @@ class _Variables:
         self.variables, self.places, self.shared = variables, [places[id(v)] for v in variables], shared
 
     def of(self, values: list[Any]) -> list[Any]:
-        """Their values among those of all."""
+        """Returns their values among those of all."""
         return [values[place] for place in self.places]
 
     def put(self, values: list[Any], own: list[Any], *, shared: bool = True) -> list[Any]:
-        """All values, with new ones of these."""
+        """Returns all values, with these replaced."""
         values = list(values)
         places = self.places if shared else self.places[: len(self.places) - self.shared]
         for place, value in zip(places, own):
@@ -34,7 +34,7 @@ class _Variables:
 
 
 class Part:
-    """A stage's programs and the places of its variables."""
+    """The programs of a stage, and the indices of its variables."""
 
     def __init__(self, model: Any, plan: Any, number: int, mesh: Mesh):
         from kerasdp.keras_compat import seed_variables
@@ -69,15 +69,15 @@ class Part:
         self.backward = jax.jit(self._backward, donate_argnums=3)
 
     def sharding_for(self, num_rows: int) -> NamedSharding:
-        """Where a tensor of so many rows goes: split over the stage's devices, or, if they do not divide, to each."""
+        """Returns the sharding of a tensor of so many rows: split over the devices if they divide, else copied."""
         return self.whole if num_rows % self.num_devices else self.split
 
     def cut(self, data: Any, rows: slice) -> Any:
-        """Rows of targets or weights."""
+        """Returns rows of targets or weights."""
         return jax.tree.map(lambda leaf: leaf[rows], data)
 
     def _clone_optimizer(self, optimizer: Any) -> None:
-        """An optimizer of this stage's weights; its variables are some of the whole one's, which hold the values."""
+        """Makes an optimizer of this stage's weights; the whole model's optimizer holds its values."""
         from kerasdp.keras_compat import copy_decay_exclusions, set_raw_value, slots_of
 
         clone = type(optimizer).from_config(optimizer.get_config())
@@ -89,7 +89,7 @@ class Part:
             for (name, place), variable in slots_of(clone, len(self.trainable.places)).items()
         }
         own = [(variable, pairs[id(variable)]) for variable in clone.variables if id(variable) in pairs]
-        # Those of all weights together, as the number of the step: in the same order, but not always of the same name.
+        # Those of all weights together, as the step counter: in the same order, but not always of the same name.
         slots = {id(variable) for variable in whole.values()}
         shared = list(
             zip(
@@ -107,7 +107,7 @@ class Part:
         self.scale_place = scales[0] if scales else None
 
     def loss_scale(self, slots: list[Any]) -> Any:
-        """By what the loss is multiplied, so that small gradients are not lost in float16."""
+        """Returns the factor of the loss that keeps small gradients from being lost in float16."""
         if self.scale_place is not None:
             return slots[self.scale_place]
         return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
@@ -128,7 +128,7 @@ class Part:
         return jax.tree.leaves(outputs), sum(context.penalties, jnp.zeros(())), non_trainable
 
     def _forward(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any) -> Any:
-        """Outputs, penalty, and the function that gives the gradients: JAX hands it out of a jitted function."""
+        """Computes outputs, penalty, and the function that gives the gradients, which JAX returns from a jitted one."""
         fixed = [None if is_float else value for is_float, value in zip(self.differentiable, inputs)]
 
         def call(trainable: Any, floats: Any) -> Any:
@@ -138,14 +138,14 @@ class Part:
             return ([output for output in outputs if _is_float(output.dtype)], penalty), (outputs, penalty, new)
 
         floats = [value for is_float, value in zip(self.differentiable, inputs) if is_float]
-        if self.is_first:  # nobody asks for the gradient of the data
+        if self.is_first:  # the gradient of the data is not needed
             _, pullback, (outputs, penalty, new) = jax.vjp(lambda values: call(values, floats), trainable, has_aux=True)
         else:
             _, pullback, (outputs, penalty, new) = jax.vjp(call, trainable, floats, has_aux=True)
         return outputs, penalty, pullback, new
 
     def _backward(self, pullback: Any, gradients: Any, share: Any, sums: Any) -> tuple[Any, Any]:
-        """Adds to the gradients of the weights; the gradients of the inputs (zero-sized for whole numbers)."""
+        """Adds to the gradients of the weights; returns those of the inputs, too (zero-sized for integers)."""
         given = [gradient for gradient in gradients if gradient is not None]
         found = pullback((given, jnp.asarray(share, jnp.zeros(()).dtype)))
         own, passed_on = found[0], iter(() if self.is_first else found[1])
@@ -156,9 +156,9 @@ class Part:
         self, trainable: Any, non_trainable: Any, inputs: Any, targets: Any, sample_weight: Any, first_row: Any,
         shares: Any, scale: Any, sums: Any,
     ) -> Any:  # fmt: skip
-        """Outputs and penalty of a part of the batch, with the whole model; its gradients, added to `sums`.
+        """Computes outputs and penalty of a micro-batch with the whole model; adds its gradients to `sums`.
 
-        `shares`: what the part's loss and penalty count in those of the batch.
+        `shares`: the weights of the micro-batch's loss and penalty in those of the batch.
         """
         import keras
 
@@ -183,7 +183,7 @@ class Part:
         return jnp.zeros(()) if loss is None else loss(targets, self.plan.outputs(outputs), sample_weight)
 
     def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> Any:
-        """Those of the loss of some micro-batches together, multiplied by `scale`, for each of them."""
+        """Computes the gradients of the joint loss of some micro-batches, times `scale`, for each of them."""
         import keras
 
         metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
@@ -208,7 +208,7 @@ class Part:
             return sum(weight_penalties(self.model), jnp.zeros(()))
 
     def _finish(self, trainable: Any, gradients: Any, scale: Any) -> tuple[Any, Any, Any]:
-        """Gradients with those of the penalties of weights, that penalty; squared norm, and whether all is finite."""
+        """Adds the gradients of weight penalties; returns them, penalty, squared norm, and whether all is finite."""
         penalty, of_penalty = jax.value_and_grad(self._weight_penalty)(trainable)
         gradients = jax.tree.map(lambda own, other: own + (scale * other).astype(own.dtype), gradients, of_penalty)
         squares = sum((jnp.sum(jnp.square(leaf / scale)) for leaf in gradients), jnp.zeros(()))
@@ -223,7 +223,7 @@ class Part:
         if limit:
             norm = jnp.sqrt(sum(squares for squares, _ in totals))
             gradients = [gradient * (limit / jnp.maximum(norm, limit)) for gradient in gradients]
-        if self.scale_place is not None:  # one stage's overflow is everybody's
+        if self.scale_place is not None:  # an overflow in one stage is one in all
             is_finite = functools.reduce(jnp.logical_and, (finite for _, finite in totals))
             gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
         by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
@@ -234,7 +234,7 @@ class Part:
         return trainable, [new[id(variable)] for variable in self.clone_variables]
 
     def measure(self, outputs: Any, penalties: Any, batch: DeviceBatch, metrics: Any) -> tuple[Any, ...]:
-        """The loss with all penalties, Keras' logs, and the new values of the metrics."""
+        """Computes the loss with all penalties, Keras' logs, and the new values of the metrics."""
         penalties = [jax.device_put(penalty, self.whole) for penalty in penalties]
         metrics = jax.device_put(list(metrics), self.whole)
         return self._measured(outputs, penalties, batch.targets, batch.sample_weight, metrics)

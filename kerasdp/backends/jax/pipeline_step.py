@@ -32,7 +32,7 @@ class Step:
             [
                 part.trainable.of(trainable),
                 part.non_trainable.of(non_trainable),
-                # Some, as the number of the step, belong to all stages.
+                # Some, as the step counter, belong to all stages.
                 jax.device_put(part.slots.of(slots), part.whole) if slots else [],
             ]
             for part in parts

@@ -1,7 +1,7 @@
-"""JAX: tensor parallelism. Each device holds some of every layer's output channels, and sees the whole batch.
+"""JAX: tensor parallelism. Each device holds a shard of every layer's output channels, and sees the whole batch.
 
-`keras.distribution.ModelParallel` says where variables are; XLA splits the one program accordingly, and adds what the
-devices must tell one another (GSPMD: Xu et al. 2021, arXiv:2105.04663). So the loss and the metrics are those of one
+`keras.distribution.ModelParallel` says where variables are; XLA splits the one program accordingly, and adds the
+collectives (GSPMD: Xu et al. 2021, arXiv:2105.04663). So the loss and the metrics are those of one
 device, whatever they are.
 """
 
@@ -47,7 +47,7 @@ class TensorParallel(data_parallel.DataParallel):
         return LastAxes(layout_map=keras.distribution.LayoutMap(mesh), batch_dim_name="batch", auto_shard_dataset=False)
 
     def description(self, model: Any) -> str:
-        """How many weights are cut, and how many bytes of all variables a device holds."""
+        """Says how many weights are sharded, and how many bytes of all variables a device holds."""
         values = [variable.value for variable in all_variables(model)]
         held = sum(value.addressable_shards[0].data.nbytes for value in values)
         return (
@@ -56,7 +56,7 @@ class TensorParallel(data_parallel.DataParallel):
         )
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Jitted train, test and predict functions for Keras' `fit`, split by XLA as the variables are.
+        """Makes jitted train, test and predict functions for Keras' `fit`, split by XLA as the variables are.
 
         Raises:
             UserError: if no weight can be cut, so that each device would do all of the work.

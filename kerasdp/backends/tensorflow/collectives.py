@@ -1,21 +1,21 @@
-"""What TensorFlow's replicas join or add up."""
+"""TensorFlow: gathers and reduces tensors of all replicas."""
 
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-# Of a replica's rows that are gathered by a sum.
+# Most bytes of a replica's rows that are gathered by a sum.
 _MOST_BYTES = 2**20
 
 
 def rank() -> int:
-    """The number of the replica that is being traced: each is by itself, with its number as a constant."""
+    """Returns the rank of the replica that is being traced, a constant."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    """The rows of all replicas; the gradient is that of `Replicas.gather`."""
+    """Gathers the rows of all replicas; the gradient is that of `DataParallel.gather`."""
     context = tf.distribute.get_replica_context()
 
     @tf.custom_gradient
@@ -33,14 +33,14 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
 
 
 def are_few(rows: tf.Tensor) -> bool:
-    """Whether they are better gathered by a sum."""
+    """Returns whether these rows are better gathered by a sum."""
     return rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
 
 
 def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
-    """Rows in their places among those of all replicas, which are zero: the sum over the replicas gathers them.
+    """Zero-pads a replica's rows to the global batch, so that the sum over the replicas gathers them.
 
-    One message; TensorFlow's own gathering (2.21) asks for everyone's shape first, with another.
+    That is one collective; TensorFlow's `all_gather` (2.21) first exchanges shapes, in another.
     """
     num_replicas, size = tf.distribute.get_replica_context().num_replicas_in_sync, rows.shape[0]
     others = [[rank() * size, (num_replicas - 1 - rank()) * size]] + [[0, 0]] * (len(rows.shape) - 1)
@@ -48,7 +48,7 @@ def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
 
 
 def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
-    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) adds up what all of them made of it."""
+    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) is the sum of its gradients on all of them."""
     context = tf.distribute.get_replica_context()
     return context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(statistics[None]))
 
@@ -56,10 +56,10 @@ def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
 def mean(
     gradients: list[Any], shared: dict[str, tf.Tensor], precision: str = "float32"
 ) -> tuple[list[Any], dict[str, tf.Tensor]]:
-    """The means over the replicas of gradients, and the sums of other tensors, in one call a type.
+    """Averages gradients over the replicas, and sums other tensors, in one collective per type.
 
     A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
-    added up in it; but not those of an embedding, which are rows and their places: TensorFlow (2.21) gathers no
+    summed in it; but not those of an embedding, which are rows and their places: TensorFlow (2.21) gathers no
     bfloat16.
     """
     present = [gradient for gradient in gradients if gradient is not None]

@@ -1,4 +1,4 @@
-"""TensorFlow: one process a host drives all its devices through `tf.distribute.MirroredStrategy`."""
+"""TensorFlow: trains a replica on each device, driven by one process, with `tf.distribute.MirroredStrategy`."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made: their variables are mirrored on all devices."""
+        """Returns the context in which models are made: their variables are mirrored on all devices."""
         with self.mirrored.scope():
             yield
 
@@ -75,11 +75,11 @@ class DataParallel(Strategy):
         return DeviceBatch(inputs, *rest, batch.indices)
 
     def adapt(self, feed: Any) -> Any:
-        """What Keras' `fit` is to iterate over; it takes only a dataset of `tf.distribute` as it is."""
+        """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
         return _FeedDataset(feed)
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
-        """The rows of all replicas, padding cut off: the outputs of the global batch.
+        """Gathers the rows of all replicas, without padding: the outputs of the global batch.
 
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
         the loss of the global batch, whatever that loss is.
@@ -99,7 +99,7 @@ class DataParallel(Strategy):
         return tf.nest.map_structure(gather, outputs)
 
     def context(self, num_rows: int) -> ReplicaContext | None:
-        """The context of a step on a global batch of `num_rows` rows."""
+        """Returns the context of a step on a global batch of `num_rows` rows."""
         if self.num_replicas == 1:
             return None
         size = replica_rows(num_rows, self.num_replicas)
@@ -115,7 +115,7 @@ class DataParallel(Strategy):
         )
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Train, test and predict functions for Keras' `fit` that run on all replicas."""
+        """Makes train, test and predict functions for Keras' `fit` that run on all replicas."""
         from kerasdp.backends.tensorflow.train_step import ReplicaSteps
 
         steps = ReplicaSteps(self, model)
@@ -154,7 +154,7 @@ class DataParallel(Strategy):
         )
 
     def _on_all(self, model: Any, steps: Any, step: Callable[..., Any], detail: Any = 0) -> Callable[..., Any]:
-        """The step on all replicas; what it gives is the same on all, so the first one's is returned."""
+        """Runs the step on all replicas, and returns what the first one returned: it is the same on all."""
         from kerasdp.backends.observer import watched_layers
 
         def run(num_rows: int, data: Any) -> Any:
@@ -166,7 +166,7 @@ class DataParallel(Strategy):
         return run
 
     def _several(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A training step for each of some batches of one shape: their losses and rates, and the last one's logs."""
+        """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
 
         def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
             rest = self.mirrored.run(_stacked, args=batches[1:])
@@ -190,7 +190,7 @@ class DataParallel(Strategy):
         return run
 
     def _function(self, model: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` on batches, each replica with its own part: as a graph, if the model is to run in one."""
+        """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
         graphs = {}
 
         def function(*batches: DeviceBatch) -> Any:
@@ -207,21 +207,21 @@ class DataParallel(Strategy):
             key = len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
             if key not in graphs:
                 graph = tf.function(run_parts, jit_compile=model.jit_compile or None, autograph=False)
-                # To look it up anew in each step takes TensorFlow (2.21) a millisecond on four devices.
+                # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
                 graphs[key] = graph.get_concrete_function(*data)
             return graphs[key](*data)
 
         return function
 
     def variables_outside_scope(self, model: Any) -> list[str]:
-        """Paths of the variables that are not mirrored; each replica would change them once more."""
+        """Returns the paths of the variables that are not mirrored; each replica would change them once more."""
         if self.num_replicas == 1:
             return []
         kinds = tf.distribute.DistributedValues
         return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kinds)]
 
     def diverged_variables(self, model: Any) -> list[str]:
-        """Names of the variables, seeds included, that are not bit-equal on all replicas."""
+        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
         different = []
         for variable in model.variables:
             copies = [copy.numpy().tobytes() for copy in self.mirrored.experimental_local_results(variable.value)]
@@ -231,10 +231,10 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
-        """Around Keras' `fit`, `evaluate` and `predict`.
+        """Returns the context of Keras' `fit`, `evaluate` and `predict`.
 
         Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
-        own functions, each keeps those of its part, and reading one means adding them up.
+        own functions, each keeps those of its shard, and reading one sums them.
         """
         from kerasdp.keras_compat import no_gradient_sum
 
@@ -244,18 +244,18 @@ class DataParallel(Strategy):
             yield
 
     def peak_memory_by_device(self) -> list[int]:
-        """The most memory that each device has used; nothing where they share one process."""
+        """Returns the most bytes that each device has used; nothing if they share one process."""
         if not self.names[0].startswith("GPU"):
             return []
         return [tf.config.experimental.get_memory_info(name)["peak"] for name in self.names]
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that a device (on the CPU: this process) has used."""
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
         return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _own_part(parts: Any) -> Any:
-    """What the replica that is being traced gets of a batch."""
+    """Returns the shard of a batch for the replica that is being traced."""
     return tuple(field[collectives.rank()] for field in parts)
 
 
@@ -268,7 +268,7 @@ def _row(stacked: Any, number: tf.Tensor) -> Any:
 
 
 class _FeedDataset(tf.distribute.DistributedDataset):
-    """The feed in the form that Keras' trainer passes through untouched."""
+    """Wraps the feed so that Keras' trainer passes it through untouched."""
 
     def __init__(self, feed: Any):
         self._feed = feed
@@ -278,5 +278,5 @@ class _FeedDataset(tf.distribute.DistributedDataset):
 
     @property
     def element_spec(self) -> Any:
-        """Batches are made in Python, so nothing is known of them beforehand."""
+        """Returns None: batches are made in Python, so their shapes are not known."""
         return None

@@ -1,4 +1,4 @@
-"""TensorFlow: a whole model that works on the parts of a batch in a loop, and holds the activations of one of them."""
+"""TensorFlow: accumulates gradients over micro-batches in a loop, with the activations of one in memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 class Accumulation(Pipeline):
     """A pipeline of one stage.
 
-    It loops: where parts stand side by side in a graph, TensorFlow runs all forward passes as soon as it can. As with
+    It loops: with micro-batches side by side in a graph, TensorFlow would run all forward passes at once. As with
     1F1B, gradients are there before all outputs are: a loss must be a sum over the samples.
     """
 
@@ -37,7 +37,7 @@ class Accumulation(Pipeline):
         seeds = [(seed, tf.identity(seed.value)) for seed in self.seeds[0]]
 
         def work(first: Any, rows: int) -> tuple[list[Any], Any]:
-            for seed, value in seeds:  # so that a part draws what its rows draw in the whole batch
+            for seed, value in seeds:  # so that a micro-batch draws what its rows draw in the whole batch
                 seed.assign(value)
             share = shares[0] if rows == self.plan.size else shares[-1]
             with tf.GradientTape() as tape:
@@ -58,7 +58,7 @@ class Accumulation(Pipeline):
         return self._loss(batch, [penalty], training=True), batch, gradients
 
     def _part(self, inputs: Any, num_rows: int, first: Any, rows: int, training: bool) -> tuple[list[Any], Any]:
-        """Outputs of some rows of the global batch, and what the penalties of activities count in its loss."""
+        """Computes outputs of some rows of the global batch, and their share of the activity penalties."""
         context = ReplicaContext(
             num_replicas=1,
             num_rows=rows,
@@ -74,11 +74,11 @@ class Accumulation(Pipeline):
             return outputs, sum(context.penalties, tf.zeros(())) * (rows / num_rows)
 
     def _each_part(self, num_rows: int, work: Callable[[Any, int], tuple[list[Any], Any]]) -> tuple[Any, Any]:
-        """Outputs of the global batch, and sums over its parts.
+        """Computes outputs of the global batch, and sums over its micro-batches.
 
         Args:
             num_rows: of the global batch.
-            work: gets the first row and the number of rows of a part; gives its outputs, and what is to be added up.
+            work: takes first row and number of rows of a micro-batch; returns its outputs, and what is to be summed.
                 None, in place of a tensor, stays None.
         """
         size = self.plan.size
@@ -94,17 +94,17 @@ class Accumulation(Pipeline):
         def body(number: Any, arrays: list[Any], sums: list[Any]) -> tuple[Any, ...]:
             outputs, sums = add(number * size, size, sums)
             arrays = [array.write(number - 1, leaf) for array, leaf in zip(arrays, outputs, strict=True)]
-            return _behind(sums, number + 1), arrays, sums
+            return _after(sums, number + 1), arrays, sums
 
         sums = [value for value in tf.nest.flatten(sums) if value is not None]
         if num_full > 1:
             arrays = [tf.TensorArray(leaf.dtype, num_full - 1, element_shape=leaf.shape) for leaf in outputs]
-            begin = _behind(sums, tf.constant(1)), arrays, sums
+            begin = _after(sums, tf.constant(1)), arrays, sums
             _, arrays, sums = tf.while_loop(lambda number, *_: number < num_full, body, begin, parallel_iterations=1)
             for leaves, array, leaf in zip(pieces, arrays, outputs, strict=True):
                 leaves.append(tf.reshape(array.stack(), ((num_full - 1) * size, *leaf.shape[1:])))
         if num_full and rest:
-            outputs, sums = add(_behind(sums, tf.constant(num_full * size)), rest, sums)
+            outputs, sums = add(_after(sums, tf.constant(num_full * size)), rest, sums)
             for leaves, leaf in zip(pieces, outputs, strict=True):
                 leaves.append(leaf)
         whole = self.plan.outputs([tf.concat(leaves, 0) for leaves in pieces])
@@ -112,19 +112,19 @@ class Accumulation(Pipeline):
         return whole, tf.nest.map_structure(lambda value: None if value is None else next(values), structure)
 
 
-def _behind(work: list[Any], number: Any) -> Any:
-    """A number that is there when the work is done, so that what needs it begins no sooner."""
+def _after(work: list[Any], number: Any) -> Any:
+    """Returns a number that is ready once the work is done, so that what needs it starts no sooner."""
     with tf.control_dependencies(work):
         return tf.identity(number)
 
 
 def _rows(leaf: Any, first: Any, rows: int) -> Any:
-    """Some rows of a tensor, of a shape that is known."""
+    """Returns some rows of a tensor, with a known shape."""
     if leaf is None:
         return None
     return tf.slice(leaf, [first] + [0] * (len(leaf.shape) - 1), [rows, *leaf.shape[1:]])
 
 
 def _dense(gradient: Any) -> Any:
-    """A gradient that can be added to others; that of an embedding is rows and their places."""
+    """Returns a gradient that can be added to others; that of an embedding is rows and their indices."""
     return None if gradient is None else tf.convert_to_tensor(gradient)

@@ -1,4 +1,4 @@
-"""A replica's update of its variables once the gradients are there, compiled as one operation."""
+"""TensorFlow: compiles a replica's update of its variables into one operation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from kerasdp.backends.steps import all_variables
 
 
 def as_one(model: Any, update: Callable[[], None]) -> None:
-    """Calls `update`; all that it assigns, it assigns to this replica's own copies.
+    """Runs `update` as one compiled operation on this replica's copies of the variables.
 
     Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled, and its
     small operations, eight a weight, take several times as long as the arithmetic where weights are small.
@@ -37,9 +37,9 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
 
 
 def can_be_one(model: Any, gradients: list[Any]) -> bool:
-    """Whether the update can be compiled.
+    """Returns whether the update can be compiled.
 
-    Not with Python of the user's, loss scaling or rows of an embedding, nor where Keras assigns in one of two branches,
+    Not with user-defined Python, loss scaling or rows of an embedding, nor where Keras assigns in one of two branches,
     nor (Nadam) where a class extends what would be taken back.
     """
     from kerasdp.keras_compat import (

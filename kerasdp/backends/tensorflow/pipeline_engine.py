@@ -12,7 +12,7 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 
 
 class Pipeline:
-    """A model on its stages' devices.
+    """Trains a model on its stages' devices.
 
     Attributes:
         plan: how it is cut.
@@ -35,9 +35,7 @@ class Pipeline:
         self.move_to_stage_devices()
 
     def move_to_stage_devices(self) -> None:
-        """Makes all variables anew on the devices of their stages: operations do not follow variables, nor the other
-        way round.
-        """
+        """Replaces all variables by new ones on the devices of their stages: neither moves to the other by itself."""
         from kerasdp.keras_compat import (
             raw_value,
             rebind_weights,
@@ -66,7 +64,7 @@ class Pipeline:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model was compiled anew since, or shares a layer with one whose engine was made later."""
+        """Returns whether the model was compiled again since, or shares a layer with one of a later engine."""
         from kerasdp.keras_compat import raw_value
 
         return self.optimizer is not getattr(self.model, "optimizer", None) or any(
@@ -76,7 +74,7 @@ class Pipeline:
     def _forward(
         self, inputs: Any, num_rows: int, training: bool, tape: tf.GradientTape | None = None
     ) -> tuple[Any, list[Any]]:
-        """Outputs of the global batch, and penalties of activities."""
+        """Computes outputs of the global batch, and penalties of activities."""
         micro_batches = self.plan.micro_batches(num_rows)
         # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
         seeds = [[(seed, tf.identity(seed.value)) for seed in own] for own in self.seeds] if training else []
@@ -86,7 +84,7 @@ class Pipeline:
             values = [leaf[rows] for leaf in inputs]
             if self.timeline is not None and training:
                 values = [tf.cast(leaf, own.dtype) for leaf, own in zip(values, self.plan.stages[0].model.inputs)]
-                for leaf in values:  # else nothing would tell when the first stage's backward pass is over
+                for leaf in values:  # else nothing would show when the first stage's backward pass is over
                     tape.watch(leaf)
                 self._watched += values
             context = ReplicaContext(
@@ -124,14 +122,14 @@ class Pipeline:
             return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
     def train_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
-        """The loss of the global batch, and Keras' logs."""
+        """Trains on the global batch; returns its loss, and Keras' logs."""
         loss, batch, gradients = self._passes(inputs, targets, sample_weight, indices)
         variables = self.model.trainable_weights
         self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return loss, self._logs(batch, loss, indices.shape[0])
 
     def _passes(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any, Any]:
-        """The loss of the global batch, what it is made of, and its gradients."""
+        """Computes the loss of the global batch, what it is made of, and its gradients."""
         num_rows = indices.shape[0]
         with tf.GradientTape() as tape:
             outputs, penalties = self._forward(inputs, num_rows, training=True, tape=tape)
@@ -144,11 +142,11 @@ class Pipeline:
             return tf.identity(loss), batch, own
 
     def _dense(self, *data: Any) -> list[Any]:
-        """The gradients; that of an embedding is rows and their places."""
+        """Returns the gradients, dense; that of an embedding is rows and their indices."""
         return [tf.convert_to_tensor(gradient) for gradient in self._passes(*data)[-1] if gradient is not None]
 
     def _marked(self, values: list[Any], stage: int, number: int, is_begin: bool) -> list[Any]:
-        """The tensors as they are; the timeline learns when they, and later their gradients, are there."""
+        """Returns the tensors; records in the timeline when they, and later their gradients, are ready."""
         if self.timeline is None:
             return values
 
@@ -177,7 +175,7 @@ class Pipeline:
         """See `kerasdp.backends.base.PipelineEngine`: the one process has them all."""
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
-        """What the passes of a training step take; no variable keeps a trace of it."""
+        """Returns the seconds of a training step's passes, which leave no trace in any variable."""
         variables = self.model.non_trainable_variables + self.model.metrics_variables
         kept = [(variable, tf.identity(variable.value)) for variable in variables]
         passes = self._timed.get(self.plan.size)
@@ -193,12 +191,12 @@ class Pipeline:
         return seconds
 
     def test_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
-        """Keras' logs."""
+        """Evaluates the global batch; returns Keras' logs."""
         num_rows = indices.shape[0]
         outputs, penalties = self._forward(inputs, num_rows, training=False)
         batch = (inputs, targets, outputs, sample_weight)
         return self._logs(batch, self._loss(batch, penalties, training=False), num_rows)
 
     def predict_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
-        """The outputs of the global batch."""
+        """Computes the outputs of the global batch."""
         return self._forward(inputs, indices.shape[0], training=False)[0]

@@ -1,4 +1,4 @@
-"""TensorFlow: all stages in one graph, each on its device; the runtime runs what has its inputs."""
+"""TensorFlow: trains models in stages, all in one graph."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class PipelineParallel(data_parallel.DataParallel):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        """Returns the context in which models are made: in host memory, which may hold more than a device does."""
         with tf.device("CPU:0"):
             yield
 
@@ -51,12 +51,12 @@ class PipelineParallel(data_parallel.DataParallel):
         return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self.names[-1]), rest))
 
     def _make_engine(self, model: Any) -> Pipeline:
-        """An engine for a model."""
+        """Makes an engine for a model."""
         kind = Accumulation if self.config.accumulate > 1 else Pipeline
         return kind(model, self.config, self.names, self.processes)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.stages.engine_of(model)
         train_step, watched_step, test_step, predict_step = (
             self._graph(model, step)
@@ -86,13 +86,13 @@ class PipelineParallel(data_parallel.DataParallel):
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
-        """Around Keras' `fit`, `evaluate` and `predict`."""
+        """Returns the context of Keras' `fit`, `evaluate` and `predict`."""
         yield
 
     def variables_outside_scope(self, model: Any) -> list[str]:
-        """Variables may be made anywhere."""
+        """Returns none: variables may be made anywhere."""
         return []
 
     def diverged_variables(self, model: Any) -> list[str]:
-        """Each weight is there once."""
+        """Returns none: each weight exists once."""
         return []

@@ -1,4 +1,4 @@
-"""All that the kit uses of TensorFlow beyond its public names."""
+"""Holds all private names of TensorFlow in use."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
-    """Within it, to read one of some variables is to read the first replica's copy, if they are mirrored.
+    """Lets reads of these variables, if mirrored, return the first replica's copy.
 
     TensorFlow 2.21: `DistributedVariable._aggregation`, which is otherwise chosen when a variable is made, here by
     Keras. No public way.

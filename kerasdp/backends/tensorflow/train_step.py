@@ -1,4 +1,4 @@
-"""What each of TensorFlow's replicas does in a step, on its rows of the global batch."""
+"""TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 
 
 class ReplicaSteps:
-    """The steps of a model; to be run within the strategy."""
+    """Runs the steps of a model in each replica."""
 
     def __init__(self, strategy: Any, model: Any):
-        """`replicas` of `tf_mirrored`."""
+        """Made once for each compiled model."""
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.strategy, self.model = strategy, model
@@ -21,7 +21,7 @@ class ReplicaSteps:
         self.penalties = WholeBatchPenalties(model)
 
     def train(self, detail: Any, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> tuple[Any, ...]:
-        """A training step: the loss of the global batch, its learning rate, Keras' logs, what was observed."""
+        """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed."""
         from kerasdp.backends.observer import forward_pass, observed
         from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
 
@@ -41,7 +41,7 @@ class ReplicaSteps:
         variables = model.trainable_weights
         gradients = tape.gradient(scaled_loss, variables)
         if context is not None:
-            # In one call with the gradients: what each replica has a part of.
+            # In one collective with the gradients: what each replica has a share of.
             shared = {"loss": loss / strategy.num_replicas}
             if context.moving:
                 shared["moving"] = pack_moving(context.moving)
@@ -65,7 +65,7 @@ class ReplicaSteps:
         return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), seen
 
     def test(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
-        """An evaluation step: Keras' logs."""
+        """Evaluates the global batch; returns Keras' logs."""
         if "test_step" in self.own:
             return self.model.test_step((inputs, targets, sample_weight))
         outputs, context = self._whole_outputs(inputs, num_rows)
@@ -73,7 +73,7 @@ class ReplicaSteps:
         return self._metrics(batch, self._loss(batch, num_rows, context, training=False), num_rows)
 
     def predict(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
-        """The outputs of the global batch."""
+        """Computes the outputs of the global batch."""
         if "predict_step" in self.own:
             return self.model.predict_step((inputs,))
         return self._whole_outputs(inputs, num_rows)[0]
@@ -83,7 +83,7 @@ class ReplicaSteps:
         return self.model(inputs, training=training) if takes_training else self.model(inputs)
 
     def _whole_outputs(self, inputs: Any, num_rows: int) -> tuple[Any, ReplicaContext | None]:
-        """The outputs of the global batch in inference, and the context in which they were computed."""
+        """Computes the outputs of the global batch in inference, and the context in which they were computed."""
         with use(self.strategy.context(num_rows)) as context:
             return self.strategy.gather(self._forward(inputs, training=False), num_rows), context
 
@@ -101,7 +101,7 @@ class ReplicaSteps:
         training: bool,
         is_part: bool = False,
     ) -> Any:
-        """The loss of the global batch; or of this replica's part, whose mean over the replicas is the former."""
+        """Computes the loss of the global batch, or of this replica's shard; the mean of the latter is the former."""
         import keras
 
         from kerasdp.keras_compat import compute_loss, losses_of_whole_batch
@@ -126,7 +126,7 @@ class ReplicaSteps:
         return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
     def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
-        """The inputs of the global batch for a method that the user overrode; Keras' own does not look at them."""
+        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
         import keras
 
         own = getattr(type(self.model), method) is getattr(keras.Model, method)

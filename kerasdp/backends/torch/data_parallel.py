@@ -1,4 +1,4 @@
-"""PyTorch: a process a device, started by torch's elastic launcher, with DistributedDataParallel under Keras' `fit`."""
+"""PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices, cache_folder
 from kerasdp.runtime.run_state import RunState
 
-# Steps of a run in which compiling (10 to 60 s on a CPU) is won back.
+# Steps after which compiling (10 to 60 s on a CPU) pays off.
 _WORTH_COMPILING = 1000
 
 
@@ -46,7 +46,7 @@ class DataParallel(Strategy):
         os.environ["KERAS_TORCH_DEVICE"] = "cuda" if self.is_gpu else "cpu"
         if self.is_gpu:
             torch.cuda.set_device(self.device)
-            # float32 means float32: TF32 keeps ten bits of it. --precision=bfloat16 is the way to speed.
+            # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if devices.count > 1:
             dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
@@ -56,7 +56,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made."""
+        """Returns the context in which models are made."""
         yield
 
     def shard_batch(self, batch: Any) -> DeviceBatch:
@@ -81,7 +81,7 @@ class DataParallel(Strategy):
         return DeviceBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
 
     def context(self, num_rows: int) -> ReplicaContext | None:
-        """The context of a step on a global batch of `num_rows` rows."""
+        """Returns the context of a step on a global batch of `num_rows` rows."""
         if self.num_replicas == 1:
             return None
         size = replica_rows(num_rows, self.num_replicas)
@@ -97,7 +97,7 @@ class DataParallel(Strategy):
         )
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
-        """The rows of all replicas, padding cut off: the outputs of the global batch.
+        """Gathers the rows of all replicas, without padding: the outputs of the global batch.
 
         Its gradient is made so that the MEAN over the replicas (which DistributedDataParallel takes) of the
         gradients of a weight is the gradient of the loss of the global batch, whatever that loss is.
@@ -109,11 +109,11 @@ class DataParallel(Strategy):
         return keras.tree.map_structure(lambda rows: gather_rows(rows)[:num_rows], outputs)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Train, test and predict functions for Keras' `fit` that work on all replicas.
+        """Makes train, test and predict functions for Keras' `fit` that work on all replicas.
 
         Args:
             model: a built Keras model.
-            run_state: is told of each training step.
+            run_state: gets each training step.
         """
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
         from kerasdp.backends.torch.compiled_step import CompiledSteps
@@ -140,8 +140,8 @@ class DataParallel(Strategy):
                     run_state.after_step(loss, batch.indices, seen, rate)
                     return logs
             variables = model.trainable_weights[:]
-            # Not before: a model that is only evaluated may have nothing to train, which torch refuses. And anew when a
-            # callback has frozen a layer: DistributedDataParallel would wait for its gradients.
+            # Not before: a model that is only evaluated may have nothing to train, which torch refuses. Again when
+            # a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
             if parallel_for != (trained := [id(variable) for variable in variables]):
                 parallel = None
                 parallel, parallel_for = self._parallel(model, batch), trained
@@ -150,7 +150,7 @@ class DataParallel(Strategy):
                 outputs = whole.forward(parallel, batch.inputs, context, training=True)
             model.zero_grad()
             loss, shared, finish = whole.training_loss(batch, outputs, context)
-            shared = None if shared is None else all_reduce_async(shared)  # on its way while the gradients are computed
+            shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
             model.optimizer.scale_loss(loss).backward()
             gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
@@ -185,19 +185,19 @@ class DataParallel(Strategy):
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
     def _compiles(self, model: Any, run_state: RunState, num_rows: int) -> bool:
-        """Whether a batch of so many rows is trained on by a compiled step: the smaller one that ends an epoch is not.
+        """Returns whether a batch of so many rows is trained by a compiled step; a smaller last one is not.
 
-        A run that is resumed must answer as the one that was stopped, or they would differ in round-off.
+        A resumed run must decide as the interrupted one did, or they would differ by round-off.
         """
         if model.run_eagerly or self.config.compile == "off" or num_rows != run_state.batch_size:
             return False
         return self.config.compile == "on" or run_state.num_steps is None or run_state.num_steps >= _WORTH_COMPILING
 
     def _parallel(self, model: Any, batch: DeviceBatch) -> Any:
-        """The model in DistributedDataParallel, exactly once whatever the version of Keras.
+        """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras.
 
         Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
-        train function is already there, as here; and it adds up the metrics of all ranks, which here hold those of
+        train function is already there, as here; and it sums the metrics of all ranks, which here hold those of
         the whole batch already.
         """
         import keras
@@ -210,17 +210,17 @@ class DataParallel(Strategy):
         parallel = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[self.device] if self.is_gpu else None,
-            # Otherwise the second step fails. To look for them costs a walk through the graph in each step.
+            # Otherwise the second step fails. Finding them costs a walk through the graph in each step.
             find_unused_parameters=self._has_unused_weights(model, batch),
         )
         if self.config.gradient_precision == "bfloat16":
-            # By way of a function of another name: torch (2.13) refuses its own by name where there is no NCCL, though
-            # Gloo adds up bfloat16, too.
+            # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
+            # bfloat16, too.
             parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
         return parallel
 
     def _has_unused_weights(self, model: Any, batch: DeviceBatch) -> bool:
-        """Whether there is a weight that the loss does not depend on, as in an output without a loss."""
+        """Returns whether there is a weight that the loss does not depend on, as in an output without a loss."""
         import keras
 
         from kerasdp.backends.torch.train_step import GlobalBatch
@@ -228,7 +228,7 @@ class DataParallel(Strategy):
         values = [(variable, variable.value) for variable in all_variables(model)]
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
         with keras.StatelessScope(values), use(self.context(len(batch.indices))) as context:
-            # One of its own: in this scope, losses that layers add are not seen, so it cannot look for them.
+            # A separate one: in this scope, losses that layers add are not seen, so it cannot look for them.
             whole = GlobalBatch(self, model)
             outputs = whole.forward(model, batch.inputs, context, training=True)
             loss, _, _ = whole.training_loss(batch, outputs, context)
@@ -242,7 +242,7 @@ class DataParallel(Strategy):
         return any(id(variable.value) not in used for variable in model.trainable_weights)
 
     def diverged_variables(self, model: Any) -> list[str]:
-        """Names of the variables, seeds included, that are not bit-equal on all replicas."""
+        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
         return self._differing(model.variables)
 
     def _differing(self, variables: list[Any], group: Any = None) -> list[str]:
@@ -254,11 +254,11 @@ class DataParallel(Strategy):
         return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
 
     def peak_memory_by_device(self) -> list[int]:
-        """The most memory that each device (on the CPU: each process) has used."""
+        """Returns the most bytes that each device (on the CPU: each process) has used."""
         return self.processes.all_gather_object(self.peak_memory_bytes())
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that a device (on the CPU: this process) has used."""
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
         if self.is_gpu:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,7 @@ from kerasdp.backends.torch.pipeline_stage import Part, Step, to_torch_dtype
 
 
 class Pipeline:
-    """A model of which this process works on some stages.
+    """Trains a model of which this process holds some stages.
 
     Attributes:
         plan: how it is cut.
@@ -42,7 +42,7 @@ class Pipeline:
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
             layer.activity_regularizer is not None for layer in model._flatten_layers()
         )
-        # Variables of the optimizer that belong to all weights, as the number of the step. A process that has nothing
+        # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
         self.timeline: list[Any] | None = None
@@ -51,25 +51,25 @@ class Pipeline:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model was compiled anew since."""
+        """Returns whether the model was compiled again since."""
         return self.optimizer is not getattr(self.model, "optimizer", None)
 
     @property
     def size(self) -> int:
-        """This pipeline's rows of a micro-batch."""
+        """Returns this pipeline's rows of a micro-batch."""
         return self.plan.size // self.num_copies
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage is one of this process's."""
+        """Returns whether the last stage is one of this process's."""
         return len(self.plan.stages) - 1 in self.parts
 
     def own_variables(self) -> list[Any]:
-        """The variables of this process's stages."""
+        """Returns the variables of this process's stages."""
         return [variable for part in self.parts.values() for variable in part.model.variables]
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss of the global batch, and Keras' logs."""
+        """Trains on the global batch; returns its loss, and Keras' logs."""
         self.model.zero_grad()
         self._run(batch, training=True)
         step = self.step
@@ -87,7 +87,7 @@ class Pipeline:
             return loss, self._logs(batch, outputs, loss)
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
-        """What the passes of a training step take; no variable keeps a trace of it."""
+        """Returns the seconds of a training step's passes, which leave no trace in any variable."""
         variables = [variable for part in self.parts.values() for variable in part.model.non_trainable_variables]
         kept = [variable.value.clone() for variable in variables]
         dist.barrier()
@@ -101,7 +101,7 @@ class Pipeline:
         return seconds
 
     def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
-        """Keras' logs."""
+        """Evaluates the global batch; returns Keras' logs."""
         outputs = self.predict_step(batch)
         penalties = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
         penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
@@ -109,7 +109,7 @@ class Pipeline:
         return self._logs(batch, outputs, self._compiled_loss(batch, outputs) + total)
 
     def predict_step(self, batch: DeviceBatch) -> Any:
-        """The outputs of the global batch."""
+        """Computes the outputs of the global batch."""
         self._run(batch, training=False)
         return self._outputs()
 
@@ -122,7 +122,7 @@ class Pipeline:
         schedule.step(*inputs, target=target, return_outputs=False)
 
     def _own_rows(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
-        """This pipeline's rows of each micro-batch, padded with copies to the same number in each."""
+        """Returns this pipeline's rows of each micro-batch, padded with copies to the same number in each."""
         count, size = len(micro_batches), self.size
         if self.num_copies == 1 and count * size == micro_batches.num_rows:
             return inputs
@@ -131,7 +131,7 @@ class Pipeline:
         return [leaf[rows] for leaf in inputs]
 
     def _schedule(self, num_micro_batches: int, training: bool) -> Any:
-        """Its buffers have a fixed size, and it a fixed number of micro-batches."""
+        """Returns torch's schedule for this number of micro-batches; its buffers have a fixed size."""
         key = self.size, num_micro_batches, training
         if key in self._schedules:
             return self._schedules[key]
@@ -143,7 +143,7 @@ class Pipeline:
         }[name]
         rounds = max(1, num_micro_batches // self.length)
         if len(self.parts) > 1 and (name == "gpipe" or num_micro_batches % rounds):
-            kind = pipelining.ScheduleLoopedBFS  # all forwards first, with several stages a device
+            kind = pipelining.ScheduleLoopedBFS  # all forward passes first, with several stages per device
         stages = [part.stage() for part in self.parts.values()]
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
@@ -156,11 +156,11 @@ class Pipeline:
         return schedule
 
     def is_whole(self, num_micro_batches: int) -> bool:
-        """Whether all outputs are there before the first gradient is asked for, so that any loss can be had."""
+        """Returns whether all outputs exist before the first gradient is needed, so that any loss can be computed."""
         return self._schedule(num_micro_batches, True).is_whole
 
     def _add_up(self, weights: list[torch.Tensor]) -> None:
-        """Adds up the gradients of the pipelines."""
+        """Sums the gradients over the pipelines."""
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.num_copies == 1 or not gradients:
             return
@@ -170,7 +170,7 @@ class Pipeline:
             gradient.copy_(part.view_as(gradient))
 
     def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
-        """Updates this process's weights; the penalties of all stages."""
+        """Updates this process's weights; returns the penalties of all stages."""
         import keras
 
         from kerasdp.keras_compat import global_clipnorm, updating_some
@@ -186,7 +186,7 @@ class Pipeline:
             if limit:
                 factor = limit / total.sqrt().clamp(min=limit)
                 gradients = [None if gradient is None else gradient * factor for gradient in gradients]
-            if is_scaled and not total.isfinite():  # one stage's overflow is everybody's
+            if is_scaled and not total.isfinite():  # an overflow in one stage is one in all
                 gradients = [gradient if gradient is None else torch.full_like(gradient, torch.nan)
                              for gradient in gradients]  # fmt: skip
         if any(gradient is not None for gradient in gradients):
@@ -198,14 +198,14 @@ class Pipeline:
         return total_penalty
 
     def _totals(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Sums over the stages."""
+        """Returns the sums over the stages."""
         totals = torch.stack([value.double() for value in values])
         if self.length > 1:
             dist.all_reduce(totals, group=self.group)
         return totals.to(values[-1].dtype)
 
     def _outputs(self) -> Any:
-        """The outputs of the global batch, from the last stage, on every process: each computes loss and metrics."""
+        """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
         step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.length)
         outputs = []
         for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
@@ -243,7 +243,7 @@ class Pipeline:
         return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
 
     def variables_of(self, number: int) -> list[Any]:
-        """The variables of a stage, and what the optimizer keeps for each of its weights."""
+        """Returns the variables of a stage, and what the optimizer keeps for each of its weights."""
         from kerasdp.keras_compat import slots_of
 
         weights, model = self.model.trainable_variables, self.plan.stages[number].model
@@ -260,7 +260,7 @@ class Pipeline:
                 self._send(variable, source)
 
     def _send(self, variable: Any, source: int) -> None:
-        """Gives all processes of the pipeline the value that one of them has."""
+        """Sends a variable's value from one process of the pipeline to all."""
         value = variable.value.detach()
         copy = value.to(self.strategy.device).contiguous()
         dist.broadcast(copy, source, group=self.group)

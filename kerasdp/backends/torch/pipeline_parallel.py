@@ -1,4 +1,4 @@
-"""PyTorch: a process a device, with the schedules of torch.distributed.pipelining."""
+"""PyTorch: trains models in stages, in one process per device."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class PipelineParallel(data_parallel.DataParallel):
 
     Attributes:
         stage_group: the processes that hold this one's pipeline.
-        copy_group: those that hold copies of this one's stages.
+        copy_group: those that hold replicas of this one's stages.
     """
 
     def __init__(self, devices: Devices, config: Config):
@@ -41,7 +41,7 @@ class PipelineParallel(data_parallel.DataParallel):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are made: in the memory of the host, which may hold more than a device does."""
+        """Returns the context in which models are made: in host memory, which may hold more than a device does."""
         import keras
 
         with keras.device("cpu"):
@@ -54,7 +54,7 @@ class PipelineParallel(data_parallel.DataParallel):
         return placed_batch if is_first else placed_batch._replace(inputs=None)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Train, test and predict functions for Keras' `fit` that work on all stages."""
+        """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.stages.engine_of(model)
 
         def train_function(data: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PyTorch: one stage of a pipeline as a module, and what the micro-batches of a step have in common."""
+"""PyTorch: makes a stage of a pipeline a module, and holds what the micro-batches of a step have in common."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from kerasdp.portability.replica_context import ReplicaContext, use
 
 
 class Step:
-    """What a step's micro-batches have in common."""
+    """Holds what a step's micro-batches have in common."""
 
     def __init__(self, pipeline: Any, batch: DeviceBatch, micro_batches: Any, training: bool):
         self.pipeline, self.batch, self.micro_batches, self.training = pipeline, batch, micro_batches, training
@@ -29,7 +29,7 @@ class Step:
             self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
 
     def context(self, number: int) -> ReplicaContext:
-        """The place of this pipeline's rows of a micro-batch."""
+        """Returns the context of this pipeline's rows of a micro-batch."""
         pipeline, rows = self.pipeline, self.micro_batches.rows(number)
         first = rows.start + pipeline.copy * pipeline.size
         whole = rows.stop - rows.start
@@ -51,7 +51,7 @@ class Step:
         self._outputs[number] = [leaf.detach() for leaf in outputs]
 
     def gathered(self, number: int) -> list[torch.Tensor]:
-        """A micro-batch's outputs of all pipelines, without padding."""
+        """Gathers a micro-batch's outputs of all pipelines, without padding."""
         if number not in self._gathered:
             whole, copies = self.micro_batches.num_rows_of(number), self.pipeline.copies
             leaves = self._outputs[number]
@@ -61,11 +61,11 @@ class Step:
         return self._gathered[number]
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
-        """Something to call `backward` on; what it is worth is not known yet."""
+        """Returns a scalar to call `backward` on, before the loss is known."""
         return _Deferred.apply(self, number, *(outputs if isinstance(outputs, tuple) else (outputs,)))
 
     def gradients(self, number: int) -> list[torch.Tensor]:
-        """Those of the outputs of a micro-batch."""
+        """Returns the gradients of a micro-batch's outputs."""
         if self.pipeline.is_whole(len(self.micro_batches)):
             if not self._gradients:
                 self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
@@ -107,7 +107,7 @@ class Step:
 
 
 class _Deferred(torch.autograd.Function):
-    """Gives the gradients of a step's loss, when they are asked for."""
+    """Computes the gradients of a step's loss in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, number: int, *outputs: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class _Deferred(torch.autograd.Function):
 
 
 class _WithPenalty(torch.autograd.Function):
-    """The outputs as they are; in the backward pass a penalty gets its gradient, too."""
+    """Returns the outputs; in the backward pass a penalty gets its gradient, too."""
 
     @staticmethod
     def forward(ctx: Any, scale: torch.Tensor, penalty: torch.Tensor, *outputs: torch.Tensor) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ class _WithPenalty(torch.autograd.Function):
 
 
 class Part(torch.nn.Module):
-    """A stage as a module that takes a micro-batch's tensors."""
+    """Wraps a stage in a module that takes a micro-batch's tensors."""
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
         from kerasdp.keras_compat import seed_variables
@@ -147,8 +147,10 @@ class Part(torch.nn.Module):
         self.micro_batch = 0
 
     def stage(self) -> "_Stage":
-        """With the shapes of a micro-batch. Without them torch (2.13) would find them out by a training step on
-        whatever numbers are in memory, after which moving statistics are not numbers any more.
+        """Returns torch's stage with the shapes of a micro-batch.
+
+        Without them torch (2.13) would find them by a training step on uninitialized memory, after which moving
+        statistics are NaN.
         """
         size = self.pipeline.size
 
@@ -192,7 +194,7 @@ class Part(torch.nn.Module):
 
 
 class _Stage(pipelining.PipelineStage):
-    """Tells the module which micro-batch it works on, and the timeline when."""
+    """Sets the module's micro-batch, and records the work in the timeline."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id
@@ -213,5 +215,5 @@ class _Stage(pipelining.PipelineStage):
 
 
 def to_torch_dtype(name: str) -> torch.dtype:
-    """What torch calls the type of the numbers of a Keras tensor."""
+    """Returns torch's dtype of a Keras dtype."""
     return getattr(torch, name)
