@@ -18,24 +18,7 @@ frameworks do by default; --batch_norm=sync is for those that can, and measures 
 peer `replica-norm`). Virtual CPU devices share the cores: expect no gain from more of them. Run nothing else meanwhile.
 """
 
-import os
-
 import kerasdp
 
-LOOPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "benchmarks")
-
-
-def compare(
-    config: kerasdp.Config,
-    backends: list[str] | None,
-    device_counts: list[int],
-    peers: list[str] | None,
-    rounds: int,
-    steps: int,
-) -> None:
-    """Runs here, and starts the programs."""
-    kerasdp.benchmark.compare(config, backends, device_counts, peers, rounds, steps, LOOPS)
-
-
 if __name__ == "__main__":
-    kerasdp.main(compare, flags="benchmark")
+    kerasdp.main(kerasdp.benchmark.compare, flags="benchmark")

@@ -27,6 +27,7 @@ PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "keras": (None, "keras_fit.py", []),
     "replica-norm": (None, "", []),  # kerasdp itself, with batch norm on each device's shard of the batch
 }
+_CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # that of the package
 ONE_DEVICE = ("tensorflow-xla", "keras")
 PRECISIONS = ("float32", "bfloat16")
 # Models that the loops know, and their images; others are trained by kerasdp and plain Keras alone.
@@ -60,8 +61,28 @@ class Contender:
         return self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
 
 
+def find_loops(names: list[str]) -> str:
+    """Finds the folder of the peers' files: beside the program that runs, beside its folder, or in the kit's checkout.
+
+    Args:
+        names: of the peers.
+
+    Raises:
+        UserError: if it is nowhere.
+    """
+    program = os.path.abspath(sys.argv[0])
+    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), _CHECKOUT):
+        folder = os.path.join(place, "benchmarks")
+        if os.path.isfile(os.path.join(folder, "protocol.py")):
+            return folder
+    raise UserError(
+        f"--peers: expected the folder benchmarks/, with the programs of {', '.join(names)}, beside "
+        f"{os.path.basename(program)}. Received: none; copy it from the repository, or use --peers=none"
+    )
+
+
 def choose(
-    config: Config, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int, folder: str
+    config: Config, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int
 ) -> list[Contender]:
     """Returns the contenders: kerasdp on each backend and device count, then those peers that can do the same.
 
@@ -71,7 +92,6 @@ def choose(
         device_counts: numbers of devices.
         peers: names in `PEERS`; None: all that fit; empty: the kit alone.
         steps: of a repetition.
-        folder: of the peers' files.
 
     Raises:
         UserError: if a peer that is named cannot take part.
@@ -99,8 +119,8 @@ def choose(
             )
     if config.model not in SHAPES:
         names = [name for name in names if PEERS[name][0] is None]
-    if any(PEERS[name][1] for name in names) and not os.path.isdir(folder):
-        raise UserError(f"--peers: there is no folder {folder!r} with their programs: benchmark in a checkout")
+    programs = [name for name in names if PEERS[name][1]]
+    folder = find_loops(programs) if programs else ""
     found = []
     for count in device_counts:
         found += [_kit(config, backend, count, steps) for backend in backends]
@@ -199,7 +219,6 @@ class Program:
 
 def _environment(contender: Contender) -> dict[str, str]:
     """Returns the environment of a contender: the same cores and GPU memory for all, without a choice of backend."""
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     cores = os.cpu_count() or 1
     processes = contender.num_devices if contender.backend == "torch" else 1
     environment = {
@@ -211,5 +230,5 @@ def _environment(contender: Contender) -> dict[str, str]:
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     } | {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "KERAS_TORCH_DEVICE")}
-    path = [package, environment.get("PYTHONPATH", "")]
+    path = [_CHECKOUT, environment.get("PYTHONPATH", "")]
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}

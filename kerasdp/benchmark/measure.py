@@ -110,7 +110,6 @@ def compare(
     peers: list[str] | None,
     rounds: int,
     steps: int,
-    folder: str,
 ) -> list[Measured]:
     """Measures the kit and its peers side by side; prints a table, and writes JSON and pictures into the workdir.
 
@@ -121,7 +120,6 @@ def compare(
         peers: names in `PEERS`; None: all that fit; empty: the kit alone.
         rounds: how often each is measured.
         steps: training steps of each round.
-        folder: of the peers' programs, `benchmarks/`.
 
     Returns:
         A measurement a contender.
@@ -131,7 +129,7 @@ def compare(
         RunError: if nothing could be measured.
     """
     backends = backends or [name for name in BACKENDS if is_installed(name)]
-    contenders = choose(config, backends, device_counts, peers, steps, folder)
+    contenders = choose(config, backends, device_counts, peers, steps)
     found = run(contenders, rounds, steps, config.batch_size)
     if all(measured.error for measured in found):
         raise RunError(f"none of the contenders could be measured: {found[0].error}")

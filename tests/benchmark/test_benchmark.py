@@ -10,6 +10,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import is_installed
+from tests.helpers import ROOT
 
 INSTALLED = [name for name in BACKENDS if is_installed(name)]
 
@@ -64,33 +65,47 @@ def test_share_of_peak():
     assert measure.share_of_peak(found, 989e9 / 3, "NVIDIA H200", "bfloat16") is None
 
 
-def test_who_takes_part(tmp_path):
+def test_who_takes_part():
     config = Config(model="convnet", batch_norm="replica")
-    found = contenders.choose(config, ["jax"], [1, 2], None, 20, str(tmp_path))
+    found = contenders.choose(config, ["jax"], [1, 2], None, 20)
     assert [str(one) for one in found] == ["kerasdp-jax", "jax", "keras-jax", "kerasdp-jax x 2", "jax x 2"]
-    assert [str(one) for one in contenders.choose(config, ["jax"], [1], [], 20, str(tmp_path))] == ["kerasdp-jax"]
-    found = contenders.choose(Config(model="mlp"), INSTALLED[:1], [1], None, 20, str(tmp_path))
+    assert [str(one) for one in contenders.choose(config, ["jax"], [1], [], 20)] == ["kerasdp-jax"]
+    found = contenders.choose(Config(model="mlp"), INSTALLED[:1], [1], None, 20)
     assert [one.name for one in found] == [f"kerasdp-{INSTALLED[0]}", f"keras-{INSTALLED[0]}"]
     with pytest.raises(UserError, match="--peers: expected some of torch, .* Received: 'theano'"):
-        contenders.choose(config, ["jax"], [1], ["theano"], 20, str(tmp_path))
+        contenders.choose(config, ["jax"], [1], ["theano"], 20)
     with pytest.raises(UserError, match=f"--peers: {INSTALLED[0]} trains convnet, .*; of mlp only keras"):
-        contenders.choose(Config(model="mlp"), ["jax"], [1], [INSTALLED[0]], 20, str(tmp_path))
+        contenders.choose(Config(model="mlp"), ["jax"], [1], [INSTALLED[0]], 20)
     with pytest.raises(UserError, match="--batch_size: expected a multiple of 3 devices"):
-        contenders.choose(config, ["jax"], [1, 3], None, 20, str(tmp_path))
+        contenders.choose(config, ["jax"], [1, 3], None, 20)
     with pytest.raises(UserError, match="--precision: expected float32 or bfloat16"):
-        contenders.choose(Config(model="convnet", precision="float16"), ["jax"], [1], None, 20, str(tmp_path))
+        contenders.choose(Config(model="convnet", precision="float16"), ["jax"], [1], None, 20)
+
+
+def test_where_the_loops_are(tmp_path, monkeypatch):
+    """Beside the program, beside its folder, in the checkout; and an error says what to copy."""
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "recipes" / "benchmark.py")])
+    assert contenders.find_loops(["jax"]) == str(ROOT / "benchmarks")
+    monkeypatch.setattr(contenders, "_CHECKOUT", str(tmp_path / "site-packages"))
+    with pytest.raises(UserError, match="folder benchmarks/, .* of jax, keras, beside benchmark.py"):
+        contenders.choose(Config(model="convnet"), ["jax"], [1], ["jax", "keras"], 20)
+    assert len(contenders.choose(Config(model="convnet"), ["jax"], [1], [], 20)) == 1
+    for folder in (tmp_path / "benchmarks", tmp_path / "recipes" / "benchmarks"):
+        folder.mkdir(parents=True)
+        (folder / "protocol.py").touch()
+        assert contenders.find_loops(["jax"]) == str(folder)
 
 
 def test_the_kit_is_measured_against_itself():
     """Batch norm over the global batch, beside that over each device's part."""
     config = Config(model="convnet", batch_norm="sync")
-    found = contenders.choose(config, ["jax"], [1, 2], ["replica-norm"], 20, "nowhere")
+    found = contenders.choose(config, ["jax"], [1, 2], ["replica-norm"], 20)
     assert [str(one) for one in found] == ["kerasdp-jax", "kerasdp-jax x 2", "replica-norm-jax x 2"]
     norms = [json.loads(one.command[3])["batch_norm"] for one in found]
     assert norms == ["sync", "sync", "replica"]
     assert not found[2].is_kit
     with pytest.raises(UserError, match="replica-norm is what --batch_norm=sync is measured against"):
-        contenders.choose(Config(model="convnet", batch_norm="replica"), ["jax"], [2], ["replica-norm"], 20, "nowhere")
+        contenders.choose(Config(model="convnet", batch_norm="replica"), ["jax"], [2], ["replica-norm"], 20)
 
 
 def test_the_command_line():

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -237,6 +238,15 @@ def test_benchmark_recipe(tmp_path):
     assert len({one["ready"]["parameters"] for one in found["contenders"]}) == 1
     assert (tmp_path / "bars.png").stat().st_size > 10_000
     assert_one_line_and_exit_code_2(run("recipes/benchmark.py", "--peers=theano"), "--peers: expected some of")
+
+
+def test_a_copy_of_the_benchmark_recipe(tmp_path):
+    """It needs the installed package alone."""
+    shutil.copy(ROOT / "recipes" / "benchmark.py", tmp_path)
+    flags = [f"--backends={BACKENDS[-1]}", "--peers=keras,none", "--batch_size=8", "--steps_per_round=1", "--rounds=1"]
+    done = run("benchmark.py", *flags, "--device=cpu", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^kerasdp-{BACKENDS[-1]} / keras-{BACKENDS[-1]} +\d", done.stdout, re.M)
 
 
 def test_a_pipeline_from_the_command_line(tmp_path):
