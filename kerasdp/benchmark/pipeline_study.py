@@ -56,9 +56,9 @@ def stage_work(
     Raises:
         UserError: if the run is no pipeline.
     """
-    pipeline = runner.strategy.stages.engine_of(model)
-    if pipeline is None:
+    if runner.strategy.stages is None:
         raise UserError("stage_work: needs a model that was trained with --strategy=pipeline")
+    pipeline = runner.strategy.stages.engine_of(model)
     pipeline.timeline = []
     try:
         runner.fit(model, x, y, epochs=2, steps_per_epoch=1, verbose=0)  # the first step may compile

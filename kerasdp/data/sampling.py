@@ -65,7 +65,7 @@ class Order:
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Returns the sample indices of each batch of an epoch, each of shape `(rows,)`."""
-        batches = []
+        batches: list[np.ndarray] = []
         first = epoch * self.num_batches
         for number in range(first, first + self.num_batches):
             data_pass, step = divmod(number, self.batches_per_pass)

@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -159,7 +159,9 @@ def updating_values(optimizer: Any) -> Iterator[None]:
     Keras 3.15: the methods that `TFOptimizer` overrides ask for TensorFlow's variables, not their values; for this time
     they are those of `BaseOptimizer`. No public way.
     """
-    methods = {name: types.MethodType(general, optimizer) for name, (_, general) in _tensorflow_methods().items()}
+    methods: dict[str, Callable[..., Any]] = {
+        name: types.MethodType(general, optimizer) for name, (_, general) in _tensorflow_methods().items()
+    }
     keys = {id(variable): optimizer._var_key(variable) for variable in optimizer._trainable_variables}
     methods["_var_key"] = lambda variable: keys.get(id(variable))
     for name, method in methods.items():

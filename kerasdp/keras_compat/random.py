@@ -34,7 +34,7 @@ def wrap_draws(kinds: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]],
         original = getattr(keras_random, kind)
         if not hasattr(original, "is_kerasdp"):
             wrapped = wrap(kind, original)
-            wrapped.is_kerasdp = True
+            vars(wrapped)["is_kerasdp"] = True
             setattr(keras_random, kind, wrapped)
 
 

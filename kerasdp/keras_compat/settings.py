@@ -37,7 +37,7 @@ def _convert_numbers_in_full(in_full: bool) -> None:
     known = tensorflow_with_exact_cast(tf) if in_full else tf
     for name, module in list(sys.modules.items()):
         if name.startswith("keras.src.backend.tensorflow.") and hasattr(module, "tf"):
-            module.tf = known
+            vars(module)["tf"] = known
 
 
 def tensorflow_with_exact_cast(tf: Any) -> types.ModuleType:
@@ -47,8 +47,8 @@ def tensorflow_with_exact_cast(tf: Any) -> types.ModuleType:
         return tf.constant(x, dtype, name=name) if isinstance(x, float) else tf.cast(x, dtype, name=name)
 
     exact = types.ModuleType("tensorflow")
-    exact.cast = cast
-    exact.__getattr__ = lambda name: getattr(tf, name)  # of a module: asked for what it does not have itself
+    # A module's `__getattr__` is asked for what it does not have itself.
+    vars(exact).update(cast=cast, __getattr__=lambda name: getattr(tf, name))
     return exact
 
 

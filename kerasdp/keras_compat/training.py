@@ -50,5 +50,5 @@ def _unless_whole_batch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def scale(value: Any) -> Any:
         return value if _is_whole_batch.get() else original(value)
 
-    scale.is_kerasdp = True
+    vars(scale)["is_kerasdp"] = True
     return scale

@@ -144,7 +144,7 @@ class _Graph:
     def __init__(self, model: keras.Model):
         self.inputs, self.outputs = model.inputs, model.outputs
         self.structure = outputs_structure(model)
-        self.nodes = calls(model)
+        self.nodes = calls(model) or []  # a functional model's are known
         made = {id(tensor): 0 for tensor in self.inputs}
         for place, node in enumerate(self.nodes):
             made |= {id(tensor): place + 1 for tensor in node.outputs}

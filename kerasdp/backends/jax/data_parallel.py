@@ -39,7 +39,7 @@ class DataParallel(Strategy):
         self.num_devices = self.num_replicas = devices.count
         # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
         jax.config.update("jax_enable_x64", config.precision == "float64")
-        if jax.config.jax_compilation_cache_dir is None:  # also $JAX_COMPILATION_CACHE_DIR
+        if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
             jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
         self.devices = jax.devices(devices.kind)[: devices.count]
         if devices.kind == "gpu":
@@ -48,7 +48,7 @@ class DataParallel(Strategy):
         mesh = jax.sharding.Mesh(np.array(self.devices), ("batch",))
         self._split, self._copied = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), ()))
         self._take = jax.jit(_take, out_shardings=self._split)  # each device its own rows
-        self._distribution = None
+        self._distribution: Any = None
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

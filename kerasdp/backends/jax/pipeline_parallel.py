@@ -21,6 +21,7 @@ class PipelineParallel(data_parallel.DataParallel):
 
     splits_batches = True
     takes_several_steps = False
+    stages: StagedModels[Pipeline]
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)

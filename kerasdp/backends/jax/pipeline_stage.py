@@ -51,7 +51,7 @@ class Part:
         seeds = {id(variable) for variable in seed_variables(own)}
         self.seeds = [place for place, v in enumerate(own.non_trainable_variables) if id(v) in seeds]
         self.penalties = WholeBatchPenalties(own)
-        self.optimizer = None
+        self.optimizer: Any = None
         self.slots = _Variables([], [])
         if getattr(model, "optimizer", None) is not None:
             self._clone_optimizer(model.optimizer)

@@ -40,12 +40,13 @@ class Step:
         # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
         self.seeds = [[values[1][place] for place in part.seeds] for part, values in zip(parts, self.values)]
         self.is_whole = is_whole
-        self.activations = [[Future() for _ in range(len(micro_batches))] for _ in range(len(parts) + 1)]
-        self.gradients = [[Future() for _ in range(len(micro_batches))] for _ in range(len(parts) + 1)]
+        self.activations, self.gradients = (
+            [[Future[Any]() for _ in range(len(micro_batches))] for _ in range(len(parts) + 1)] for _ in range(2)
+        )
         self.pullbacks: list[dict[int, Any]] = [{} for _ in parts]
         self.penalties_of: list[list[Any]] = [[] for _ in parts]
         self.sums: list[Any] = [None] * len(parts)
-        self.totals = [Future() for _ in parts]
+        self.totals: list[Future[Any]] = [Future() for _ in parts]
         self.updated: list[Any] = [None] * len(parts)
         if not is_whole:
             self.shares = micro_batches.shares(pipeline.model, is_weighted=batch.sample_weight is not None)
@@ -74,15 +75,15 @@ class Step:
                     self.pipeline.timeline.append((part.number, kind, number, begin, time.perf_counter()))
         except BaseException:
             for future in itertools.chain(*self.activations, *self.gradients, self.totals):
-                if future is not None and not future.done():
+                if not future.done():
                     with contextlib.suppress(Exception):
                         future.set_exception(_OtherFailed())
             raise
 
-    def _received(self, part: Part, futures: list[Future], number: int) -> tuple[Any, float]:
+    def _received(self, part: Part, futures: list[Future[Any]], number: int) -> tuple[Any, float]:
         values = futures[number].result()
         values = jax.device_put(values, part.sharding_for(self.micro_batches.num_rows_of(number)))
-        futures[number] = None  # frees the memory
+        futures[number] = Future()  # frees the memory
         if self.pipeline.timeline is not None:
             jax.block_until_ready(values)
         return values, time.perf_counter()

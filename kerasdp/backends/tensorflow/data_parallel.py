@@ -71,8 +71,8 @@ class DataParallel(Strategy):
             inputs = list(map(take, range(self.num_replicas), kept, put_all(batch.inputs.numbers, split=True)))
         else:
             inputs = put_all(batch.inputs, split=True)
-        rest = (put_all(data, split=False) for data in (batch.targets, batch.sample_weight))
-        return DeviceBatch(inputs, *rest, batch.indices)
+        targets, sample_weight = (put_all(data, split=False) for data in (batch.targets, batch.sample_weight))
+        return DeviceBatch(inputs, targets, sample_weight, batch.indices)
 
     def adapt(self, feed: Any) -> Any:
         """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""

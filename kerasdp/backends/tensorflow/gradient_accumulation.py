@@ -35,6 +35,7 @@ class Accumulation(Pipeline):
         micro_batches = self.plan.micro_batches(num_rows)
         shares = micro_batches.shares(self.model, is_weighted=sample_weight is not None)
         seeds = [(seed, tf.identity(seed.value)) for seed in self.seeds[0]]
+        loss_of = compiled_loss(self.model)
 
         def work(first: Any, rows: int) -> tuple[list[Any], Any]:
             for seed, value in seeds:  # so that a micro-batch draws what its rows draw in the whole batch
@@ -44,7 +45,7 @@ class Accumulation(Pipeline):
                 outputs, penalty = self._part(inputs, num_rows, first, rows, training=True)
                 own = tf.nest.map_structure(lambda leaf: _rows(leaf, first, rows), (targets, sample_weight))
                 with keras.StatelessScope():  # the losses of several outputs are metrics, too
-                    loss = compiled_loss(self.model)(own[0], self.plan.outputs(outputs), own[1])
+                    loss = tf.zeros(()) if loss_of is None else loss_of(own[0], self.plan.outputs(outputs), own[1])
                 scaled_loss = optimizer.scale_loss(loss * share + penalty)
             return outputs, (penalty, [_dense(gradient) for gradient in tape.gradient(scaled_loss, weights)])
 

@@ -20,7 +20,7 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
     from kerasdp.keras_compat import updating_values
 
     variables = list({id(variable): variable for variable in all_variables(model)}.values())
-    changed = []
+    changed: list[Any] = []
 
     def compute(values: list[tf.Tensor]) -> list[tf.Tensor]:
         with updating_values(model.optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:

@@ -82,7 +82,7 @@ class Pipeline:
         for number in range(len(micro_batches)):
             rows = micro_batches.rows(number)
             values = [leaf[rows] for leaf in inputs]
-            if self.timeline is not None and training:
+            if self.timeline is not None and tape is not None:
                 values = [tf.cast(leaf, own.dtype) for leaf, own in zip(values, self.plan.stages[0].model.inputs)]
                 for leaf in values:  # else nothing would show when the first stage's backward pass is over
                     tape.watch(leaf)
@@ -155,7 +155,7 @@ class Pipeline:
                 key, now = (stage, kind, number), time.perf_counter()
                 if begins:
                     self._begun[key] = now
-                else:
+                elif self.timeline is not None:
                     self.timeline.append((*key, self._begun.pop(key, now), now))
                 return arrays
 

@@ -23,6 +23,7 @@ class PipelineParallel(data_parallel.DataParallel):
 
     splits_batches = True
     takes_several_steps = False
+    stages: StagedModels[Pipeline]
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""

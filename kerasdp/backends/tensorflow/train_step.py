@@ -90,8 +90,9 @@ class ReplicaSteps:
     def _is_mean_over_shards(self, outputs: Any, num_rows: int, context: ReplicaContext | None) -> bool:
         from kerasdp.backends.loss_reduction import is_mean_over_shards
 
-        is_even = context is not None and context.rows * context.num_replicas == num_rows
-        return is_even and is_mean_over_shards(self.model, outputs) and collectives.are_few(outputs)
+        if context is None or context.rows is None or context.rows * context.num_replicas != num_rows:
+            return False
+        return is_mean_over_shards(self.model, outputs) and collectives.are_few(outputs)
 
     def _loss(
         self,
@@ -107,7 +108,7 @@ class ReplicaSteps:
         from kerasdp.keras_compat import compute_loss, losses_of_whole_batch
 
         inputs, targets, outputs, sample_weight = batch
-        if is_part:
+        if is_part and context is not None and context.rows is not None:
             own = slice(context.first_row, context.first_row + context.rows)
             targets, sample_weight = keras.tree.map_structure(
                 lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
