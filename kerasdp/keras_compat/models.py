@@ -113,11 +113,12 @@ def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 
-def call_without_second_ddp(model: keras.Model) -> None:
-    """Makes a model report its own metrics where Keras would add up those of all ranks once more.
+def leave_ranks_to_us(model: keras.Model) -> None:
+    """Keeps Keras on torch from adding up the metrics of all ranks, which here hold those of the whole batch already.
 
-    Keras 3.16 wraps models in DistributedDataParallel (`ddp_model`) and overrides `get_metrics_result` in its trainer
-    for torch; 3.15 has neither. No public switch.
+    Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in DistributedDataParallel (`ddp_model`) in
+    `make_train_function`, unless a train function is already there, as here; and its trainer for torch, the first base
+    of `keras.Model`, overrides `get_metrics_result`. No public switch.
     """
     trainer_class = keras.Model.__mro__[1]
     if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):

@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from kerasdp.backends.torch.private import is_being_captured
 
 
 def normalize(
@@ -136,7 +137,7 @@ def _centered(x: Any, others: list[int]) -> tuple[Any, Any, Any]:
     if x.numel() == 0:
         nothing = x.sum(others, keepdim=True)
         return x, nothing, nothing
-    if isinstance(x, FakeTensor):  # it is being compiled, and will be fused
+    if is_being_captured(x):  # it is being compiled, and will be fused
         variance, mean = torch.var_mean(x, others, correction=0, keepdim=True)
         return x - mean, mean, variance
     # torch.var_mean takes ten times as long over the first axes (2.13, on the CPU)

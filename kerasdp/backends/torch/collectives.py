@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # its operations, too
-from torch._subclasses.fake_tensor import FakeTensor
 
 from kerasdp.backends.torch import sockets
+from kerasdp.backends.torch.private import all_gather_functional, is_being_captured
 
 
 def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -17,11 +16,9 @@ def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     # torch 2.13 renamed it, and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     tensor = tensor.contiguous()
-    if isinstance(tensor, FakeTensor):  # a step is being captured: the functional form
-        name, size = (group or dist.group.WORLD).group_name, dist.get_world_size(group)
+    if is_being_captured(tensor):  # a step is being captured: the functional form
         rows = tensor if tensor.dim() else tensor.reshape(1)
-        rows = torch.ops._c10d_functional.all_gather_into_tensor(rows, size, name)
-        return torch.ops._c10d_functional.wait_tensor(rows).reshape(size, *tensor.shape)
+        return all_gather_functional(rows, group).reshape(dist.get_world_size(group), *tensor.shape)
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=group)
     return gathered

@@ -6,7 +6,6 @@ does on torch (3.15: eager layer calls, or `torch.compile` of them, with a graph
 
 import contextlib
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,8 @@ from kerasdp.backends.torch.graph_passes import (
     refuse_exchanges,
     remove_layout_round_trips,
 )
-from kerasdp.backends.torch.train_step import GlobalBatch, all_reduce_async, received
+from kerasdp.backends.torch.private import all_reduce_async, compile_error, mark_static_addresses, wait
+from kerasdp.backends.torch.train_step import GlobalBatch
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 
@@ -40,14 +40,15 @@ class CompiledSteps:
 
     def __init__(self, strategy: Any, model: Any, whole: GlobalBatch):
         """Made once for each compiled model."""
+        from kerasdp.keras_compat import all_layers
+
         self.strategy, self.model, self.whole = strategy, model, whole
-        self.layers = list(model._flatten_layers())
+        self.layers = all_layers(model)
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [variable.value.detach() for variable in self.variables]
         if strategy.is_gpu:
-            for value in self.values:
-                torch._dynamo.mark_static_address(value, guard=False)  # else CUDA graphs copy them in each step
+            mark_static_addresses(self.values)
         self.graphs: dict[Any, Callable[..., Any]] = {}
         self.reason = ""
 
@@ -98,7 +99,7 @@ class CompiledSteps:
             return None
         try:
             result = self._run(graph, data)
-        except torch._dynamo.exc.TorchDynamoException as error:  # raised while compiling, before anything ran
+        except compile_error() as error:  # raised while compiling, before anything ran
             self._give_up(f"the step cannot be compiled ({_line(error)})")
             return None
         self.graphs[key] = graph
@@ -112,6 +113,8 @@ class CompiledSteps:
     def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
         import keras
 
+        from kerasdp.keras_compat import updating_one_by_one
+
         for layer in self.layers:
             if isinstance(
                 layer, keras.layers.TorchModuleWrapper
@@ -121,7 +124,7 @@ class CompiledSteps:
         def step(values: list[torch.Tensor], data: Any) -> Any:
             return self._step(values, data, detail, num_rows)
 
-        with _traceable(self.model.optimizer):
+        with updating_one_by_one(self.model.optimizer), _unfiltered_tracebacks():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
         refuse_exchanges(graph.graph)
         remove_layout_round_trips(graph.graph)
@@ -220,41 +223,25 @@ class _Averaging:
             self._send(shared if goes_along else None)
         found = {}
         for bucket, flat in self.sent:
-            flat, sizes = received(flat), [gradient.numel() for _, gradient in bucket]
+            flat, sizes = wait(flat), [gradient.numel() for _, gradient in bucket]
             rest = flat.numel() - sum(sizes)
             *parts, rest = flat.to(bucket[0][1].dtype).split([*sizes, rest])
             found |= {key: part.reshape(gradient.shape) for (key, gradient), part in zip(bucket, parts)}
         if shared is not None:
-            shared = rest if goes_along else received(sums)
+            shared = rest if goes_along else wait(sums)
         return [found.get(id(variable)) for variable in variables], shared
 
 
 @contextlib.contextmanager
-def _traceable(optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer update variable by variable, and errors keep the frames of the layers that they come from.
-
-    Keras' optimizers for torch update all variables in one call, for which they read the rate as a Python number:
-    that waits for the device, and cannot be captured. In a graph it gains nothing.
-    """
+def _unfiltered_tracebacks() -> Iterator[None]:
+    """Lets errors keep the frames of the layers that they come from."""
     import keras
 
-    optimizers = [optimizer]
-    while (inner := getattr(optimizers[-1], "inner_optimizer", None)) is not None:
-        optimizers.append(inner)
-    for one in optimizers:
-        kind = next(
-            kind
-            for kind in type(one).__mro__
-            if "_backend_update_step" in vars(kind) and ".backend.torch." not in kind.__module__
-        )
-        object.__setattr__(one, "_backend_update_step", types.MethodType(vars(kind)["_backend_update_step"], one))
     was_filtering = keras.config.is_traceback_filtering_enabled()
     keras.config.disable_traceback_filtering()
     try:
         yield
     finally:
-        for one in optimizers:
-            object.__delattr__(one, "_backend_update_step")
         if was_filtering:
             keras.config.enable_traceback_filtering()
 

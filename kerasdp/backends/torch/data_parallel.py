@@ -117,7 +117,8 @@ class DataParallel(Strategy):
         """
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
         from kerasdp.backends.torch.compiled_step import CompiledSteps
-        from kerasdp.backends.torch.train_step import GlobalBatch, all_reduce_async, received
+        from kerasdp.backends.torch.private import all_reduce_async, wait
+        from kerasdp.backends.torch.train_step import GlobalBatch
 
         own = own_steps(model, self.num_replicas)
         whole = GlobalBatch(self, model)
@@ -154,7 +155,7 @@ class DataParallel(Strategy):
             model.optimizer.scale_loss(loss).backward()
             gradients = [variable.value.grad for variable in variables]
             with torch.no_grad():
-                outputs, loss = finish(None if shared is None else received(shared))
+                outputs, loss = finish(None if shared is None else wait(shared))
                 seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
                 rate = learning_rate(model.optimizer)
                 model.optimizer.apply(gradients, variables)
@@ -194,19 +195,12 @@ class DataParallel(Strategy):
         return self.config.compile == "on" or run_state.num_steps is None or run_state.num_steps >= _WORTH_COMPILING
 
     def _parallel(self, model: Any, batch: DeviceBatch) -> Any:
-        """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras.
-
-        Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in `make_train_function`, unless a
-        train function is already there, as here; and it sums the metrics of all ranks, which here hold those of
-        the whole batch already.
-        """
-        import keras
+        """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras."""
+        from kerasdp.keras_compat import leave_ranks_to_us
 
         if self.num_replicas == 1:
             return model
-        trainer_class = keras.Model.__mro__[1]
-        if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
-            object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
+        leave_ranks_to_us(model)
         parallel = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[self.device] if self.is_gpu else None,

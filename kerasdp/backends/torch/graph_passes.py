@@ -3,11 +3,11 @@
 import operator
 
 import torch
-import torch._inductor.inductor_prims  # its operations, too
 from torch.fx import Graph, Node
 
+from kerasdp.backends.torch.private import force_strides
+
 _aten = torch.ops.aten
-_force_strides = torch.ops.prims.inductor_force_stride_order.default
 _TAKES_ANY_LAYOUT = {
     _aten.clone.default,
     _aten.convolution.default,
@@ -69,7 +69,7 @@ def keep_channels_last(graph: Graph) -> None:
         if image.dim() == 4 and image.shape[1] == 1 and output.shape[1] > 1:
             strides = torch.empty(output.shape, device="meta").to(memory_format=torch.channels_last).stride()
             with graph.inserting_after(convolution):
-                turned = graph.call_function(_force_strides, (convolution, strides))
+                turned = graph.call_function(force_strides(), (convolution, strides))
             turned.meta["val"] = output
             convolution.replace_all_uses_with(turned, delete_user_cb=lambda user, turned=turned: user is not turned)
 

@@ -22,6 +22,7 @@ class Pipeline:
     """
 
     def __init__(self, model: Any, strategy: Any):
+        from kerasdp.keras_compat import all_layers
         from kerasdp.pipeline.plan import make_plan
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
@@ -40,7 +41,7 @@ class Pipeline:
             for variable in self.variables_of(number):
                 variable.value.data = variable.value.data.to(strategy.device)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
-            layer.activity_regularizer is not None for layer in model._flatten_layers()
+            layer.activity_regularizer is not None for layer in all_layers(model)
         )
         # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
@@ -70,13 +71,15 @@ class Pipeline:
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Trains on the global batch; returns its loss, and Keras' logs."""
+        from kerasdp.keras_compat import weight_penalties
+
         self.model.zero_grad()
         self._run(batch, training=True)
         step = self.step
         weights = [weight for part in self.parts.values() for weight in part.model.trainable_variables]
         self._add_up([weight.value for weight in weights])
         penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
-        of_weights = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
+        of_weights = [loss for part in self.parts.values() for loss in weight_penalties(part.model)]
         if of_weights:
             (sum(of_weights) * step.scale).backward()
             penalty = penalty + sum(of_weights).detach()
@@ -102,8 +105,10 @@ class Pipeline:
 
     def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
         """Evaluates the global batch; returns Keras' logs."""
+        from kerasdp.keras_compat import weight_penalties
+
         outputs = self.predict_step(batch)
-        penalties = [loss for part in self.parts.values() for loss in part.model._get_regularization_losses()]
+        penalties = [loss for part in self.parts.values() for loss in weight_penalties(part.model)]
         penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
         (total,) = self._totals([penalty]) if self.has_penalties else (0.0,)
         return self._logs(batch, outputs, self._compiled_loss(batch, outputs) + total)
@@ -220,12 +225,17 @@ class Pipeline:
         return self.plan.outputs(outputs)
 
     def _compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
-        if self.model._compile_loss is None:
+        from kerasdp.keras_compat import compiled_loss
+
+        loss = compiled_loss(self.model)
+        if loss is None:
             return torch.zeros((), device=self.strategy.device)
-        return self.model._compile_loss(batch.targets, outputs, batch.sample_weight)
+        return loss(batch.targets, outputs, batch.sample_weight)
 
     def _logs(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
-        self.model._loss_tracker.update_state(loss, sample_weight=len(batch.indices))
+        from kerasdp.keras_compat import update_loss_metric
+
+        update_loss_metric(self.model, loss, len(batch.indices))
         return self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
 
     def _shared(self) -> tuple[list[Any], int | None]:

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives  # its operations, too
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.portability.replica_context import ReplicaContext
 
-_collectives = torch.ops._c10d_functional
 # Of a rank's outputs that are sent together with the gradients.
 _MOST_BYTES = 2**20
 
@@ -28,7 +25,7 @@ class GlobalBatch:
 
     def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
         """Computes the outputs of this rank's rows. `module`: the model, maybe in DistributedDataParallel."""
-        arguments = {"training": training} if self.model._call_has_training_arg else {}
+        arguments = {"training": training} if "training" in self.model.call_signature_parameters else {}
         if context is None:
             return module(inputs, **arguments)
         with self.penalties.active():
@@ -87,22 +84,24 @@ class GlobalBatch:
 
     def metrics(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
         """Updates the metrics with the global batch, and returns their values."""
+        from kerasdp.keras_compat import update_loss_metric
+
         inputs, targets, sample_weight, indices = batch
-        self.model._loss_tracker.update_state(loss, sample_weight=len(indices))
+        update_loss_metric(self.model, loss, len(indices))
         inputs = self._inputs_for("compute_metrics", inputs, len(indices))
         return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
     def _loss(self, batch: DeviceBatch, outputs: Any, training: bool, rows: slice = slice(None)) -> torch.Tensor:
         import keras
 
+        from kerasdp.keras_compat import compute_loss
+
         inputs, targets, sample_weight, indices = batch
         inputs = self._inputs_for("compute_loss", inputs, len(indices))
         targets, sample_weight = keras.tree.map_structure(
             lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight)
         )
-        return self.model._compute_loss(
-            x=inputs, y=targets, y_pred=outputs, sample_weight=sample_weight, training=training
-        )
+        return compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
 
     def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
         """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
@@ -116,13 +115,3 @@ def _detached(outputs: Any) -> Any:
     import keras
 
     return keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
-
-
-def all_reduce_async(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts to sum a tensor over the ranks. The functional form can be captured in a graph, too."""
-    return _collectives.all_reduce(tensor, "sum", dist.group.WORLD.group_name)
-
-
-def received(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for an `all_reduce_async`, and returns its result."""
-    return _collectives.wait_tensor(tensor)

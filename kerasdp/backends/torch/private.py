@@ -1,0 +1,66 @@
+"""All that the kit uses of torch beyond its public names."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def compile_error() -> type[Exception]:
+    """Returns what a compiled function raises where it cannot be compiled, before it has done anything.
+
+    Torch 2.13: `torch._dynamo.exc.TorchDynamoException`; no public name.
+    """
+    return torch._dynamo.exc.TorchDynamoException
+
+
+def force_strides() -> Callable[..., torch.Tensor]:
+    """Returns the operation by which a graph keeps a tensor in a memory layout through Inductor.
+
+    Torch 2.13: `torch.ops.prims.inductor_force_stride_order`; no public name.
+    """
+    import torch._inductor.inductor_prims  # makes it; seconds that a run without --compile need not wait
+
+    return torch.ops.prims.inductor_force_stride_order.default
+
+
+def is_being_captured(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds no numbers, since a graph is being captured of what is done with it.
+
+    Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` knows of `torch.compile`, not of `make_fx`.
+    """
+    return isinstance(tensor, FakeTensor)
+
+
+def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
+    """Says that tensors stay where they are in memory, else CUDA graphs copy them in each step.
+
+    Torch 2.13: `torch._dynamo.mark_static_address`; no public way.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Concatenates a tensor of all ranks of a group along its first axis, as an operation that a graph can hold.
+
+    Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
+    """
+    name, size = (group or dist.group.WORLD).group_name, dist.get_world_size(group)
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, name))
+
+
+def all_reduce_async(tensor: torch.Tensor) -> torch.Tensor:
+    """Starts to sum a tensor over the ranks, as an operation that a graph can hold; see `wait`.
+
+    Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
+    """
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", dist.group.WORLD.group_name)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for an `all_reduce_async`, and returns its result."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)
