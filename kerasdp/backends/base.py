@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
 
+from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.ranks import Processes
+
 if TYPE_CHECKING:
     import keras
 
@@ -55,30 +58,6 @@ class StepFunctions:
     train: Callable[..., Any]
     test: Callable[..., Any]
     predict: Callable[..., Any]
-
-
-class Processes(Protocol):
-    """What the processes of a run tell one another.
-
-    Attributes:
-        rank: number of this process, from 0.
-        num_processes: how many there are.
-    """
-
-    rank: int
-    num_processes: int
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Returns what each process has, in the order of the ranks."""
-
-    def broadcast_from_rank0(self, values: list[float]) -> list[float]:
-        """Returns the values of rank 0."""
-
-    def all_reduce_max_delayed(self, number: int) -> int:
-        """Returns the maximum over the ranks of the numbers of the call before this one, so that nobody waits."""
-
-    def any_rank(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank."""
 
 
 class SingleProcess:
@@ -150,15 +129,15 @@ class StagedModels(Generic[Engine]):
         shard_batch: Callable[["Batch"], DeviceBatch],
     ):
         self.config, self._make_engine, self._shard_batch = config, make_engine, shard_batch
-        # An engine holds its model, so both live as long as the run.
-        self._engines: dict[keras.Model, Engine] = {}
-        self._tuned: dict[keras.Model, Engine] = {}
+        self._engines: ModelCache[Engine] = ModelCache()
+        self._tuned: ModelCache[Engine] = ModelCache()
 
     def engine_of(self, model: "keras.Model") -> Engine:
         """Returns the engine of a model, made on the first call, and again once the model is compiled again."""
         engine = self._engines.get(model)
         if engine is None or engine.is_stale:
-            engine = self._engines[model] = self._make_engine(model)
+            engine = self._make_engine(model)
+            self._engines.put(model, engine)
         return engine
 
     def tune(self, model: "keras.Model", first_batch: Callable[[], "Batch"], report: Callable[[str], None]) -> None:
@@ -177,7 +156,7 @@ class StagedModels(Generic[Engine]):
             if plan.size != engine.plan.size:  # a new plan is new graphs on TensorFlow
                 engine.plan = plan
         if self.config.split_size == "auto" and self._tuned.get(model) is not engine:
-            self._tuned[model] = engine
+            self._tuned.put(model, engine)
             find_size(engine, self._shard_batch(first_batch()), report)
 
     def micro_batch_rows(self, model: "keras.Model") -> int:

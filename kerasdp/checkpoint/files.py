@@ -97,7 +97,7 @@ def load(path: str) -> Checkpoint:
         raise UserError(f"--resume: cannot read {path} ({error.strerror})") from error
     except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{path} is corrupt or cut off ({reason})") from error
+        raise CheckpointError(f"{path} is corrupt or truncated ({reason})") from error
 
 
 def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkpoint] | None:
@@ -173,7 +173,7 @@ class Writer:
         except OSError as error:
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
             reason = error.strerror or str(error)
-            self._report_once(f"cannot write checkpoints into {self.folder} ({reason}); training goes on, {kept}")
+            self._report_once(f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}")
 
     def _report_once(self, text: str) -> None:
         if text not in self._reported:

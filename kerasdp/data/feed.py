@@ -14,6 +14,7 @@ from kerasdp.data.device_cache import CachedRows, DeviceCache
 from kerasdp.data.sampling import SKIPPED, Order, pad_rows, replica_rows
 from kerasdp.data.sources import as_arrays
 from kerasdp.keras_compat import DataAdapter
+from kerasdp.runtime.run_state import RunState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,32 +168,25 @@ class BatchReader:
 class Feed:
     """The batches of the epoch that is running, read and placed ahead of their use."""
 
-    def __init__(self, reader: SampleReader | BatchReader, place: Callable[[Batch], Any]):
-        """`place` brings a batch to this process's devices; it is called in a reading thread."""
+    def __init__(
+        self, reader: SampleReader | BatchReader, place: Callable[[Batch], Any], run_state: RunState | None = None
+    ):
+        """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
+
+        `place` brings a batch to this process's devices; it is called in a reading thread.
+        """
         self.reader, self.place = reader, place
         self.num_batches = reader.num_batches
-        # Set before each epoch. Keras makes iterators earlier than it uses them, so it is read at the first `next`.
-        self.current_epoch = 0
-        self._start = (0, 0)
-
-    def resume_at(self, epoch: int, batch: int) -> None:
-        """Passes over the first batches of an epoch, which are already trained on."""
-        self._start = (epoch, batch)
-        self.reader.resume_at(epoch)
-
-    @property
-    def num_skipped(self) -> int:
-        """Batches of the current epoch that are passed over."""
-        epoch, batch = self._start
-        return batch if self.current_epoch == epoch else 0
+        # Keras makes iterators earlier than it uses them, so it is read at the first `next`.
+        self.run_state = RunState() if run_state is None else run_state
 
     def __iter__(self) -> Iterator[Any]:
         # Keras counts the batches of an epoch from 0, and so do its callbacks.
-        yield from itertools.repeat(SKIPPED, self.num_skipped)
+        yield from itertools.repeat(SKIPPED, self.run_state.num_skipped)
         with ThreadPoolExecutor(self.reader.num_threads) as pool:
             ahead = collections.deque()
             try:
-                for read in self.reader.epoch(self.current_epoch, self.num_skipped):
+                for read in self.reader.epoch(self.run_state.epoch, self.run_state.num_skipped):
                     ahead.append(pool.submit(lambda read=read: self.place(read())))
                     if len(ahead) > 2 * self.reader.num_threads:
                         yield ahead.popleft().result()

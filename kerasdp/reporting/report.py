@@ -71,12 +71,12 @@ def start_line(facts: Facts, learning_rate: float) -> str:
 
 
 def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: bool) -> str:
-    """One line on what a run goes on from; `epoch` counts from 0."""
+    """Formats the line of a resumed run; `epoch` counts from 0."""
     plural = "" if saved_by["devices"] == 1 else "s"
-    came = f"from where {saved_by['backend']} on {saved_by['devices']} device{plural} came"
+    origin = f"saved by {saved_by['backend']} on {saved_by['devices']} device{plural}"
     if is_over:
-        return f"had ended behind step {step}, {came}: nothing is left to train"
-    return f"goes on behind step {step}, in epoch {epoch + 1}, {came}"
+        return f"had ended after step {step}, {origin}: nothing is left to train"
+    return f"resumes after step {step}, in epoch {epoch + 1}; {origin}"
 
 
 def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:

@@ -2,7 +2,7 @@
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 
@@ -89,11 +89,11 @@ class RunState:
         step: int,
         position: Position,
         *,
-        was_stopped: bool,
-        epoch_seconds: list[float],
-        epoch_rates: list[float],
-        images: int,
-        seconds: float,
+        was_stopped: bool = False,
+        epoch_seconds: Iterable[float] = (),
+        epoch_rates: Iterable[float] = (),
+        images: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         """Continues the training of a checkpoint. Call between `begin_fit` and the first epoch.
 

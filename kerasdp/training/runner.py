@@ -1,6 +1,7 @@
 """What a `train` function works with: Keras' `fit`, `evaluate` and `predict` on all devices of the run."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import warnings
@@ -10,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.backends.base import Strategy
+from kerasdp.backends.base import StepFunctions, Strategy
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.sampling import Order
@@ -19,8 +20,11 @@ from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
 from kerasdp.keras_compat import build_compiled, made_by_compile, set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
 
@@ -40,15 +44,14 @@ class Runner:
         state: where the training is.
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
-        epoch_seconds: of the last `fit`, the training part of each epoch.
     """
 
-    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Any = None):
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._places: Iterator[int] = itertools.count()
         self.state = RunState()
         self.num_fits = 0
-        self.epoch_seconds: list[float] = []
+        self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
         set_seed(config.seed)
         set_precision(config.precision)
 
@@ -56,6 +59,11 @@ class Runner:
     def num_replicas(self) -> int:
         """Replicas of the model, one a device."""
         return self.strategy.num_replicas
+
+    @property
+    def epoch_seconds(self) -> list[float]:
+        """Of the last `fit`: seconds of the training part of each epoch."""
+        return self.state.epoch_seconds
 
     @property
     def is_chief(self) -> bool:
@@ -118,10 +126,9 @@ class Runner:
             x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True, fitting=True
         )
         num_rows = self._prepare(model, reader)
-        feed = Feed(reader, self.strategy.shard_batch)
+        feed = Feed(reader, self.strategy.shard_batch, self.state)
         if validation_data is not None:
-            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
-            size = validation_batch_size or batch_size
+            parts, size = keras.utils.unpack_x_y_sample_weight(validation_data), validation_batch_size or batch_size
             validation = self._reader(*parts, size, steps=validation_steps, fitting=True)
             validation_data = self._adapter(Feed(validation, self.strategy.shard_batch), size)
         self.state.begin_fit(
@@ -129,12 +136,10 @@ class Runner:
         )
         if self.strategy.stages is not None:
             self.strategy.stages.tune(model, reader.first, self._say)
-        run_callbacks = RunCallbacks(
-            self, model, feed, callbacks, batch_size=batch_size, epochs=epochs, verbose=verbose
-        )
+        run_callbacks = self._run_callbacks(model, feed, callbacks, batch_size, verbose)
         if run_callbacks.resumed is not None:
-            initial_epoch = run_callbacks.resumed.state["epoch"]
-            epochs = initial_epoch if run_callbacks.recorder.was_over else epochs
+            initial_epoch = self.state.epoch
+            epochs = initial_epoch if self.state.was_over else epochs
         with self._training(run_callbacks), self._running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),
@@ -149,6 +154,38 @@ class Runner:
         self.strategy.gather_variables(model)
         self.check_replicas(model)
         return history
+
+    def _run_callbacks(
+        self,
+        model: keras.Model,
+        feed: Feed,
+        callbacks: list[keras.callbacks.Callback] | None,
+        batch_size: int,
+        verbose: str | int,
+    ) -> RunCallbacks:
+        facts = Facts(
+            # What is used, also where the arguments of `fit` say otherwise than the flags.
+            config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
+            devices=str(self.devices),
+            device_kind=self.devices.kind,
+            num_devices=self.strategy.num_devices,
+            num_replicas=self.config.num_replicas(self.devices.count),
+            num_processes=self.strategy.processes.num_processes,
+            model=model.name,
+            global_batch_size=batch_size,
+        )
+        return RunCallbacks(
+            self.config,
+            self.strategy,
+            self.state,
+            model,
+            feed,
+            callbacks,
+            facts=facts,
+            folder=self.next_folder(),
+            heartbeat=self.heartbeat,
+            verbose=verbose,
+        )
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
@@ -336,11 +373,11 @@ class Runner:
         plan = None if stages is None else stages.engine_of(model).plan
         optimizer = getattr(model, "optimizer", None)
         is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        made_for = (optimizer, is_built, *made_by_compile(model), plan, self.state)
-        known = getattr(model, "_kerasdp_functions", None)
+        made_for = (optimizer, is_built, *made_by_compile(model), plan)
+        known = self._functions.get(model)
         if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
             known = made_for, self.strategy.step_functions(model, self.state)
-            object.__setattr__(model, "_kerasdp_functions", known)  # past Keras' tracking of attributes
+            self._functions.put(model, known)
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:
             setattr(model, f"{name}_function", getattr(known[1], name))

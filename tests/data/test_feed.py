@@ -11,6 +11,7 @@ import pytest
 from kerasdp.data.feed import BatchReader, Feed, SampleReader
 from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
+from kerasdp.runtime.run_state import Position, RunState
 
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)
 
@@ -99,48 +100,53 @@ def test_an_error_in_a_reading_thread_reaches_the_training():
         next(iter(feed))
 
 
-def test_a_feed_goes_on_within_an_epoch():
-    """The batches that are behind keep their places, and are not read."""
+def resume(feed, epoch, batch):
+    feed.run_state.resume(1, Position(epoch, batch))
+    feed.reader.resume_at(epoch)
+
+
+def test_a_feed_resumes_within_an_epoch():
+    """The batches before the resume point keep their places, and are not read."""
     source = SlowSource()
     order = Order(num_samples=40, batch_size=8, seed=3)
-    whole = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist())
-    whole.current_epoch = 2
+    whole = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist(), RunState())
+    whole.run_state.begin_epoch(2)
     expected = list(whole)
     source.read = []
     source.inputs = lambda indices: source.read.append(indices.tolist()) or indices
-    rest = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist())
-    rest.resume_at(2, 3)
-    rest.current_epoch = 2
-    assert rest.num_skipped == 3
+    rest = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist(), RunState())
+    resume(rest, 2, 3)
+    rest.run_state.begin_epoch(2)
+    assert rest.run_state.num_skipped == 3
     assert list(rest) == [SKIPPED] * 3 + expected[3:]
     assert sorted(source.read) == sorted(expected[3:])
-    rest.current_epoch = 3
-    assert rest.num_skipped == 0 and len(list(rest)) == 5 and SKIPPED not in list(rest)
+    rest.run_state.begin_epoch(3)
+    assert rest.run_state.num_skipped == 0 and len(list(rest)) == 5 and SKIPPED not in list(rest)
 
 
 @pytest.mark.parametrize("stop", [(0, 1), (1, 0), (1, 1), (2, 1)])
-def test_batches_of_a_stream_go_on(stop):
+def test_batches_of_a_stream_resume(stop):
     """Two steps an epoch, of four in the stream."""
 
     def feed():
         batches = [(X[i : i + 3], Y[i : i + 3]) for i in range(0, 11, 3)]
         stream = itertools.cycle(batches)
-        return Feed(BatchReader(stream, None, 1, (0, 1), steps=2), lambda batch: batch.targets.tolist())
+        return Feed(BatchReader(stream, None, 1, (0, 1), steps=2), lambda batch: batch.targets.tolist(), RunState())
 
     def epochs(of, first):
         found = []
         for epoch in range(first, 3):
-            of.current_epoch = epoch
+            of.run_state.begin_epoch(epoch)
             found += [batch for batch in of if batch is not SKIPPED]
         return found
 
     rest = feed()
     rest.reader.first()
-    rest.resume_at(*stop)
+    resume(rest, *stop)
     assert epochs(rest, stop[0]) == epochs(feed(), 0)[2 * stop[0] + stop[1] :]
 
 
-def test_a_dataset_that_shuffles_itself_goes_on():
+def test_a_dataset_that_shuffles_itself_resumes():
     class Shuffling(keras.utils.PyDataset):
         def __init__(self):
             super().__init__()
@@ -157,13 +163,13 @@ def test_a_dataset_that_shuffles_itself_goes_on():
             self.random.shuffle(self.rows)
 
     def feed():
-        return Feed(BatchReader(Shuffling(), None, 1, (0, 1)), lambda batch: batch.targets.tolist())
+        return Feed(BatchReader(Shuffling(), None, 1, (0, 1)), lambda batch: batch.targets.tolist(), RunState())
 
     whole, rest = feed(), feed()
     for epoch in range(3):
-        whole.current_epoch = epoch
+        whole.run_state.begin_epoch(epoch)
         expected = list(whole)
-    rest.resume_at(2, 1)
-    rest.current_epoch = 2
+    resume(rest, 2, 1)
+    rest.run_state.begin_epoch(2)
     assert list(rest)[1:] == expected[1:]
     assert sorted(sum(expected, [])) == Y.tolist()

@@ -19,7 +19,7 @@ class OnDevice:
 def told(callback, event, logs):
     callbacks = RunCallbacks.__new__(RunCallbacks)
     callbacks.callbacks = [callback]
-    callbacks._tell(event, 0, logs)
+    callbacks._call_listening(event, 0, logs)
 
 
 @pytest.mark.parametrize("name", ["on_train_batch_end", "on_batch_end"])

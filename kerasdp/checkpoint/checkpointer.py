@@ -1,0 +1,211 @@
+"""Decides when a checkpoint of a `fit` is written, and resumes from one."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.checkpoint import files
+from kerasdp.checkpoint import state as training_state
+from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.config import Config
+from kerasdp.errors import PreemptedError
+from kerasdp.keras_compat import set_monitor_direction
+from kerasdp.reporting import report
+from kerasdp.reporting.recorder import Recorder
+from kerasdp.runtime import signals
+from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.run_state import Position, RunState
+
+# What a rank requests; the maximum over the ranks is what happens.
+_NOTHING, _SAVE, _END = range(3)
+
+
+def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
+    """Gives a model and its optimizer the values of the newest checkpoint of a folder; None if there is none.
+
+    All ranks take the one that rank 0 finds to be valid.
+
+    Raises:
+        UserError: if it is the checkpoint of another run, or none of several can be used.
+    """
+    found = files.load_newest(folder, report.warn) if processes.rank == 0 else None
+    (step,) = processes.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
+    if step < 0:
+        return None
+    path, saved = found or (files.path_of(folder, int(step)), files.load(files.path_of(folder, int(step))))
+    if processes.rank == 0:  # which alone holds the first row of a batch
+        training_state.check_identity(saved.state["identity"], identity)
+        files.set_aside(folder, path)
+    training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale"))
+    return saved
+
+
+class Checkpointer:
+    """Writes a checkpoint when one is due, and when a signal asks the run to end.
+
+    Not a callback: it saves what the callbacks left, so it is called after all of them. Each rank has one, but only
+    rank 0 writes: the state is the same on all.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_state: RunState,
+        recorder: Recorder,
+        model: keras.Model,
+        stateful: list[keras.callbacks.Callback],
+        *,
+        processes: Processes,
+        num_devices: int,
+        gather_variables: Callable[[keras.Model], None],
+        identity: dict[str, Any],
+        folder: str,
+        resumed: Checkpoint | None,
+    ):
+        """`stateful` are the callbacks whose state is saved; `gather_variables` brings the whole model to each rank."""
+        self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
+        self.stateful, self.processes, self.num_devices = stateful, processes, num_devices
+        self.identity, self.folder = identity, folder
+        self.every_steps, self.every_seconds = config.checkpoint_interval()
+        self.best = resumed.state["best"] if resumed else None
+        self._gather_variables, self._resumed = gather_variables, resumed
+        self._begin = [training_state.plain_attributes(callback) for callback in stateful]
+        self._last_time = time.monotonic()
+        self._last_saved = -1
+        self._last_step = run_state.step
+        self._train_metrics: dict[str, Any] = {}
+        self.writer = files.Writer(folder, config.keep, report.warn) if processes.rank == 0 else None
+        if self.writer and resumed:
+            self.writer.last_good = files.path_of(folder, resumed.state["step"])
+
+    def restore_callbacks(self) -> None:
+        """Gives the callbacks their saved state. Call after their `on_train_begin`, in which they reset it."""
+        for callback in self.stateful:
+            set_monitor_direction(callback)
+        for known, callback in zip(self._begin, self.stateful):
+            after = training_state.plain_attributes(callback)
+            for name in [name for name in known if after.get(name) != known[name]]:
+                del known[name]
+        if self._resumed:
+            training_state.restore_callbacks(self.stateful, self._resumed.state["callbacks"], self._resumed.arrays)
+
+    def begin_epoch(self) -> None:
+        """Gives the metrics the values of a resumed epoch's first part, which Keras has just reset."""
+        self._train_metrics = {}
+        if self._resumed and self._resumed.state["batch"]:
+            training_state.restore(self.model, self._resumed.arrays, ("metrics",))
+        self._resumed = None
+
+    def after_step(self) -> None:
+        """Writes a checkpoint if one is due; ends the run if a signal has come."""
+        step = self.run_state.step
+        # A call may train several steps: of these the last one counts.
+        is_due = self.every_steps and step // self.every_steps > self._last_step // self.every_steps
+        self._last_step = step
+        request = self.processes.all_reduce_max_delayed(self._request())
+        if request == _END:
+            self._end(self.run_state.position)
+        if self.run_state.is_epoch_cut:
+            self._save(self.run_state.position, wait=True)
+        elif request == _SAVE or is_due:
+            self._save(self.run_state.position)
+
+    def keep_metrics(self) -> None:
+        """Keeps the training metrics. Call before an evaluation, which resets them."""
+        self._train_metrics = self._gather(("metrics",))
+
+    def after_test_step(self) -> None:
+        """Ends the run if a signal has come; a resumed one starts with the validation."""
+        if self.processes.all_reduce_max_delayed(self._request()) == _END:
+            self._end(self.run_state.position)
+
+    def after_epoch(self, logs: dict[str, Any]) -> None:
+        """Writes a checkpoint, unless the epoch was cut short: then that of its last step counts."""
+        if not self.run_state.is_epoch_cut:
+            self._save(Position(self.run_state.epoch + 1, 0), is_best=self._is_best(logs), wait=True)
+        if self.processes.any_rank(signals.noted() is not None):
+            self._end(None)
+
+    def _gather(self, groups: Iterable[str] = training_state.GROUPS) -> dict[str, np.ndarray]:
+        if hasattr(self.model, "jax_state_sync"):  # with jax, the running step has the values, not the model
+            self.model.jax_state_sync()
+        return training_state.gather(self.model, groups)
+
+    def _request(self) -> int:
+        """Returns what this rank requests of all."""
+        if signals.noted() is not None:
+            return _END
+        if self.every_seconds and self.writer and time.monotonic() - self._last_time > self.every_seconds:
+            self._last_time = time.monotonic()
+            return _SAVE
+        return _NOTHING
+
+    def _is_best(self, logs: dict[str, Any]) -> bool:
+        """By validation loss; by training loss as long as there is none."""
+        name = "val_loss" if "val_loss" in logs else "loss"
+        score, known = logs.get(name), self.best or {"name": "loss", "score": math.inf}
+        if not isinstance(score, float) or not math.isfinite(score):
+            return False
+        if name == known["name"] and score >= known["score"] or name == "loss" and known["name"] == "val_loss":
+            return False
+        self.best = {"name": name, "score": score}
+        return True
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self.writer:
+            self.writer.close()
+
+    @property
+    def last_good(self) -> str | None:
+        """The newest checkpoint that was written, on rank 0."""
+        return self.writer and self.writer.last_good
+
+    def _save(self, position: Position, *, is_best: bool = False, wait: bool = False) -> None:
+        """`position` is where a run resumes from it. If one is still being written, it waits or does nothing."""
+        self._gather_variables(self.model)
+        if self.writer is None or (self.writer.is_busy and not wait):
+            return
+        step = self.run_state.step
+        if step == self._last_saved and not is_best and position.batch:
+            return
+        self.recorder.catch_up()  # raises if a loss is not a number
+        arrays = self._gather() | self._train_metrics
+        is_stopped = self.model.stop_training and not position.batch and not self.run_state.is_at_last_step
+        state = {
+            "step": step,
+            "epoch": position.epoch,
+            "batch": position.batch,
+            "stopped": is_stopped,
+            "best": self.best,
+            "identity": self.identity,
+            "recorder": self.recorder.saved_state(),
+            "callbacks": training_state.callback_states(self.stateful, self._begin, arrays),
+            "saved_by": {
+                "backend": self.config.backend,
+                "devices": self.num_devices,
+                "precision": self.config.precision,
+            },
+            "config": self.config.as_dict(),
+            "versions": report.versions(),
+        }
+        self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
+        self._last_saved = step
+
+    def _end(self, position: Position | None) -> None:
+        if position is not None:
+            self._save(position, wait=True)
+        if self.writer:
+            self.writer.wait()
+        step = self.run_state.step
+        path = files.path_of(self.folder, step)
+        # Not before rank 0 has written: a rank that leaves ends the others.
+        (is_saved,) = self.processes.broadcast_from_rank0([float(self.last_good == path)])
+        signal = signals.noted()
+        name = "a signal to another process" if signal is None else signal.name
+        saved = f"saved in {path}" if is_saved else "which could not be saved"
+        raise PreemptedError(f"stopped by {name} after step {step}, {saved}; resume with --resume")
