@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
-
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.ranks import Processes
 

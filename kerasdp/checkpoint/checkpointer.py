@@ -163,7 +163,7 @@ class Checkpointer:
     @property
     def last_good(self) -> str | None:
         """The newest checkpoint that was written, on rank 0."""
-        return self.writer and self.writer.last_good
+        return self.writer.last_good if self.writer else None
 
     def _save(self, position: Position, *, is_best: bool = False, wait: bool = False) -> None:
         """`position` is where a run resumes from it. If one is still being written, it waits or does nothing."""

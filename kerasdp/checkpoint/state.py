@@ -14,7 +14,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers, inner_optimizer, learning_rate_schedule, without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
-# What two runs must have in common for one to go on as the other.
+# What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
 # Of Keras' `Callback`, or set anew by each `fit`.
 _NOT_STATE = ("_model", "params", "validation_data")
@@ -91,7 +91,7 @@ def _to_numpy(variable: Any) -> np.ndarray:
 
 
 def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: int | None = None) -> dict[str, Any]:
-    """What must be the same for a run to go on: choices, model, optimizer, data; each in words or as a digest.
+    """What must be the same for a run to resume: choices, model, optimizer, data; each in words or as a digest.
 
     Args:
         config: the run's choices.

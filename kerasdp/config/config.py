@@ -250,7 +250,7 @@ def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None
         return
     if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
         raise UserError(
-            f"--workdir: {workdir!r} holds the checkpoints of an earlier run; go on with it (--resume), or choose "
+            f"--workdir: {workdir!r} holds the checkpoints of an earlier run; resume it (--resume), or choose "
             "another folder"
         )
     missing = list(_missing_folders(os.path.abspath(workdir)))

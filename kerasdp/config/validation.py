@@ -49,7 +49,7 @@ def check(config: Any) -> None:
             raise UserError(f"--{flag} needs the files of a run, but no folder is set: add --workdir=FOLDER")
     if config.checkpoint_every == "never" and (config.resume or config.max_restarts):
         flag = "resume" if config.resume else "max_restarts"
-        raise UserError(f"--{flag} goes on from a checkpoint, but --checkpoint_every=never keeps none")
+        raise UserError(f"--{flag} resumes from a checkpoint, but --checkpoint_every=never keeps none")
     for flag in ("model", "dataset", "optimizer", "kernel_initializer"):
         if getattr(config, flag) is not None:
             name, _ = spec.parse(getattr(config, flag), flag)
@@ -116,7 +116,7 @@ def _check_pipeline(config: Any) -> None:
     if config.split_size == "auto" and (config.resume or config.max_restarts):
         flag = "resume" if config.resume else "max_restarts"
         raise UserError(
-            f"--split_size=auto may find another size each time, and --{flag} goes on with the same one; give the "
+            f"--split_size=auto may find another size each time, and --{flag} must resume with the same one; give the "
             "size that was found, which the first lines of a run say"
         )
     if config.cut_at is not None:

@@ -88,7 +88,7 @@ class BatchReader:
     ):
         """`order_seed` shuffles the batches of a PyDataset; None keeps their order.
 
-        `steps` are the batches of an epoch, None: all; the next epoch goes on from there (except in a PyDataset).
+        `steps` are the batches of an epoch, None: all; the next epoch continues from there (except in a PyDataset).
         """
         self.batches, self.order_seed, self.num_replicas, self.part = batches, order_seed, num_replicas, part
         self.is_indexed = isinstance(batches, keras.utils.PyDataset)

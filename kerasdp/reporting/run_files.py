@@ -98,7 +98,7 @@ class RunFiles:
     def _can_write_events(self) -> bool:
         # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
         if self._events and not self._events.file_writer.event_writer._worker.is_alive():
-            warn(f"cannot write into {self._path('tensorboard')}; training goes on")
+            warn(f"cannot write into {self._path('tensorboard')}; training continues")
             self._events = None
         return self._events is not None
 
@@ -112,14 +112,14 @@ class RunFiles:
 
     @contextlib.contextmanager
     def _tolerated(self, name: str) -> Iterator[None]:
-        """Says once that a file cannot be written, and lets the training go on."""
+        """Says once that a file cannot be written, and lets the training continue."""
         try:
             yield
         except OSError as error:
             if name not in self._reported:
                 self._reported.add(name)
                 reason = error.strerror or error
-                warn(f"cannot write {self._path(name)} ({reason}); training goes on")
+                warn(f"cannot write {self._path(name)} ({reason}); training continues")
 
 
 def _lines_until(last_step: int, path: str) -> list[str]:

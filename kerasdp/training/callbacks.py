@@ -89,7 +89,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             state,
             facts,
             folder=folder if is_chief else None,
-            saved=self.resumed and self.resumed.state,
+            saved=self.resumed.state if self.resumed else None,
             verbose=bool(verbose) and is_chief,
             describe=lambda: strategy.description(model),
             peak_memory_bytes=strategy.peak_memory_bytes if is_chief else None,

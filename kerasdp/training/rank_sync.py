@@ -2,8 +2,8 @@
 
 import keras
 
-from kerasdp.backends.base import Processes
 from kerasdp.keras_compat import learning_rate_schedule
+from kerasdp.runtime.ranks import Processes
 
 
 class RankSync:

@@ -47,14 +47,14 @@ def content(tmp_path):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["cut off", "bit"])
+@pytest.mark.parametrize("damage", ["truncated", "bit"])
 def test_damage_at_every_place_is_seen(damage, content, tmp_path):
     """At 50 random places, and at each of the first bytes, which say how long the header is."""
     path = tmp_path / "damaged.safetensors"
     chosen = random.Random(0)
     places = {*range(16), *(chosen.randrange(len(content)) for _ in range(50)), len(content) - 1}
     for place in places:
-        if damage == "cut off":
+        if damage == "truncated":
             path.write_bytes(content[:place])
         else:
             damaged = bytearray(content)
@@ -146,4 +146,4 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     writer.write(some(1))
     writer.write(some(2))
     writer.close()
-    assert len(told) == 1 and "training goes on, there is no earlier one" in told[0]
+    assert len(told) == 1 and "training continues, there is no earlier one" in told[0]

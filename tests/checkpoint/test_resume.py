@@ -51,7 +51,7 @@ def stopped(tmp_path_factory):
         done = train_resumable(folder, backend, trouble="signal", at_step=STOP)
         assert done.returncode == 99, done.stderr
         # The ranks agree on the step one step later.
-        assert re.search(rf"stopped by .* behind step ({STOP}|{STOP + 1}), saved in", done.stderr)
+        assert re.search(rf"stopped by .* after step ({STOP}|{STOP + 1}), saved in", done.stderr)
         return folder
 
     return get
@@ -64,7 +64,7 @@ def copy_of(folder, tmp_path):
     return copy
 
 
-def test_the_same_backend_goes_on_bit_for_bit(backend, undisturbed, stopped, tmp_path):
+def test_the_same_backend_resumes_bit_for_bit(backend, undisturbed, stopped, tmp_path):
     workdir = copy_of(stopped(backend), tmp_path)
     result = result_of(train_resumable(workdir, backend, resume=True))
     expected, losses, rows, _ = undisturbed(backend)
@@ -76,7 +76,7 @@ def test_the_same_backend_goes_on_bit_for_bit(backend, undisturbed, stopped, tmp
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="there is one backend")
 @pytest.mark.parametrize(("old", "new"), [(old, BACKENDS[place - 1]) for place, old in enumerate(BACKENDS)])
-def test_another_backend_goes_on(old, new, undisturbed, stopped, tmp_path):
+def test_another_backend_resumes(old, new, undisturbed, stopped, tmp_path):
     workdir = copy_of(stopped(old), tmp_path)
     result = result_of(train_resumable(workdir, new, 1 if old == "torch" else None, resume=True))
     expected, losses, rows, _ = undisturbed(old)
@@ -101,7 +101,7 @@ def test_a_run_that_is_killed_starts_again(undisturbed, tmp_path):
 
 
 def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
-    """Resumed as it was there is nothing to do, and nothing is lost; then it goes on to the end."""
+    """Resumed as it was there is nothing to do, and nothing is lost; then it resumes to the end."""
     name = BACKENDS[-1]
     for choices in ({"max_steps": STOP}, {"max_steps": STOP, "resume": True}, {"resume": True}):
         done = train_resumable(tmp_path / "run", name, verbose=2, **choices)
@@ -112,7 +112,7 @@ def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
     assert result == expected
 
 
-def test_another_precision_goes_on(undisturbed, stopped, tmp_path):
+def test_another_precision_resumes(undisturbed, stopped, tmp_path):
     """The scale of the loss, which float32 has not, begins anew."""
     name = BACKENDS[-1]
     done = train_resumable(copy_of(stopped(name), tmp_path), name, 1, resume=True, precision="float16")

@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory):
 
 
 def resumed(old, way, optimizer, folder):
-    """The losses of a run that goes on behind step 29 of another, as if that had been killed later in its epoch."""
+    """The losses of a run that resumes after step 29 of another, as if that had been killed later in its epoch."""
     workdir = folder / "run"
     shutil.copytree(old, workdir)
     for path in checkpoint.paths_in(str(workdir / "checkpoints")):
@@ -69,7 +69,7 @@ def resumed(old, way, optimizer, folder):
             os.remove(path)
     done = run(*command(way, workdir, optimizer, "--resume"))
     assert done.returncode == 0, done.stderr
-    assert f"goes on behind step {STOP}, in epoch 2" in done.stdout
+    assert f"resumes after step {STOP}, in epoch 2" in done.stdout
     found = losses(workdir), final_arrays(workdir)
     shutil.rmtree(workdir)
     return found
@@ -163,7 +163,7 @@ def test_kill_9_at_random_moments(backend, attempt, undisturbed, tmp_path):
     while session_members(process.pid) and time.monotonic() < end:
         time.sleep(0.1)
     assert session_members(process.pid) == []
-    print(f"{backend}, killed behind steps {killed}: {output.read_text().count('restart ')} restarts", flush=True)
+    print(f"{backend}, killed after steps {killed}: {output.read_text().count('restart ')} restarts", flush=True)
     assert output.read_text().count("restart ") == len(killed) == 5
     expected = undisturbed(way, "sgd")
     assert (losses(workdir) == losses(expected)).all()

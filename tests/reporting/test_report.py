@@ -108,4 +108,4 @@ def test_a_folder_that_is_gone_is_reported_once(tmp_path, capsys):
         files.add_step(10, epoch, 0.5, 0.03, 1000.0)
         files.add_epoch(epoch, {"loss": 0.7}, 2.0, 500.0)
     files.close()
-    assert capsys.readouterr().err.count("history.csv (No such file or directory); training goes on") == 1
+    assert capsys.readouterr().err.count("history.csv (No such file or directory); training continues") == 1

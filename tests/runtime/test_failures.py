@@ -82,7 +82,7 @@ def test_a_signal_to_all_processes_is_one_signal(tmp_path):
     try:
         os.killpg(process.pid, signal.SIGUSR1)
         assert process.wait(timeout=20) == 99
-        assert re.search(r"stopped by .* behind step \d+, saved in", process.stderr.read())
+        assert re.search(r"stopped by .* after step \d+, saved in", process.stderr.read())
     finally:
         for left in session_members(process.pid):
             os.kill(left, signal.SIGKILL)

@@ -1,0 +1,159 @@
+"""The order of a run's callbacks changes neither its files nor what a resumed run does."""
+
+import dataclasses
+import itertools
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.backends.base import SingleProcess
+from kerasdp.checkpoint import files
+from kerasdp.config import Config
+from kerasdp.data.feed import Feed, SampleReader
+from kerasdp.data.sampling import SKIPPED, Order
+from kerasdp.data.sources import ArraySource
+from kerasdp.errors import NonFiniteLossError
+from kerasdp.reporting.report import Facts
+from kerasdp.runtime.run_state import RunState
+from kerasdp.training.callbacks import RunCallbacks
+
+X, Y = np.arange(40.0, dtype="float32").reshape(20, 2), np.arange(20)
+NUM_BATCHES, EPOCHS = 5, 3
+
+
+class OneDevice:
+    """As much of a `Strategy` as callbacks ask for."""
+
+    processes, stages, num_devices = SingleProcess(), None, 1
+
+    def gather_variables(self, model):
+        pass
+
+    def description(self, model):
+        return ""
+
+    def peak_memory_bytes(self):
+        return 1
+
+
+class Beats:
+    def __init__(self):
+        self.places = []
+
+    def beat(self, step, is_behind):
+        self.places.append((step, is_behind))
+
+    def rest(self):
+        self.places.append(None)
+
+
+class SumOfBatches(keras.callbacks.Callback):
+    """A callback with state, which each part of a run must find as it was."""
+
+    total = 0
+
+    def on_train_begin(self, logs=None):
+        self.total = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.total += batch
+
+
+def new_model():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def train(folder, order, *, stop_at=None, resume=False, nan_at=None):
+    """Goes through Keras' events with a model whose "training" adds the sum of a batch to its weights."""
+    config = Config(backend="jax", workdir=str(folder), resume=resume, checkpoint_every="2", log_every=2, batch_size=4)
+    config = dataclasses.replace(config, max_steps=stop_at)
+    model, state, heartbeat, batches = new_model(), RunState(), Beats(), []
+    source_order = Order(num_samples=20, batch_size=4, seed=1)
+    feed = Feed(SampleReader(ArraySource(X, Y), source_order, 1, (0, 1)), lambda batch: batch, state)
+    state.begin_fit(batch_size=4, num_batches=NUM_BATCHES, epochs=EPOCHS, max_steps=config.max_steps)
+    facts = Facts(
+        config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1, model="m",
+        global_batch_size=4,
+    )  # fmt: skip
+    callbacks = RunCallbacks(
+        config, OneDevice(), state, model, feed, [SumOfBatches()], facts=facts, folder=str(folder),
+        heartbeat=heartbeat, verbose=2,
+    )  # fmt: skip
+    callbacks.callbacks = [callbacks.callbacks[place] for place in order]
+    model.stop_training = False
+    try:
+        callbacks.on_train_begin()
+        for epoch in range(state.epoch, EPOCHS):
+            callbacks.on_epoch_begin(epoch)
+            for place, batch in enumerate(feed):
+                callbacks.on_train_batch_begin(place)
+                logs = state.skipped_logs
+                if batch is not SKIPPED:
+                    batches.append(batch.indices.tolist())
+                    kernel = model.layers[0].kernel
+                    kernel.assign_add(np.full((2, 1), batch.inputs.mean()))
+                    loss = float("nan") if state.step + 1 == nan_at else float(keras.ops.sum(kernel))
+                    state.after_step(loss, batch.indices, {}, 0.5)
+                    logs = {"loss": loss}
+                callbacks.on_train_batch_end(place, logs)
+                if model.stop_training:
+                    break
+            callbacks.on_epoch_end(epoch, {"loss": float(keras.ops.sum(model.layers[0].kernel))})
+            if model.stop_training:
+                break
+        callbacks.on_train_end()
+    finally:
+        callbacks.close()
+    total = next(callback.total for callback in callbacks.callbacks if isinstance(callback, SumOfBatches))
+    return {"batches": batches, "total": total, "beats": heartbeat.places, "weights": model.get_weights()[0].tolist()}
+
+
+def left_in(folder):
+    """The files of a run without what the clock says."""
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    newest = files.load(files.paths_in(folder / "checkpoints")[0])
+    return {
+        "steps": [(line["step"], line["epoch"], line["loss"], line["learning_rate"]) for line in lines],
+        "history": [row.split(",")[:2] for row in (folder / "history.csv").read_text().splitlines()],
+        "result": json.loads((folder / "report.json").read_text())["final"],
+        "place": [newest.state[name] for name in ("step", "epoch", "batch", "stopped", "best", "callbacks")],
+        "in the checkpoint": [newest.state["recorder"][name] for name in ("images", "last_logs")],
+        "rows in the checkpoint": [row["loss"] for row in newest.state["recorder"]["history"]],
+        "arrays": {name: array.tolist() for name, array in newest.arrays.items()},
+    }
+
+
+# Recorder, Progress, HeartbeatMarks, the user's, History.
+USUAL = (0, 1, 2, 3, 4)
+ORDERS = list(itertools.permutations(USUAL))[7::17]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("usual") / "run"
+    return train(folder, USUAL), left_in(folder)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, USUAL[::-1]], ids=str)
+def test_the_same_files_and_the_same_resumed_run(order, usual, tmp_path):
+    result, found = usual
+    assert train(tmp_path / "whole", order) == result
+    assert left_in(tmp_path / "whole") == found
+    first = train(tmp_path / "resumed", order, stop_at=8)
+    assert left_in(tmp_path / "resumed")["place"][:3] == [8, 1, 3]
+    second = train(tmp_path / "resumed", order, resume=True)
+    assert first["batches"] + second["batches"] == result["batches"]
+    assert (second["total"], second["weights"]) == (result["total"], result["weights"])
+    assert left_in(tmp_path / "resumed") == found
+
+
+@pytest.mark.parametrize("order", [USUAL, USUAL[::-1]], ids=str)
+def test_a_loss_that_is_not_a_number_is_in_no_checkpoint(order, tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"the loss became nan at step 4 \(epoch 1\) with learning rate 0.5"):
+        train(tmp_path / "run", order, nan_at=4)
+    assert [path[-20:] for path in files.paths_in(tmp_path / "run" / "checkpoints")] == ["00000002.safetensors"]
