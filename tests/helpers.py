@@ -1,11 +1,17 @@
 """What several test files use: programs to start, each in a process of its own, and data to feed them."""
 
+import atexit
+import concurrent.futures
 import csv
+import functools
 import gzip
 import importlib.util
 import json
 import os
 import pathlib
+import select
+import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -28,10 +34,105 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive"} | extra
 
 
+class Warm:
+    """A program that `server.py` runs for this process; to its user what `subprocess.Popen` is."""
+
+    def __init__(self, backend: str, arguments: tuple[object, ...], cwd: pathlib.Path, env: dict[str, str]):
+        self._server = _server(backend)
+        outputs = [os.pipe(), os.pipe()]
+        request = {"argv": [str(argument) for argument in arguments], "cwd": str(cwd), "env": env}
+        socket.send_fds(self._server, [json.dumps(request).encode()], [writer for _, writer in outputs])
+        for _, writer in outputs:
+            os.close(writer)
+        self.stdout, self.stderr = (open(reader) for reader, _ in outputs)  # noqa: SIM115
+        self.pid = int(self._server.recv(64))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+            self.returncode = int(self._server.recv(64))
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code."""
+        select.select([self._server] if self.returncode is None else [], [], [], timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To this process alone."""
+        os.kill(self.pid, number)
+
+    def finish(self, timeout: float) -> subprocess.CompletedProcess:
+        """Waits for the end, whatever that is; one that lasts too long is killed with all that it started."""
+        with concurrent.futures.ThreadPoolExecutor(2) as readers:
+            texts = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            finally:
+                if self.returncode is None:
+                    for left in session_members(self.pid):
+                        os.kill(left, signal.SIGKILL)
+                    self.wait(20)
+            return subprocess.CompletedProcess([], self.returncode, *(text.result() for text in texts))
+
+
+@functools.cache
+def _server(backend: str) -> socket.socket:
+    """Each process of pytest has its own for each backend, and it ends with that process."""
+    mine, its = socket.socketpair()
+    with its:
+        # Its imports ask whether there are GPUs; torch's threads would spin while they wait.
+        env = environment(KERAS_TORCH_DEVICE="cpu", PYTHONPATH=str(ROOT))
+        command = [sys.executable, ROOT / "tests" / "server.py", backend]
+        server = subprocess.Popen(command, stdin=its, stderr=subprocess.DEVNULL, cwd=ROOT, env=env)
+
+    def end() -> None:
+        mine.shutdown(socket.SHUT_RDWR)
+        server.wait(20)
+
+    atexit.register(end)
+    return mine
+
+
+def start(*arguments: object, backend: str, cwd: pathlib.Path = ROOT, **extra: str) -> Warm | subprocess.Popen:
+    """Starts a program of this repository that uses one backend, in a session of its own."""
+    # Where there are GPUs, the framework may look for them in one process only.
+    if sys.platform == "linux" and not os.path.exists("/dev/nvidia0"):
+        return Warm(backend, arguments, cwd, environment(**extra))
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts its background jobs with Ctrl-C switched off, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
 def run(
-    *arguments: object, cwd: pathlib.Path = ROOT, timeout: float = 280, **extra: str
+    *arguments: object, backend: str | None = None, cwd: pathlib.Path = ROOT, timeout: float = 280, **extra: str
 ) -> subprocess.CompletedProcess:
-    """Runs a Python program of this repository to its end, whatever that is."""
+    """Runs a Python program of this repository to its end, whatever that is.
+
+    Args:
+        *arguments: of `python`.
+        backend: the one that the program uses, if it may find it imported: that is most of what a short run costs.
+        cwd: the folder it runs in.
+        timeout: in seconds.
+        **extra: environment variables.
+    """
+    if backend is not None:
+        program = start(*arguments, backend=backend, cwd=cwd, **extra)
+        if isinstance(program, Warm):
+            return program.finish(timeout)
+        stdout, stderr = program.communicate(timeout=timeout)
+        return subprocess.CompletedProcess([], program.returncode, stdout, stderr)
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -67,7 +168,7 @@ def train_resumable(workdir, backend, count=None, **settings):
     settings = {"epochs": 4, "optimizer": "adam", "learning_rate": 0.01} | settings
     count = DEVICES[backend] if count is None else count
     fields = settings | {"backend": backend, "num_devices": count, "workdir": str(workdir)}
-    return run(PROGRAMS / "resume.py", json.dumps(fields))
+    return run(PROGRAMS / "resume.py", json.dumps(fields), backend=backend)
 
 
 def files_of_run(workdir):

@@ -21,7 +21,7 @@ def test_it_learns_as_with_the_whole_batch(backend):
     else:
         cases.insert(0, {"net": "random", "accumulate": 3, "num_devices": 2})  # first: jax makes its devices once
     done = run(PROGRAMS / "accumulate.py", json.dumps([{"backend": backend} | case for case in cases]),
-               OMP_NUM_THREADS="1")  # fmt: skip
+               backend=backend, OMP_NUM_THREADS="1")  # fmt: skip
     results = result_of(done)
     if backend == "tensorflow":
         *results, norms, by_hand = results

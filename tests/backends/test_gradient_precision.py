@@ -9,7 +9,8 @@ from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "jax"])
 def test_gradients_in_bfloat16(name):
     whole, half = (
-        result_of(run(PROGRAMS / "gradient_precision.py", name, precision)) for precision in ("float32", "bfloat16")
+        result_of(run(PROGRAMS / "gradient_precision.py", name, precision, backend=name))
+        for precision in ("float32", "bfloat16")
     )
     assert len(whole) == 15
     assert half[0] == whole[0]

@@ -10,7 +10,7 @@ CASES = [f"{name}, {optimizer}" for name in ("convnet", "residual") for optimize
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return result_of(run(PROGRAMS / "tensor.py", tmp_path_factory.mktemp("tensor")))
+    return result_of(run(PROGRAMS / "tensor.py", tmp_path_factory.mktemp("tensor"), backend="jax"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -23,7 +23,7 @@ def learned(tmp_path_factory):
     @functools.cache
     def get(backend, count):
         folder = tmp_path_factory.mktemp(f"{backend}-{count}")
-        return result_of(run(PROGRAMS / "learn.py", backend, count, folder))
+        return result_of(run(PROGRAMS / "learn.py", backend, count, folder, backend=backend))
 
     return get
 

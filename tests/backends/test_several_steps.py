@@ -16,7 +16,7 @@ def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
     """24 steps in 3 epochs, the last batch of each smaller; then 10 of them, and the rest by a resumed run."""
 
     def train(steps, end, folder):
-        return result_of(run(PROGRAMS / "several_steps.py", name, count, steps, end, tmp_path / folder))
+        return result_of(run(PROGRAMS / "several_steps.py", name, count, steps, end, tmp_path / folder, backend=name))
 
     single, several = train(1, 0, "single"), train(3, 0, "several")
     train(3, 10, "resumed")  # ends within what would be a call

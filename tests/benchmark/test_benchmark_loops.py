@@ -16,7 +16,7 @@ from tests.helpers import BACKENDS, PROGRAMS, run
     ],
 )
 def test_loops_train_the_kits_models(backend, model):
-    done = run(PROGRAMS / "benchmark_loop.py", backend, model)
+    done = run(PROGRAMS / "benchmark_loop.py", backend, model, backend=backend)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["parameters"][0] == result["parameters"][1]

@@ -8,7 +8,10 @@ from tests.helpers import PROGRAMS, result_of, run
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_rows_that_are_taken_on_the_device_are_those_of_the_batch(backend, count):
     """Two inputs of two types, an epoch that does not divide, and validation."""
-    off, on = (result_of(run(PROGRAMS / "data_on_device.py", backend, count, choice)) for choice in ("off", "on"))
+    off, on = (
+        result_of(run(PROGRAMS / "data_on_device.py", backend, count, choice, backend=backend))
+        for choice in ("off", "on")
+    )
     assert on["history"] == off["history"] and on["weights"] == off["weights"]
     assert on["refused"] == "--data_on_device=on: expected data in memory. Received: list_iterator"
     assert off["reads"] > 3 * 8 and on["reads"] <= 3  # of the first batches, for their shapes

@@ -21,7 +21,7 @@ def pipelines(backend, cases):
         result
         for group in groups
         # torch would give a single process more threads, which add up in another order.
-        for result in result_of(run(PROGRAMS / "pipelines.py", json.dumps(group), OMP_NUM_THREADS="1"))
+        for result in result_of(run(PROGRAMS / "pipelines.py", json.dumps(group), backend=backend, OMP_NUM_THREADS="1"))
     ]
 
 

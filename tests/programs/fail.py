@@ -48,7 +48,7 @@ def drift(runner, model):
     if runner.config.backend == "torch":
         weight.assign(weight.value * 1.001)
     elif runner.config.backend == "tensorflow":
-        copies = runner.strategy.strategy.experimental_local_results(weight.value)
+        copies = runner.strategy.mirrored.experimental_local_results(weight.value)
         copies[-1].assign(copies[-1] * 1.001)
     else:
         import jax

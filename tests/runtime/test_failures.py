@@ -3,17 +3,15 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, run, session_members
+from tests.helpers import BACKENDS, PROGRAMS, run, session_members, start
 
 
 def fail(backend, count, mode, folder):
-    return run(PROGRAMS / "fail.py", backend, count, mode, folder)
+    return run(PROGRAMS / "fail.py", backend, count, mode, folder, backend=backend)
 
 
 def test_a_rank_that_raises_ends_all_with_its_own_error(backend, tmp_path):
@@ -36,19 +34,9 @@ def test_replicas_that_drift_apart_are_an_error(backend, tmp_path):
     assert "hold different values in 1 variables, first in" in done.stderr.splitlines()[-1]
 
 
-def start(backend, mode, folder):
-    """Starts a run, and waits until it trains."""
-    process = subprocess.Popen(
-        [sys.executable, PROGRAMS / "fail.py", backend, "2", mode, folder],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A shell starts its background jobs with Ctrl-C switched off, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+def started(backend, mode, folder):
+    """A run that trains."""
+    process = start(PROGRAMS / "fail.py", backend, 2, mode, folder, backend=backend)
     for line in process.stdout:
         if re.match(r"READY \d+", line):
             break
@@ -57,7 +45,7 @@ def start(backend, mode, folder):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 99)], ids=["ctrl-c", "term"])
 def test_a_signal_ends_everything(backend, number, code, tmp_path):
-    process = start(backend, "wait", tmp_path)
+    process = started(backend, "wait", tmp_path)
     try:
         # A terminal sends Ctrl-C to every process of the group, `kill` to one.
         if number == signal.SIGINT:
@@ -78,7 +66,7 @@ def test_a_signal_ends_everything(backend, number, code, tmp_path):
 
 def test_a_signal_to_all_processes_is_one_signal(tmp_path):
     """Schedulers send it to all processes of a job; the first of them passes it on, too."""
-    process = start(BACKENDS[0], "wait", tmp_path)
+    process = started(BACKENDS[0], "wait", tmp_path)
     try:
         os.killpg(process.pid, signal.SIGUSR1)
         assert process.wait(timeout=20) == 99
@@ -91,7 +79,7 @@ def test_a_signal_to_all_processes_is_one_signal(tmp_path):
 @pytest.mark.parametrize("name", dict.fromkeys((BACKENDS[0], BACKENDS[-1])))
 def test_a_second_signal_ends_a_long_step(name, tmp_path):
     """The first one waits for the step, which here takes longer than anyone will wait."""
-    process = start(name, "slow", tmp_path)
+    process = started(name, "slow", tmp_path)
     try:
         process.send_signal(signal.SIGUSR1)
         time.sleep(2.5)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="others tak
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_updates_are_those_of_keras(count):
     """Each with what Keras does around an update: clipping, decay, averages, accumulation, constraints, schedules."""
-    differences = result_of(run(PROGRAMS / "optimizers.py", "tensorflow", count))
+    differences = result_of(run(PROGRAMS / "optimizers.py", "tensorflow", count, backend="tensorflow"))
     assert differences.pop("calls") == 3 * count  # steps, on each replica, of a class that counts its updates
     assert {"SGD", "Adam", "Nadam"} <= set(differences)
     assert {optimizer: apart for optimizer, apart in differences.items() if apart > 1e-6} == {}

@@ -10,7 +10,7 @@ from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 def outcomes():
     """Each backend on one device and on two."""
     return {
-        (backend, count): result_of(run(PROGRAMS / "own_code.py", backend, count))
+        (backend, count): result_of(run(PROGRAMS / "own_code.py", backend, count, backend=backend))
         for backend in BACKENDS
         for count in (1, 2)
     }

@@ -1,0 +1,119 @@
+"""Starts programs without their imports: a process that holds a backend, Keras and the kit, and forks for each one.
+
+    python server.py BACKEND
+
+Whoever asks (see `helpers.run`) sends a request over stdin, a socket: argv, folder and environment as JSON, with the
+program's stdout and stderr. The answers are the process's id, and how it ended.
+"""
+
+import atexit
+import importlib
+import json
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+# What a run imports that is not the kit's, and what the kit itself imports, in the order of a run.
+SHARED = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets", "safetensors.numpy", "absl.flags")
+KIT = ("training.runner", "checkpoint.callback", "reporting.report", "data.datasets", "models", "cli.main", "parity")
+
+
+def main() -> None:
+    """Imports everything once, and answers until nobody asks any more."""
+    backend = sys.argv[1]
+    os.environ["KERAS_BACKEND"] = backend
+    for module in (f"kerasdp.backends.{backend}.data_parallel", *(f"kerasdp.{name}" for name in KIT), *SHARED):
+        importlib.import_module(module)
+    with socket.socket(fileno=0) as requests:
+        while True:
+            message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 2)
+            if not message:
+                return
+            process = os.fork()
+            if process == 0:
+                requests.detach()
+                _run(descriptors, **json.loads(message))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            requests.send(b"%d\n" % process)
+            requests.send(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+
+def _run(descriptors: list[int], argv: list[str], cwd: str, env: dict[str, str]) -> None:
+    """Becomes the program, as `python ARGV` would, in a session of its own."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, descriptor in enumerate(descriptors, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv[:] = argv
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    multiprocessing.util.spawnv_passfds = _fork_or_spawn
+    _end(lambda: runpy.run_path(argv[0], run_name="__main__"))
+
+
+def _end(work: Callable[[], object]) -> NoReturn:
+    """Does the work, and ends the process as Python does."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    if "OMP_NUM_THREADS" in os.environ and "torch" in sys.modules:  # which was read when torch was loaded
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    code = 0
+    try:
+        work()
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _fork_or_spawn(path: str, arguments: list[str], descriptors: list[int]) -> int:
+    """In place of starting Python anew: forks, where a worker of `multiprocessing` is asked for.
+
+    The worker gets what a new process gets: its pipes, the environment, and by pickling what it has to do.
+    """
+    command = next((str(argument) for argument in arguments if "spawn_main(" in str(argument)), None)
+    if command is None:  # the tracker of resources
+        return _spawn(path, arguments, descriptors)
+    process = os.fork()
+    if process:
+        return process
+    kept = sorted({*descriptors, 0, 1, 2})
+    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, high)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGINT}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    multiprocessing.util._finalizer_registry.clear()
+    sys.argv[:] = [sys.argv[0], "--multiprocessing-fork"]
+    sys.modules["__main__"] = type(sys)("__main__")
+    return _end(lambda: exec(command, {}))
+
+
+if __name__ == "__main__":
+    main()
