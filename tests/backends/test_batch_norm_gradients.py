@@ -141,7 +141,7 @@ def test_replicas_have_the_statistics_and_gradients_of_the_whole(start, num_rows
     outputs, mean, variance = normalize(x, 1, scale, offset, EPSILON)
     expected = torch.autograd.grad((outputs * torch.tensor(WEIGHTS[:rows])).sum(), (x, scale, offset))
     found = [[np.asarray(each.detach() if hasattr(each, "detach") else each) for each in own] for own in results]
-    own_outputs, means, variances, for_x, for_scale, for_offset = zip(*found)
+    own_outputs, means, variances, for_x, for_scale, for_offset = zip(*found, strict=True)
     padding = np.zeros_like(X[rows:])
     for received, whole in [
         (np.concatenate(own_outputs)[:rows], outputs),

@@ -84,7 +84,7 @@ def test_another_backend_resumes(old, new, undisturbed, stopped, tmp_path):
     assert received[:STOP] == losses[:STOP]
     np.testing.assert_allclose(received[: STOP + 10], losses[: STOP + 10], rtol=1e-5)
     np.testing.assert_allclose(received, losses, rtol=1e-3)
-    for row, other in zip(rows, received_rows):
+    for row, other in zip(rows, received_rows, strict=True):
         assert row == pytest.approx(other, rel=1e-3)
     assert len(result["history"]["loss"]) == 4
     assert result["waited"] == expected["waited"]
@@ -206,7 +206,7 @@ def test_an_exported_model_loads_everywhere(backend, undisturbed, tmp_path):
     program = tmp_path / "load.py"
     program.write_text(LOAD)
     found = result_of(run(program, *paths, cwd=tmp_path, KERAS_BACKEND=backend))
-    for name, path in zip(BACKENDS, paths):
+    for name, path in zip(BACKENDS, paths, strict=True):
         outputs, iterations = found[path]
         np.testing.assert_allclose(outputs, undisturbed(name)[0]["outputs"], atol=1e-6)
         assert iterations == NUM_STEPS + 5  # 150 samples in batches of 32

@@ -114,7 +114,7 @@ def test_every_pair(optimizer, undisturbed, tmp_path_factory):
                 assert forty <= 2 * alone
     names = [f"{backend} x {count}" for backend, count in WAYS]
     print(f"\n| {optimizer}: saved by, resumed by | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
-    for old, name in zip(WAYS, names):
+    for old, name in zip(WAYS, names, strict=True):
         print(f"| {name} | " + " | ".join("{:.0e}, {:.0e}".format(*rows[old, new]) for new in WAYS) + " |")
 
 

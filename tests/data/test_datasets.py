@@ -109,7 +109,7 @@ def test_a_folder_of_images(tmp_path):
     images = data.train.inputs(np.array([0, 3]))
     assert (images.shape, images.dtype) == ((2, 8, 8, 3), "uint8")
     assert set(data.train.paths).isdisjoint(data.test.paths)
-    for path, label in zip(data.train.paths, data.train.labels):
+    for path, label in zip(data.train.paths, data.train.labels, strict=True):
         assert ("cat", "dog")[label] in path
 
 

@@ -35,6 +35,7 @@ def test_shifted(training_parity):
 """
 
 
+@pytest.mark.proof  # the README's code runs it, too
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="needs two backends")
 def test_the_fixture(tmp_path):
     first, last = BACKENDS[0], BACKENDS[-1]

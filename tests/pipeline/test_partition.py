@@ -55,7 +55,7 @@ def test_every_cut_in_two_and_many_in_four():
         bounds = [0, *cut, len(graph.nodes)]
         stages = [
             pipeline.Stage(model=graph.stage(*pair, "part"), layers=[], share=1 / (len(bounds) - 1), num_bytes=0)
-            for pair in zip(bounds, bounds[1:])
+            for pair in zip(bounds, bounds[1:], strict=False)
         ]
         assert_cut_is_right(model, stages, [x])
 

@@ -40,11 +40,11 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(backend, rule):
         count = 4 if schedule == "interleaved1f1b" else 2 + (place + (rule == "adam")) % 2
         cases.append(cut(count, schedule, net="norms", rule=rule))
     plain, whole, *others = pipelines(backend, cases)
-    for received, case in zip(others, cases[2:]):
+    for received, case in zip(others, cases[2:], strict=True):
         if backend == "torch":
             assert received == plain == whole, case
         np.testing.assert_allclose(received["losses"], plain["losses"], rtol=1e-6, err_msg=str(case))
-        for own, other, by_loop in zip(received["weights"], whole["weights"], plain["weights"]):
+        for own, other, by_loop in zip(received["weights"], whole["weights"], plain["weights"], strict=True):
             np.testing.assert_allclose(own, other, atol=1e-6, err_msg=str(case))
             # Another program, which XLA and TensorFlow round otherwise: Adam makes whole steps of the round-off of
             # gradients near zero (seen: 1.5e-5 on jax, 1.7e-6 on tensorflow; SGD stays below 1e-6).
@@ -62,7 +62,7 @@ def test_without_batch_norm_it_is_the_whole_model(backend):
         cases.insert(0, cut(2, net="random", rule="sgd", split_size=2, num_devices=4))
     results = pipelines(backend, [*cases, whole])
     expected = results.pop()
-    for case, received in zip(cases, results):
+    for case, received in zip(cases, results, strict=True):
         np.testing.assert_allclose(received["losses"], expected["losses"], rtol=2e-6, err_msg=str(case))
         np.testing.assert_allclose(received["outputs"], expected["outputs"], atol=2e-6, err_msg=str(case))
         assert received["evaluate"] == pytest.approx(expected["evaluate"], rel=2e-6)
@@ -70,12 +70,13 @@ def test_without_batch_norm_it_is_the_whole_model(backend):
             assert received["history"][name] == pytest.approx(values, rel=2e-6), (name, case)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.proof), "jax"])
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_two_pipelines_see_twice_the_micro_batch(backend):
     case = {"net": "norms", "rule": "sgd"}
     one, two = pipelines(backend, [cut(2, "1f1b", 4, num_devices=4, **case), cut(2, "1f1b", 8, **case)])
     np.testing.assert_allclose(one["losses"], two["losses"], rtol=1e-6)
-    for own, other in zip(one["weights"], two["weights"]):
+    for own, other in zip(one["weights"], two["weights"], strict=True):
         np.testing.assert_allclose(own, other, atol=1e-6)
 
 
@@ -114,6 +115,7 @@ def test_a_pipeline_goes_on_on_another_backend(old, new, undisturbed, tmp_path):
     np.testing.assert_allclose(files_of_run(tmp_path / "run")[0], whole_files[0], rtol=1e-3)
 
 
+@pytest.mark.proof  # that a rank is killed, test_failures.py has
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a stage")
 def test_a_stage_that_is_killed_ends_the_run(undisturbed, tmp_path):
     done = train_resumable(tmp_path / "run", "torch", 2, trouble="kill", at_step=17, checkpoint_every="5", **STAGES)

@@ -16,9 +16,9 @@ def on_parts(layer, x, mask, sizes):
     """What two replicas give; each is called with the sums of both at hand, as a collective would give them."""
     parts = np.split(x, [sizes[0]])
     masks = (None, None) if mask is None else np.split(mask, [sizes[0]])
-    sums = [ops.stack(layer._sums(ops.convert_to_tensor(part), m)) for part, m in zip(parts, masks)]
+    sums = [ops.stack(layer._sums(ops.convert_to_tensor(part), m)) for part, m in zip(parts, masks, strict=True)]
     outputs = []
-    for place, (part, part_mask) in enumerate(zip(parts, masks)):
+    for place, (part, part_mask) in enumerate(zip(parts, masks, strict=True)):
         context = replica_context.ReplicaContext(
             num_replicas=2,
             num_rows=len(part),

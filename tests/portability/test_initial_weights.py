@@ -59,7 +59,7 @@ def build(seed):
 
 def test_seed_and_place():
     first, again, other = build(0), build(0), build(1)
-    for one, two in zip(first, again):
+    for one, two in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, two)
     assert not np.array_equal(first[0], other[0])
     np.testing.assert_array_equal(first[2], other[2])  # an initializer with a seed of its own keeps to it

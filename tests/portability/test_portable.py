@@ -53,12 +53,12 @@ def test_initial_weights_from_a_seed():
     def weights(seed):
         return portable(convnet(), seed=seed).get_weights()
 
-    for one, other in zip(weights(1), weights(1)):
+    for one, other in zip(weights(1), weights(1), strict=True):
         np.testing.assert_array_equal(one, other)
     assert not np.array_equal(weights(1)[0], weights(2)[0])
     model = convnet()
     kept = model.get_weights()
-    for one, other in zip(kept, portable(model).get_weights()):  # no seed: nothing is drawn
+    for one, other in zip(kept, portable(model).get_weights(), strict=True):  # no seed: nothing is drawn
         np.testing.assert_array_equal(one, other)
 
 

@@ -90,7 +90,10 @@ def main():
     images, labels = protocol.make_data(MODEL)
     batches = protocol.batches(BATCH_SIZE)
     theirs = [loop.repeat(1)["loss"] for _ in range(STEPS)]
-    ours = [float(model.train_on_batch(images[index], labels[index])) for index, _ in zip(batches, range(STEPS))]
+    ours = [
+        float(model.train_on_batch(images[index], labels[index]))
+        for index, _ in zip(batches, range(STEPS), strict=False)
+    ]
     parameters = sum(int(keras.ops.size(weight)) for weight in model.trainable_weights)
     print(json.dumps({"parameters": [int(loop.num_parameters), parameters], "losses": [theirs, ours]}))
 

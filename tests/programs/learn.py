@@ -37,7 +37,7 @@ def lenet(runner):
     return {
         "initial": initial,
         "losses": losses.values[:40],
-        "final": [float(np.abs(weight).sum()) for weight in model.get_weights()],
+        "final": [weight.tolist() for weight in model.get_weights()],
         "history": history.history,
         "evaluate": runner.evaluate(model, data.test, batch_size=61, return_dict=True),
         "predictions": runner.predict(model, data.test, batch_size=61).tolist(),

@@ -116,7 +116,7 @@ def torch_step(keras, model, outputs_of, x, y):
     leaves = [output.detach().requires_grad_() for output in outputs]
     loss = model.loss(torch.from_numpy(y), torch.cat(leaves))
     loss.backward()
-    for output, leaf in zip(outputs, leaves):
+    for output, leaf in zip(outputs, leaves, strict=True):
         output.backward(leaf.grad)
     with torch.no_grad():
         model.optimizer.apply([variable.value.grad for variable in model.trainable_variables])
@@ -127,7 +127,7 @@ def jax_step(keras, model, outputs_of, x, y):
     import jax
 
     def stateless(trainable, non_trainable):
-        pairs = zip(model.trainable_variables + model.non_trainable_variables, trainable + non_trainable)
+        pairs = zip(model.trainable_variables + model.non_trainable_variables, trainable + non_trainable, strict=True)
         with keras.StatelessScope(state_mapping=list(pairs)) as scope:
             loss = model.loss(y, keras.ops.concatenate(outputs_of(x)))
         return loss, [scope.get_current_value(variable) for variable in model.non_trainable_variables]
@@ -135,7 +135,7 @@ def jax_step(keras, model, outputs_of, x, y):
     values = [variable.value for variable in model.trainable_variables]
     others = [variable.value for variable in model.non_trainable_variables]
     (loss, others), gradients = jax.jit(jax.value_and_grad(stateless, has_aux=True))(values, others)
-    for variable, value in zip(model.non_trainable_variables, others):
+    for variable, value in zip(model.non_trainable_variables, others, strict=True):
         variable.assign(value)
     model.optimizer.apply(gradients)
     return loss

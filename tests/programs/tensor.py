@@ -80,7 +80,7 @@ def places(model):
     slots = [[] for _ in weights]
     for (_, place), slot in slots_of(model.optimizer, len(weights)).items():
         slots[place].append(part(slot))
-    slots = {id(weight): parts for weight, parts in zip(weights, slots)}
+    slots = {id(weight): parts for weight, parts in zip(weights, slots, strict=True)}
     return [[w.name, list(w.shape), part(w), slots.get(id(w), [])] for w in model.weights]
 
 

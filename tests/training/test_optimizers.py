@@ -7,7 +7,7 @@ from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="others take Keras' update as it is")
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.proof)])
 def test_updates_are_those_of_keras(count):
     """Each with what Keras does around an update: clipping, decay, averages, accumulation, constraints, schedules."""
     differences = result_of(run(PROGRAMS / "optimizers.py", "tensorflow", count, backend="tensorflow"))
