@@ -97,6 +97,7 @@ class RunFiles:
 
     def _can_write_events(self) -> bool:
         # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
+        # tensorboardX has no public name for that thread.
         if self._events and not self._events.file_writer.event_writer._worker.is_alive():
             warn(f"cannot write into {self._path('tensorboard')}; training continues")
             self._events = None

@@ -49,6 +49,7 @@ class Heartbeat:
             # Where it is, in case it is asked for; only worth the work where nothing moves.
             if self._place >= 0 and time.monotonic() - self._since > 2 * _SECONDS_BETWEEN_SIGNS:
                 with contextlib.suppress(OSError), open(f"{self._path}.where", "w") as file:
+                    # No public way: faulthandler writes text alone.
                     file.write(_innermost_frame(sys._current_frames().get(self._main_thread)))
             time.sleep(_SECONDS_BETWEEN_SIGNS)
 

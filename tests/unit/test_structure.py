@@ -169,3 +169,49 @@ def test_every_room_is_small(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno <= 75, f"{node.name} in {path}"
+
+
+# Private names that are not Keras': of the standard library, and the kit's own objects, which `_` keeps in their room.
+PRIVATE_NAMES_OF_OTHERS = {
+    "_exit", "_current_frames", "_replace",  # os, sys, named tuples
+    "_worker",  # tensorboardX: its writing thread
+}  # fmt: skip
+MODULES_FOR_PRIVATE_NAMES = [
+    PACKAGE / "keras_compat",
+    *(PACKAGE / "backends" / name / "private.py" for name in FRAMEWORKS),
+]
+
+
+def private_names(path):
+    """Underscore names that a file reads of others' objects, and private modules that it imports."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
+    found = set()
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Attribute) and not is_self(node.value):
+            name = node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+        if name.startswith("_") and not name.startswith("__") and name not in own | PRIVATE_NAMES_OF_OTHERS:
+            found.add(name)
+    modules = imports(path, anywhere=True)
+    found |= {
+        module
+        for module in modules
+        if module.startswith("keras.src")
+        or (roots([module]) & FRAMEWORKS and any(p[:1] == "_" or p == "python" for p in module.split(".")[1:]))
+    }
+    return found
+
+
+def is_self(node):
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stand_in_one_place(path):
+    if not any(path.is_relative_to(place) for place in MODULES_FOR_PRIVATE_NAMES):
+        names = private_names(path)
+        assert not {name for name in names if not name.startswith("_kerasdp")}

@@ -86,7 +86,7 @@ class Pipeline:
         with torch.no_grad():
             total_penalty = self._update(weights, penalty)
             outputs = self._outputs()
-            loss = self._compiled_loss(batch, outputs) + total_penalty
+            loss = self.compiled_loss(batch, outputs) + total_penalty
             return loss, self._logs(batch, outputs, loss)
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
@@ -111,7 +111,7 @@ class Pipeline:
         penalties = [loss for part in self.parts.values() for loss in weight_penalties(part.model)]
         penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
         (total,) = self._totals([penalty]) if self.has_penalties else (0.0,)
-        return self._logs(batch, outputs, self._compiled_loss(batch, outputs) + total)
+        return self._logs(batch, outputs, self.compiled_loss(batch, outputs) + total)
 
     def predict_step(self, batch: DeviceBatch) -> Any:
         """Computes the outputs of the global batch."""
@@ -224,7 +224,8 @@ class Pipeline:
             outputs.append(leaf)
         return self.plan.outputs(outputs)
 
-    def _compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
+    def compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
+        """Computes the loss that `compile` made, without penalties; zero without one."""
         from kerasdp.keras_compat import compiled_loss
 
         loss = compiled_loss(self.model)

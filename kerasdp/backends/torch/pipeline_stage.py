@@ -91,7 +91,7 @@ class Step:
         ]
         outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
         with keras.StatelessScope():  # the losses of several outputs are metrics, too
-            loss = pipeline._compiled_loss(batch, outputs) * (share * self.scale)
+            loss = pipeline.compiled_loss(batch, outputs) * (share * self.scale)
         flat = [leaf for parts in leaves for leaf in parts if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
         first = pipeline.copy * pipeline.size

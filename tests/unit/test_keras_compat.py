@@ -1,0 +1,182 @@
+"""Each private name of Keras that the kit uses: a new Keras says here, in one run, which of them are gone."""
+
+import inspect
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from keras.src import api_export
+from keras.src.backend import random as keras_random
+from keras.src.backend.common import dtypes
+from keras.src.losses import loss as loss_module
+from keras.src.utils import module_utils
+
+from kerasdp import keras_compat
+
+SOURCE = pathlib.Path(inspect.getfile(keras)).parent / "src"
+
+
+@pytest.fixture(scope="module")
+def model():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(3, kernel_regularizer="l2")(inputs))
+    model = keras.Model({"x": inputs}, [keras.layers.Dense(2)(hidden)])
+    model.compile("adamw", loss="mse", metrics=["mae"])
+    model.fit({"x": np.zeros((4, 4), "float32")}, np.zeros((4, 2), "float32"), verbose=0)
+    return model
+
+
+OF_MODELS = (
+    "_flatten_layers", "_trainable_variables", "_non_trainable_variables", "_seed_generators", "_get_own_losses",
+    "_nodes_by_depth", "_inputs_struct", "_outputs_struct", "_symbolic_build", "_compile_loss", "_compile_metrics",
+    "_loss_tracker", "_compile_config", "call_signature_parameters",
+)  # fmt: skip
+OF_OPTIMIZERS = (
+    "_learning_rate", "_var_key", "_use_weight_decay", "_trainable_variables", "_trainable_variables_indices",
+    "_backend_update_step", "_all_reduce_sum_gradients", "weight_decay", "global_clipnorm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_MODELS)
+def test_models_have(model, name):
+    assert hasattr(model, name)
+
+
+@pytest.mark.parametrize("name", OF_OPTIMIZERS)
+def test_optimizers_have(model, name):
+    if name == "_all_reduce_sum_gradients":  # on TensorFlow alone
+        assert f"def {name}(" in (SOURCE / "backend/tensorflow/optimizer.py").read_text()
+    else:
+        assert hasattr(model.optimizer, name)
+
+
+@pytest.mark.parametrize("name", ["_exclude_from_weight_decay", "_exclude_from_weight_decay_cache"])
+def test_optimizers_remember_what_does_not_decay(model, name):
+    optimizer = keras.optimizers.AdamW()
+    optimizer.build(model.trainable_variables)
+    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:1])
+    other = keras.optimizers.AdamW()
+    keras_compat.copy_decay_exclusions(optimizer, other)
+    assert hasattr(other, name)
+    assert keras_compat.weights_without_decay(optimizer, model.trainable_variables) == model.trainable_variables[:1]
+
+
+def test_slots(model):
+    slots = keras_compat.slots_of(model.optimizer, len(model.trainable_variables))
+    assert {name for name, _ in slots} == {"_momentums", "_velocities"}
+    assert len(slots) == 2 * len(model.trainable_variables)
+
+
+@pytest.mark.parametrize("name", ["operation", "arguments", "input_tensors", "outputs", "is_input"])
+def test_nodes_of_a_graph_have(model, name):
+    nodes = keras_compat.calls(model)
+    assert len(nodes) == 3
+    assert all(hasattr(node, name) for node in nodes)
+
+
+def test_structures(model):
+    assert keras_compat.inputs_structure(model).keys() == {"x"}
+    assert len(keras_compat.outputs_structure(model)) == 1
+
+
+def test_functional_within_sequential(model):
+    assert keras_compat.as_functional(model) is model
+    assert keras_compat.as_functional(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])) is not None
+    assert keras_compat.as_functional(type("Own", (keras.Model,), {})()) is None
+
+
+def test_losses_of_outputs(model):
+    (loss,) = keras_compat.output_losses(model)
+    assert loss.fn is keras.losses.mean_squared_error
+    assert keras_compat.is_of_keras(type(loss))
+    assert keras_compat.loss_options(keras.losses.SparseCategoricalCrossentropy(axis=1))["axis"] == 1
+
+
+def test_penalties_of_weights_are_those_of_keras(model):
+    (own,), (expected,) = keras_compat.weight_penalties(model), model._get_regularization_losses()
+    assert float(own) == float(expected) > 0
+
+
+def test_added_losses():
+    layer = keras.layers.ActivityRegularization(l2=1.0)
+    layer(np.ones((2, 3), "float32"))
+    assert len(keras_compat.added_losses(layer)) == 1
+
+
+def test_schedule():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    assert keras_compat.learning_rate_schedule(keras.optimizers.SGD(schedule)) is schedule
+    assert keras_compat.learning_rate_schedule(keras.optimizers.SGD(0.1)) is None
+
+
+def test_masks():
+    outputs = keras.layers.Embedding(5, 2, mask_zero=True)(keras.Input((3,)))
+    assert keras_compat.has_mask(outputs)
+    assert not keras_compat.has_mask(keras.Input((3,)))
+
+
+def test_raw_values():
+    variable = keras.Variable(np.ones(3, "float32"))
+    assert keras_compat.raw_value(variable) is not None
+    keras_compat.set_raw_value(variable, None)
+    assert keras_compat.raw_value(variable) is None
+
+
+def test_seeds_of_initializers_and_layers():
+    assert keras_compat.seed_of(keras.initializers.GlorotUniform(seed=3)) == 3
+    assert keras_compat.seed_of(keras.initializers.GlorotUniform()) is None
+    assert keras_compat.has_seed_generators(keras.layers.Dropout(0.5))
+    assert len(keras_compat.next_seed(keras.random.SeedGenerator(1))) == 2
+
+
+@pytest.mark.parametrize("kind", ["dropout", "uniform", "normal", "truncated_normal", "randint", "shuffle"])
+def test_draws(kind):
+    assert callable(getattr(keras_random, kind))
+
+
+@pytest.mark.parametrize("name", ["shape", "initializer", "dtype"])
+def test_add_weight_takes(name):
+    assert name in inspect.signature(keras.layers.Layer.add_weight).parameters
+
+
+def test_monitors_decide():
+    callback = keras.callbacks.EarlyStopping(monitor="loss")
+    callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
+    callback.model.compile(loss="mse")
+    assert callback.monitor_op is None
+    keras_compat.set_monitor_direction(callback)
+    assert callback.monitor_op is not None
+
+
+@pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution"])
+def test_losses_of_whole_batch(name):
+    with keras_compat.losses_of_whole_batch():
+        wrapped = getattr(loss_module, name)
+        assert wrapped(2.0) == 2.0
+    with keras_compat.losses_of_whole_batch():
+        assert getattr(loss_module, name) is wrapped  # once, for good
+
+
+@pytest.mark.parametrize("name", ["get_numpy_iterator", "get_jax_iterator", "get_torch_dataloader", "get_tf_dataset"])
+def test_data_adapters_have(name):
+    assert hasattr(keras_compat.DataAdapter, name)
+
+
+def test_settings():
+    assert "float64" in dtypes.BIT64_TO_BIT32_DTYPE
+    assert hasattr(module_utils.tensorflow, "_available")
+    assert api_export.REGISTERED_OBJS_TO_NAMES[keras.layers.Dropout] == "keras.layers.Dropout"
+
+
+@pytest.mark.parametrize("name", ["core", "numpy", "optimizer"])
+def test_modules_for_tensorflow_call_it_tf(name):
+    assert "import tensorflow as tf\n" in (SOURCE / f"backend/tensorflow/{name}.py").read_text()
+
+
+@pytest.mark.parametrize("kind", [keras.layers.BatchNormalization, keras.layers.SpatialDropout2D])
+def test_protected_names_of_layers_that_are_derived_from(kind):
+    layer = kind(0.5) if kind is keras.layers.SpatialDropout2D else kind()
+    layer.build((None, 4, 4, 3))
+    name = "_get_noise_shape" if kind is keras.layers.SpatialDropout2D else "_reduction_axes"
+    assert hasattr(layer, name)
