@@ -1,6 +1,7 @@
 """Rewrites a captured step: removes what Keras (3.15) adds around convolutions. The results stay the same."""
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -52,8 +53,8 @@ def fold_padding(graph: Graph) -> None:
             arguments = list(user.args)
             arguments[place] = [top, left]
             user.args = tuple(arguments)
-            for crop in _crops(user) if place == _BACKWARD_PADDING else ():
-                crop.replace_all_uses_with(crop.args[0])
+            for crop in _crops(user) or () if place == _BACKWARD_PADDING else ():
+                crop.replace_all_uses_with(crop.all_input_nodes[0])
                 graph.erase_node(crop)
         graph.erase_node(pad)
 
@@ -76,7 +77,8 @@ def keep_channels_last(graph: Graph) -> None:
 
 def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
     """Finds the permutation to NCHW and the copy after a padding that only convolutions use, with zeros, evenly."""
-    widths, value = pad.args[1], pad.args[2] if len(pad.args) > 2 else 0.0
+    widths: Any = pad.args[1]
+    value = pad.args[2] if len(pad.args) > 2 else 0.0
     if value != 0 or len(widths) != 6 or widths[:2] != [0, 0] or widths[2] != widths[3] or widths[4] != widths[5]:
         return None
     if min(widths) < 0 or len(pad.users) != 1:
@@ -88,10 +90,11 @@ def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
     if copy.target is not _aten.clone.default:
         return None
     for user in copy.users:
+        args: Any = user.args
         if user.target is _aten.convolution.default:
-            fits = user.args[0] is copy and user.args[1] is not copy and set(user.args[_FORWARD_PADDING]) == {0}
+            fits = args[0] is copy and args[1] is not copy and set(args[_FORWARD_PADDING]) == {0}
         elif user.target is _aten.convolution_backward.default:
-            fits = user.args[_BACKWARD_INPUT] is copy and set(user.args[_BACKWARD_PADDING]) == {0}
+            fits = args[_BACKWARD_INPUT] is copy and set(args[_BACKWARD_PADDING]) == {0}
             crops = _crops(user)
             fits = fits and all(crop.args[1] == [-width for width in widths] for crop in crops or ())
             fits = fits and crops is not None

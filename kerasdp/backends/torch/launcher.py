@@ -104,8 +104,9 @@ def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
     for name in written:
         with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote
             records[name.removesuffix(".error").partition("-")[2]] = json.load(file)
-    rank, record = next(iter(records.items()), ("", {"name": "", "message": "", "frames": "for an unknown reason"}))
+    none = ("", {"name": "", "message": "", "frames": "for an unknown reason"})
+    first, record = next(iter(records.items()), none)
     known = errors.from_name(record["name"], record["message"])
     if known and "0" in records:  # if all ranks raise, rank 0 may know more: which checkpoint is left, say
         known = errors.from_name(records["0"]["name"], records["0"]["message"]) or known
-    return known or errors.WorkerError(f"rank {rank} failed\n{record['frames']}".rstrip())
+    return known or errors.WorkerError(f"rank {first} failed\n{record['frames']}".rstrip())

@@ -196,6 +196,8 @@ class Part(torch.nn.Module):
 class _Stage(pipelining.PipelineStage):
     """Sets the module's micro-batch, and records the work in the timeline."""
 
+    submod: Any
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id
         return self._timed("forward", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)

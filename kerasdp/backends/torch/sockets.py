@@ -21,9 +21,9 @@ _MOST_BYTES = 2**16
 class _Sockets:
     """Holds a connection to each other process of the run. Made by all of them together."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else None]  # readable by this user only
+        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else ""]  # readable by this user only
         dist.broadcast_object_list(folders)
         paths = [os.path.join(folders[0], str(rank)) for rank in range(self.size)]
         self.others: dict[int, socket.socket] = {}
@@ -50,7 +50,7 @@ class _Sockets:
         gathered = np.empty((self.size, own.size), np.uint8)
         gathered[self.rank] = own
         for connection in self.others.values():
-            connection.sendall(own)
+            connection.sendall(own.data)
         for rank, connection in self.others.items():
             missing = memoryview(gathered[rank])
             while missing:
@@ -78,13 +78,19 @@ def takes(tensor: torch.Tensor) -> bool:
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
     """Stacks the tensor of all ranks along a new first axis. Not differentiable; can be captured in a graph."""
-    return _gather(tensor.contiguous(), _sockets.size)
+    return _gather(tensor.contiguous(), _connected().size)
+
+
+def _connected() -> _Sockets:
+    if _sockets is None:
+        raise RuntimeError("sockets.gather: expected a call of sockets.connect before it. Received: none")
+    return _sockets
 
 
 @torch.library.custom_op("kerasdp::gather", mutates_args=())
 def _gather(tensor: torch.Tensor, size: int) -> torch.Tensor:
     own = tensor.reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(_sockets.gather(own)).view(tensor.dtype).reshape(size, *tensor.shape)
+    return torch.from_numpy(_connected().gather(own)).view(tensor.dtype).reshape(size, *tensor.shape)
 
 
 @_gather.register_fake
