@@ -10,7 +10,7 @@ from kerasdp.parity.trace import Way
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How training went on one backend and device count.
+    """The training on one backend and device count.
 
     Args:
         way: backend, devices, precision.
