@@ -1,4 +1,4 @@
-"""The contract between a backend and the rest of the kit, as typed protocols.
+"""Defines the contract between a backend and the rest of kerasdp, as typed protocols.
 
 Each folder of `kerasdp.backends` has these names:
 
@@ -100,7 +100,7 @@ class PipelineEngine(Protocol):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model was compiled again since the engine was made."""
+        """Returns whether the model was compiled again since the engine was made."""
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
@@ -170,7 +170,7 @@ class Strategy(Protocol):
     others it gives itself.
 
     Attributes:
-        processes: what the processes of the run tell one another.
+        processes: exchanges values between the processes of the run.
         num_devices: over all processes.
         num_replicas: of the model, over all processes.
         shard: of the inputs that this process reads: its number, and of how many.

@@ -145,7 +145,7 @@ class Checkpointer:
         return _NOTHING
 
     def _is_best(self, logs: dict[str, Any]) -> bool:
-        """By validation loss; by training loss as long as there is none."""
+        """Returns whether the model is the best so far, by validation loss, else by training loss."""
         name = "val_loss" if "val_loss" in logs else "loss"
         score, known = logs.get(name), self.best or {"name": "loss", "score": math.inf}
         if not isinstance(score, float) or not math.isfinite(score):
@@ -162,11 +162,11 @@ class Checkpointer:
 
     @property
     def last_good(self) -> str | None:
-        """The newest checkpoint that was written, on rank 0."""
+        """Returns the newest checkpoint that was written, on rank 0."""
         return self.writer.last_good if self.writer else None
 
     def _save(self, position: Position, *, is_best: bool = False, wait: bool = False) -> None:
-        """`position` is where a run resumes from it. If one is still being written, it waits or does nothing."""
+        """Saves a checkpoint to resume at `position`. If one is still being written, waits or does nothing."""
         self._gather_variables(self.model)
         if self.writer is None or (self.writer.is_busy and not wait):
             return

@@ -1,4 +1,4 @@
-"""The whole state of a training, in NumPy and JSON: the same on every backend, device count and precision."""
+"""Gathers and restores the state of a training, in NumPy and JSON, the same on every backend and device count."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
     Args:
         model: built and, for the groups other than `"model"`, compiled.
         arrays: as `gather` gave them.
-        groups: of `GROUPS`; `"loss_scale"` is passed over where there is none.
+        groups: of `GROUPS`; `"loss_scale"` is skipped where there is none.
 
     Raises:
         UserError: if the model or the optimizer has other variables than were saved.
@@ -91,7 +91,7 @@ def _to_numpy(variable: Any) -> np.ndarray:
 
 
 def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: int | None = None) -> dict[str, Any]:
-    """What must be the same for a run to resume: choices, model, optimizer, data; each in words or as a digest.
+    """Returns what must be the same for a run to resume: choices, model, optimizer, data, in words or as digests.
 
     Args:
         config: the run's choices.
@@ -128,7 +128,7 @@ def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]
 
 
 def _in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
-    """Kind and arguments of a Keras object; the kind alone where it does not tell its arguments."""
+    """Returns kind and arguments of a Keras object in words; only the kind if it has no config."""
     if isinstance(thing, (dict, list, tuple)):
         return json.dumps(keras.tree.flatten(keras.tree.map_structure(_in_words, thing)))
     arguments = {name: value for name, value in _arguments(thing).items() if name not in without}
@@ -147,7 +147,7 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _architecture(model: keras.Model) -> str:
-    """Digest of kinds of layers and their arguments, without what depends on names, precision and process."""
+    """Returns a digest of layers and their arguments, without what depends on names, precision and process."""
     parts = []
     for layer in all_layers(model, include_self=False):
         arguments = {} if isinstance(layer, keras.Model) else _arguments(layer)
@@ -156,7 +156,7 @@ def _architecture(model: keras.Model) -> str:
 
 
 def _arguments(thing: Any) -> dict[str, Any]:
-    """Of a Keras object; none where it does not tell them, as a layer of the user's that cannot be saved."""
+    """Returns the arguments of a Keras object; none if it has no config, as a user-defined layer may."""
     try:
         return getattr(thing, "get_config", dict)()
     except NotImplementedError:  # what Keras raises where a class has none of its own
@@ -186,7 +186,7 @@ def _digest(arrays: Iterable[Any]) -> str:
 def callback_states(
     callbacks: list[keras.callbacks.Callback], begin: list[dict[str, str]], arrays: dict[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
-    """The state of each callback: its attributes that changed, if they are numbers, text, arrays, or lists or
+    """Returns the state of each callback: its attributes that changed, if they are numbers, text, arrays, or lists or
     dictionaries of such.
 
     Args:
@@ -223,7 +223,7 @@ def restore_callbacks(
 
 
 def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """A callback's attributes that JSON can hold, in JSON."""
+    """Returns a callback's attributes that JSON can hold, in JSON."""
     found = {}
     for name, value in vars(callback).items():
         try:
@@ -234,7 +234,7 @@ def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:
 
 
 def _callback_keys(callbacks: list[keras.callbacks.Callback]) -> list[str]:
-    """By class and number: the processes of a run may hold different callbacks."""
+    """Returns a key for each callback, by class and number: the processes of a run may hold different callbacks."""
     names = [type(callback).__name__ for callback in callbacks]
     return [f"{name}/{names[:place].count(name)}" for place, name in enumerate(names)]
 

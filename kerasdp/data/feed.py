@@ -1,4 +1,4 @@
-"""Brings batches to the devices: reads ahead in threads, pads, cuts out this process's part, places it."""
+"""Brings batches to the devices: reads ahead in threads, pads, and shards."""
 
 import collections
 import dataclasses
@@ -48,7 +48,7 @@ class SampleReader:
         self.num_threads = source.num_threads
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
-        """One function a batch, from batch `start` on, each of which reads that batch; in any order, in threads."""
+        """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""
         for indices in self.order.epoch(epoch)[start:]:
             yield lambda indices=indices: self._read(indices, self._kept)
 
@@ -56,10 +56,10 @@ class SampleReader:
     has_own_order = False
 
     def resume_at(self, epoch: int) -> None:
-        """Each epoch's order is known by itself."""
+        """Does nothing: the order of an epoch depends on no other."""
 
     def first(self) -> Batch:
-        """The first batch of the order, for its shapes."""
+        """Reads the first batch of the order, for its shapes."""
         return self._read(self.order.epoch(0)[0], None)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
@@ -96,7 +96,7 @@ class BatchReader:
         self._steps, self._stream, self._num_streamed = steps, None, 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
-        """One function a batch, as in `SampleReader`."""
+        """Yields a function per batch, as `SampleReader`."""
         first = 0
         for number, data in enumerate(self._epoch_batches(epoch)):
             batch = self._cut(data, first)
@@ -108,7 +108,7 @@ class BatchReader:
 
     @property
     def has_own_order(self) -> bool:
-        """Whether only the object that gives the batches knows their order, as with tf.data and a DataLoader."""
+        """Returns whether only the object that gives the batches knows their order, as tf.data and a DataLoader."""
         return not self.is_indexed
 
     def resume_at(self, epoch: int) -> None:
@@ -118,7 +118,7 @@ class BatchReader:
                 self.batches.on_epoch_end()
 
     def first(self) -> Batch:
-        """The first batch, for its shapes; it will come again."""
+        """Reads the first batch, for its shapes; it will come again."""
         if self.is_indexed:
             return self._cut(self.batches[0], 0)
         iterator = iter(self.batches)

@@ -52,7 +52,7 @@ def global_clipnorm(optimizer: Any) -> float | None:
 
 @contextlib.contextmanager
 def updating_some(optimizer: Any, weights: list[Any]) -> Iterator[None]:
-    """Around an update of a stage's weights alone, whose gradients are clipped already.
+    """Lets an optimizer update only a stage's weights, whose gradients are clipped already.
 
     Keras 3.15: on torch it fails where none of the weights decays, which `Optimizer._use_weight_decay` tells. No public
     way to ask.

@@ -1,4 +1,4 @@
-"""What Keras' `fit` works with: its data adapter, its callbacks, its losses under `tf.distribute`."""
+"""Reaches what Keras' `fit` works with: data adapter, callbacks, losses under `tf.distribute`."""
 
 import contextlib
 import contextvars

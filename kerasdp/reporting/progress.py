@@ -1,4 +1,4 @@
-"""Callbacks that show how far an epoch is: to people, and to the supervisor of a run."""
+"""Shows how far an epoch is: to people, and to the supervisor of a run."""
 
 import contextlib
 import time

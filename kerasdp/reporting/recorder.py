@@ -130,7 +130,7 @@ class Recorder(keras.callbacks.Callback):
         self._read_losses(self.run_state.step)
 
     def _write_lines(self, last_step: int) -> None:
-        """Those up to this step; with several steps a call they may be several, at the speed of all together."""
+        """Writes the lines up to this step; one call may train several steps, which share a speed."""
         lines = [(step, self._read_losses(step), float(rate)) for step, rate in self._due if step <= last_step]
         if not lines:
             return
@@ -144,7 +144,7 @@ class Recorder(keras.callbacks.Callback):
                 self.files.add_step(step, self.run_state.epoch, loss, rate, images / seconds)
 
     def _read_losses(self, last_step: int) -> float:
-        """The loss of a step; stops the run at the first one up to there that is not a number."""
+        """Returns the loss of a step; stops the run at the first one up to there that is not a number."""
         last = math.nan
         while self._waiting and self._waiting[0][0] <= last_step:
             step, loss = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""What the processes of a run, its ranks, tell one another."""
+"""Exchanges values between the processes of a run, its ranks."""
 
 from typing import Protocol, TypeVar
 

@@ -1,4 +1,4 @@
-"""Where a training is and how far it may go, in one object that all parts of a run share."""
+"""Owns where a training is and how far it may go: one object that all rooms share."""
 
 import enum
 import time
@@ -159,7 +159,7 @@ class RunState:
         self._clock = None
 
     def measurements(self) -> dict[str, Any]:
-        """What `resume` needs of images and seconds; those of an epoch that is over are not the current one's."""
+        """Returns what `resume` needs of images and seconds; none of an epoch that is over."""
         is_in_epoch = self._clock is not None
         return {
             "epoch_seconds": self.epoch_seconds,
@@ -170,14 +170,14 @@ class RunState:
 
     @property
     def seconds_of_epoch(self) -> float:
-        """Of the current epoch's training part, up to now."""
+        """Returns the seconds of the current epoch's training part, up to now."""
         if self._seconds is not None or self._clock is None:
             return self._seconds or 0.0
         return time.perf_counter() - self._clock
 
     @property
     def position(self) -> Position:
-        """In the data, of the next batch to train."""
+        """Returns the position in the data of the next batch to train."""
         return Position(self.epoch, self.batch)
 
     @property
@@ -197,12 +197,12 @@ class RunState:
 
     @property
     def is_at_last_step(self) -> bool:
-        """Whether `max_steps` are done."""
+        """Returns whether `max_steps` are done."""
         return self.steps_left() == 0
 
     @property
     def detail(self) -> Detail:
-        """How much the next step is to record."""
+        """Returns how much the next step is to record."""
         return Detail.NOTHING if self.observer is None else self.observer.detail
 
     def observe(self, observer: StepObserver | None) -> None:

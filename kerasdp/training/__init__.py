@@ -1,1 +1,1 @@
-"""`Runner` and what works for it during `fit`."""
+"""Runs Keras' `fit`, `evaluate` and `predict` on all devices of a run."""

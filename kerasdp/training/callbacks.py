@@ -1,4 +1,4 @@
-"""The callbacks of one `fit`, and what happens before and after they are called."""
+"""Calls the callbacks of one `fit`, and decides which of them hear of a batch."""
 
 import os
 import sys
@@ -226,7 +226,7 @@ def _resume(state: RunState, feed: Feed, resumed: Checkpoint, *, is_chief: bool)
 
 
 def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:
-    """Whether a callback leaves a method as Keras has it."""
+    """Returns whether a callback leaves a method as Keras has it."""
     return getattr(getattr(callback, event), "__func__", None) is getattr(keras.callbacks.Callback, event)
 
 

@@ -1,4 +1,4 @@
-"""Keras optimizers by name."""
+"""Makes Keras optimizers by name."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kerasdp.errors import UserError
 
 
 def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
-    """The optimizer that the flags ask for, with the rate that they ask for.
+    """Makes the optimizer and learning rate that the flags ask for.
 
     Args:
         config: `optimizer`, `learning_rate` and `lr_base_batch` are read.
@@ -30,7 +30,7 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
 
 
 def _optimizers() -> dict[str, Any]:
-    """All of `keras.optimizers` by lower-case name; LossScaleOptimizer wraps another and comes with --precision."""
+    """Returns all of `keras.optimizers` by lower-case name; LossScaleOptimizer comes with --precision."""
     base, wrapper = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
     return {
         name.lower(): value

@@ -1,4 +1,4 @@
-"""What a `train` function works with: Keras' `fit`, `evaluate` and `predict` on all devices of the run."""
+"""Runs Keras' `fit`, `evaluate` and `predict` on all devices, for a `train` function."""
 
 import contextlib
 import dataclasses
@@ -62,17 +62,17 @@ class Runner:
 
     @property
     def epoch_seconds(self) -> list[float]:
-        """Of the last `fit`: seconds of the training part of each epoch."""
+        """Returns the seconds of the training part of each epoch of the last `fit`."""
         return self.state.epoch_seconds
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that prints and writes files."""
+        """Returns whether this process is the one that prints and writes files."""
         return self.strategy.processes.rank == 0
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Where models are built and compiled: gives each device its replica, and weights that depend on the seed."""
+        """Returns the context in which models are built and compiled, with weights that depend on the seed."""
         self._places = itertools.count()
         with self._scope():
             yield
@@ -102,7 +102,7 @@ class Runner:
         validation_batch_size: int | None = None,
         validation_freq: int | list[int] = 1,
     ) -> keras.callbacks.History:
-        """Keras' own `fit`, on all devices. The arguments are those of `keras.Model.fit`.
+        """Trains a model with Keras' `fit` on all devices. The arguments are those of `keras.Model.fit`.
 
         Args that mean more than in Keras:
             x: also a `kerasdp.data.sources.Source`. Generators, tf.data and DataLoaders are taken where one process
@@ -192,7 +192,7 @@ class Runner:
             print(line, flush=True)
 
     def next_folder(self) -> str | None:
-        """Where a `fit` puts its files: a second one leaves the first one's alone."""
+        """Returns the folder of the next `fit`: a second one leaves the first one's files alone."""
         self.num_fits += 1
         folder = self.config.workdir
         return folder if folder is None or self.num_fits == 1 else os.path.join(folder, f"fit-{self.num_fits}")
@@ -209,7 +209,7 @@ class Runner:
         callbacks: list[keras.callbacks.Callback] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Keras' own `evaluate`, on all devices: each sample counts exactly once. Arguments as in `fit`."""
+        """Evaluates with Keras' `evaluate` on all devices: each sample counts exactly once. Arguments as in `fit`."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
         self._prepare(model, reader)
@@ -230,7 +230,7 @@ class Runner:
         steps: int | None = None,
         callbacks: list[keras.callbacks.Callback] | None = None,
     ) -> Any:
-        """Keras' own `predict`, on all devices; each process gets the outputs of all samples, in their order."""
+        """Predicts with Keras' `predict` on all devices; each process gets the outputs of all samples, in order."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader, with_targets=False)

@@ -1,4 +1,4 @@
-"""All that the kit uses of torch beyond its public names."""
+"""Holds all private names of torch in use."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +28,7 @@ def force_strides() -> Callable[..., torch.Tensor]:
 
 
 def is_being_captured(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds no numbers, since a graph is being captured of what is done with it.
+    """Returns whether a tensor holds no numbers, since a graph is being captured of what is done with it.
 
     Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` knows of `torch.compile`, not of `make_fx`.
     """

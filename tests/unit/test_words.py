@@ -1,0 +1,79 @@
+"""One word for one thing: words that this project does not use, and those it writes instead."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# What is not written (a regular expression, which begins and ends at a word's border), and what is written instead.
+WORDS = {
+    # What users do.
+    r"(go|goes|going|went|gone) on": "resume, continue",
+    r"asked? for anew": "queried again",
+    r"passed.over|PASSED_OVER|passed_over\w*": "skipped, SKIPPED",
+    r"behind (the|each|its|every|this|that|a) (step|epoch|batch)|behind (every )?(\d+ )?steps?": "after the step",
+    r"in few passes|in fewer passes": "fused",
+    r"cut off": "truncated (a file), removed (padding)",
+    r"wrong bits?|(single )?bit is wrong": "corrupt",
+    # Comparing two trainings.
+    r"parts? from|parting|[Pp]artings?|(two|runs|trainings) part": "diverge, divergent, divergence",
+    # Processes.
+    r"everyones|\w*agree(?=\()|_agree\w*": "all_gather_object, broadcast_from_rank0",
+    r"highest_lately|the most urgent( wish)?": "all_reduce_max_delayed, the maximum over the ranks",
+    r"sent_sum\w*|received_sum\w*": "all_reduce_async, wait",
+    r"_tell|tell one another": "exchange",
+    # Arrays and devices.
+    r"among[_ ]zeros": "zero_pad_to_global_batch",
+    r"bring_home|homes|_homes": "move_to_stage_devices, variable shardings",
+    r"KeptArrays|kept\.py|Kept\w+": "device cache",
+    r"loss_of_(its_)?parts|observation\.py|torch_rewrites": "loss_reduction, observer.py, graph_passes",
+    r"drop_detours|detours": "round trips",
+    r"(each replica|this process)'s part|parts? of (the|a) (global )?batch": "shard",
+    r"equal parts": "equal shards",
+    # Whose it is.
+    r"the user's own|of the user's|of (the )?kit's own|the kit's own|of Keras' own losses": "user-defined, built-in",
+    # Programs.
+    r"native greetings|\w*native_greetings\w*": "native stderr",
+    r"class Replicas|`Replicas`|torch_ddp|tf_mirrored|jax_sharding|(torch|jax|tf)_stages": "Strategy, backends/*/*.py",
+}
+PLACES = ("kerasdp", "recipes", "flags", "benchmarks", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def written(root):
+    """All files that people read, as (name, text); of the changelog what is not released."""
+    for place in PLACES:
+        path = root / place
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.suffix in (".py", ".md", ".flags"):
+                text = file.read_text()
+                is_changelog = file.name == "CHANGELOG.md"
+                yield file.relative_to(root), re.split(r"\n## (?!Unreleased)", text)[0] if is_changelog else text
+
+
+def found(word, root=ROOT):
+    spaces = word.replace(" ", r"[\s#]+")
+    pattern = re.compile(rf"(?<!\w)(?:{spaces})(?!\w)")
+    for name, text in written(root):
+        for match in pattern.finditer(text):
+            yield f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}"
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_that_is_not_used(word):
+    places = list(found(word))
+    assert not places, f"write {WORDS[word]} instead: " + "; ".join(places)
+
+
+def test_the_list_finds_words(tmp_path):
+    """It finds them across a line's end in a comment, too, and only as whole words."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("homeschool\nthe run goes\n    # on from here, passed over\n")
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changes\n\n## Unreleased\n\n- New.\n\n## 1.0\n\n- It goes on from here.\n"
+    )
+    assert [place for word in WORDS for place in found(word, tmp_path)] == [
+        "docs/page.md:2: 'goes\\n    # on'",
+        "docs/page.md:3: 'passed over'",
+    ]
