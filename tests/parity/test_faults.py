@@ -99,19 +99,13 @@ JOB = parity.Job(build_model=build_model, data=data, steps=STEPS, batch_size=BAT
 
 FAULTS = [
     ("shift", 0, "loss", "the output of shift differs first"),
-    pytest.param(
-        *("short_loss", 0, "loss", "all layers agree .* but not the loss that is made of them"),
-        marks=pytest.mark.proof,
-    ),
-    pytest.param(
-        *("replica_loss", 0, "loss", "all layers agree .* but not the loss that is made of them"),
-        marks=pytest.mark.proof,
-    ),
+    ("short_loss", 0, "loss", "all layers agree .* but not the loss that is made of them"),
+    ("replica_loss", 0, "loss", "all layers agree .* but not the loss that is made of them"),
     ("gradient", 0, "gradient", "backwards, the gradient of second/bias differs first, by 5.0e-01"),
     ("rate", 1, "loss", "an update differs"),
     ("dropped", 2, "samples", "expected 31 rows, received 30 rows"),
     ("swapped", 3, "samples", r"row 4: expected sample \d+, received sample \d+"),
-    pytest.param(*("order", 1, "samples", r"row 5: expected sample \d+, received sample \d+"), marks=pytest.mark.proof),
+    ("order", 1, "samples", r"row 5: expected sample \d+, received sample \d+"),
     ("wrong_rows", 0, "inputs", "row 0"),
 ]
 IN_SHORT = ("shift", "gradient", "swapped")  # the others are proofs
