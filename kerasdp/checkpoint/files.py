@@ -132,7 +132,7 @@ class Writer:
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._running: Future | None = None
+        self._running: Future[None] | None = None
         self._reported: set[str] = set()
 
     @property

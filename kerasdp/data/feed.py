@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -50,7 +51,7 @@ class SampleReader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
         """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""
         for indices in self.order.epoch(epoch)[start:]:
-            yield lambda indices=indices: self._read(indices, self._kept)
+            yield functools.partial(self._read, indices, self._kept)
 
     # The order is that of `Order`, which depends on seed and epoch alone.
     has_own_order = False
@@ -184,10 +185,10 @@ class Feed:
         # Keras counts the batches of an epoch from 0, and so do its callbacks.
         yield from itertools.repeat(SKIPPED, self.run_state.num_skipped)
         with ThreadPoolExecutor(self.reader.num_threads) as pool:
-            ahead = collections.deque()
+            ahead: collections.deque[Future[Any]] = collections.deque()
             try:
                 for read in self.reader.epoch(self.run_state.epoch, self.run_state.num_skipped):
-                    ahead.append(pool.submit(lambda read=read: self.place(read())))
+                    ahead.append(pool.submit(self._read_and_place, read))
                     if len(ahead) > 2 * self.reader.num_threads:
                         yield ahead.popleft().result()
                 while ahead:
@@ -195,6 +196,9 @@ class Feed:
             finally:
                 for future in ahead:
                     future.cancel()
+
+    def _read_and_place(self, read: Callable[[], Batch]) -> Any:
+        return self.place(read())
 
 
 class FeedAdapter(DataAdapter):

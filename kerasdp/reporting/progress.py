@@ -52,29 +52,35 @@ class Progress(keras.callbacks.Callback):
         self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)
 
 
-class HeartbeatMarks(keras.callbacks.Callback):
-    """Marks the steps of this rank for its supervisor; see `kerasdp.runtime.heartbeat`."""
+class HeartbeatMarks:
+    """Marks the steps of this rank for its supervisor; see `kerasdp.runtime.heartbeat`.
+
+    Not a callback: a step ends when all callbacks have heard of it, and one of them may be what hangs.
+    """
 
     def __init__(self, run_state: RunState, heartbeat: Heartbeat):
-        super().__init__()
         self.run_state, self.heartbeat, self.has_trained = run_state, heartbeat, False
 
     def _beat(self, is_behind: bool) -> None:
         if self.has_trained:  # the first step compiles for as long as it likes
             self.heartbeat.beat(self.run_state.step - is_behind, is_behind)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def before_step(self) -> None:
         """Marks the begin of a step."""
         self._beat(False)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def after_step(self) -> None:
         """Marks the end of a step."""
         self.has_trained = True
         self._beat(True)
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+    def after_test_step(self) -> None:
         """Marks that an evaluation moves."""
         self._beat(True)
+
+    def close(self) -> None:
+        """Marks that nothing is to be expected any more."""
+        self.heartbeat.rest()
 
 
 def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:

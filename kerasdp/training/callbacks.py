@@ -74,7 +74,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
             verbose = config.verbose
         if verbose is None:
             verbose = 1 if sys.stdout.isatty() else 2
-        self.state, self.heartbeat, self._strategy = state, heartbeat, strategy
+        self.state, self._strategy = state, strategy
+        self._marks = HeartbeatMarks(state, heartbeat) if heartbeat else None
         # Keras' own `self.model` brings back all values from the running step with jax, each time it is asked for.
         self._trained = model
         checkpoints = os.path.join(folder, CHECKPOINTS) if folder and config.keeps_checkpoints else None
@@ -97,8 +98,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
         own: list[keras.callbacks.Callback] = [self.recorder]
         if is_chief and verbose:
             own.append(Progress(state, bar=verbose == 1))
-        if heartbeat:
-            own.append(HeartbeatMarks(state, heartbeat))
         stateful = [*callbacks, keras.callbacks.History()]
         self.checkpointer = self._make_checkpointer(config, stateful, identity, checkpoints) if checkpoints else None
         super().__init__(
@@ -141,6 +140,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that is trained."""
         if batch >= self.state.num_skipped:
+            if self._marks:
+                self._marks.before_step()
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -156,6 +157,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._call_listening("on_train_batch_end", batch, logs)
             if self._rank_sync:
                 self._rank_sync.after_step(self._trained)
+            if self._marks:
+                self._marks.after_step()
         self.state.after_batch(is_stopping=self._trained.stop_training)
         if is_trained and self.checkpointer:
             self.checkpointer.after_step()
@@ -170,6 +173,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that was evaluated."""
         self._call_listening("on_test_batch_end", batch, logs)
+        if self._marks:
+            self._marks.after_test_step()
         if self.checkpointer:
             self.checkpointer.after_test_step()
 
@@ -209,8 +214,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.recorder.close()
         if self.checkpointer:
             self.checkpointer.close()
-        if self.heartbeat:
-            self.heartbeat.rest()
+        if self._marks:
+            self._marks.close()
 
 
 def _resume(state: RunState, feed: Feed, resumed: Checkpoint, *, is_chief: bool) -> None:
@@ -254,4 +259,4 @@ def _checked(
 
 
 # They convert the logs when they show or write them, if at all.
-_CONVERT_THEMSELVES = (Recorder, HeartbeatMarks, Progress)
+_CONVERT_THEMSELVES = (Recorder, Progress)

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kerasdp.backends.base import DeviceBatch, Processes
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.jax.pipeline_stage import Part
 from kerasdp.backends.jax.pipeline_step import Step
 from kerasdp.config import Config
+from kerasdp.runtime.ranks import Processes
 
 
 def _made_for(model: Any) -> tuple[Any, ...]:

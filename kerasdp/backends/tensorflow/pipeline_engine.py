@@ -6,9 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, Processes
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.config import Config
 from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.ranks import Processes
 
 
 class Pipeline:
