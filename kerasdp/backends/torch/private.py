@@ -49,7 +49,7 @@ def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tens
 
     Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
     """
-    name, size = (group or dist.group.WORLD).group_name, dist.get_world_size(group)
+    name, size = _name_of(group), dist.get_world_size(group)
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, name))
 
 
@@ -58,9 +58,14 @@ def all_reduce_async(tensor: torch.Tensor) -> torch.Tensor:
 
     Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
     """
-    return torch.ops._c10d_functional.all_reduce(tensor, "sum", dist.group.WORLD.group_name)
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", _name_of(None))
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Waits for an `all_reduce_async`, and returns its result."""
     return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def _name_of(group: Any) -> str:
+    known: Any = dist.group.WORLD if group is None else group  # there is one by now
+    return known.group_name
