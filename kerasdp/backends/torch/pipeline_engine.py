@@ -47,7 +47,7 @@ class Pipeline:
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
         self.timeline: list[Any] | None = None
-        self.step: Step | None = None
+        self.step: Step  # that of the latest batch
         self._schedules: dict[tuple[int, int, bool], Any] = {}
 
     @property

@@ -33,7 +33,7 @@ class GlobalBatch:
 
     def training_loss(
         self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor | None], tuple[Any, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Callable[[Any], tuple[Any, torch.Tensor]]]:
         """Returns a loss whose gradients, averaged over the ranks, are those of the global batch's loss.
 
         Returns:
@@ -47,13 +47,14 @@ class GlobalBatch:
         if context is None:
             loss = self._loss(batch, outputs, training=True)
             return loss, None, lambda _: (_detached(outputs), loss.detach())
-        is_even = context.rows * context.num_replicas == num_rows
+        num_own = context.rows or 0  # None on jax alone
+        is_even = num_own * context.num_replicas == num_rows
         is_part = is_even and is_mean_over_shards(self.model, outputs) and outputs.nbytes < _MOST_BYTES
         if is_part:
-            own = slice(context.first_row, context.first_row + context.rows)
+            own = slice(context.first_row, context.first_row + num_own)
             loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
             # Rows of others are zero, and so the sum over the ranks is all rows.
-            others = [0, 0] * (outputs.dim() - 1) + [context.first_row, num_rows - context.first_row - context.rows]
+            others = [0, 0] * (outputs.dim() - 1) + [context.first_row, num_rows - context.first_row - num_own]
             rows = torch.nn.functional.pad(outputs.detach(), others)
             shared = [loss.detach() / context.num_replicas, rows]
         else:
