@@ -71,6 +71,16 @@ def test_a_machine_without_a_compiler():
     assert "warning: the step cannot be compiled" in errors
 
 
+def test_a_compiler_that_fails_on_one_rank_alone():
+    """All ranks train on without it: one with a compiled step would wait forever for the others' part of it."""
+    case = {"layer": "plain", "max_steps": 3, "num_devices": 2}
+    cases = [case | {"compile": "off"}, case | {"compile": "on", "no_compiler_on_rank": 1}]
+    (eager, other), errors = results_of("compiled.py", cases, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    assert eager["losses"] == other["losses"]
+    warnings = [line for line in errors.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1 and "the step cannot be compiled" in warnings[0]
+
+
 @pytest.mark.proof
 def test_a_compiled_run_goes_on_bit_by_bit(tmp_path):
     choices = {"compile": "on", "checkpoint_every": "7"}

@@ -4,6 +4,7 @@ python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Con
     layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
         "slower" (a callback changes the rate), "frozen" (a callback freezes a layer), "swapping" (variables change
         places)
+    no_compiler_on_rank: the rank, if there is one, that finds no C++ compiler
 """
 
 import functools
@@ -15,10 +16,13 @@ import numpy as np
 import kerasdp
 
 
-def train(kind, runner):
+def train(kind, no_compiler_on_rank, runner):
     import keras
+    import torch._inductor.config
     from learn_classes import StepLosses
 
+    if runner.strategy.processes.rank == no_compiler_on_rank:
+        torch._inductor.config.cpp.cxx = "/nowhere"  # torch has read $CXX by now
     ops = keras.ops
     foreign = keras.Variable(0.0, trainable=False)
     calls = 0
@@ -69,7 +73,7 @@ def train(kind, runner):
 def main():
     results = []
     for case in json.loads(sys.argv[1]):
-        work = functools.partial(train, case.pop("layer"))
+        work = functools.partial(train, case.pop("layer"), case.pop("no_compiler_on_rank", None))
         results.append(kerasdp.launch(work, backend="torch", device="cpu", verbose=0, batch_size=16, **case))
     print("RESULT", json.dumps(results))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.base import DeviceBatch, Processes
 from kerasdp.backends.steps import all_variables, learning_rate
 from kerasdp.backends.torch.graph_passes import (
     fold_padding,
@@ -20,7 +20,13 @@ from kerasdp.backends.torch.graph_passes import (
     refuse_exchanges,
     remove_layout_round_trips,
 )
-from kerasdp.backends.torch.private import all_reduce_async, compile_error, mark_static_addresses, wait
+from kerasdp.backends.torch.private import (
+    all_reduce_async,
+    compile_error,
+    compile_with_inductor,
+    mark_static_addresses,
+    wait,
+)
 from kerasdp.backends.torch.train_step import GlobalBatch
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
@@ -84,23 +90,27 @@ class CompiledSteps:
         reason = ""
         try:
             graph = self._captured(data, detail, key[1])
-            options = {
+        except Exception as error:  # whatever a layer's Python does with fake tensors
+            reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
+        processes = self.strategy.processes
+        if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
+            self._give_up(reason or "another rank cannot capture the step as a graph")
+            return None
+        compiler = _Compiler(
+            processes,
+            {
                 # Inductor (2.13) takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
                 "layout_optimization": False,
                 "triton.cudagraphs": self.strategy.is_gpu and self.strategy.num_replicas == 1,
-            }
-            graph = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
-        except Exception as error:  # whatever a layer's Python does with fake tensors
-            reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
-        if self.strategy.processes.any_rank(
-            bool(reason)
-        ):  # or some ranks would wait for others in a step of another kind
-            self._give_up(reason or "another rank cannot capture the step as a graph")
-            return None
+            },
+        )
+        graph = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
         try:
             result = self._run(graph, data)
         except compile_error() as error:  # raised while compiling, before anything ran
-            self._give_up(f"the step cannot be compiled ({_line(error)})")
+            if not compiler.has_agreed:  # it was never called, and the other ranks wait for this one's answer
+                processes.any_rank(True)
+            self._give_up(f"the step cannot be compiled ({_line(compiler.error or error)})")
             return None
         self.graphs[key] = graph
         return result
@@ -177,6 +187,34 @@ class CompiledSteps:
             if new is not value:
                 value.copy_(new)
         return loss, rate, logs, seen
+
+
+class _Compiler:
+    """Compiles a graph with Inductor, and raises on all ranks if it raises on one.
+
+    torch.compile calls it before the graph first runs: in that run, a rank that has a graph would wait in its first
+    collective for one that has none.
+
+    Attributes:
+        has_agreed: whether it has been called.
+        error: of this rank, or that there is one elsewhere.
+    """
+
+    def __init__(self, processes: Processes, options: dict[str, bool]):
+        self.processes, self.options = processes, options
+        self.has_agreed = False
+        self.error: Exception | None = None
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        try:
+            compiled = compile_with_inductor(graph, inputs, self.options)
+        except Exception as error:
+            self.error = error
+        self.has_agreed = True
+        if self.processes.any_rank(self.error is not None):
+            self.error = self.error or RuntimeError("on another rank")
+            raise self.error
+        return compiled
 
 
 def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
