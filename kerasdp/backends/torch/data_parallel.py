@@ -1,28 +1,25 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
 
 import contextlib
-import hashlib
-import os
-import resource
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy
 from kerasdp.backends.steps import all_variables, learning_rate, own_steps, require_device_batch
-from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
-from kerasdp.backends.torch.processes import ProcessGroup
+from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
+from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.config import Config
-from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import SKIPPED, replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.runtime.devices import Devices, cache_folder
+from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
+
+if TYPE_CHECKING:
+    from kerasdp.data.feed import Batch
 
 # Steps after which compiling (10 to 60 s on a CPU) pays off.
 _WORTH_COMPILING = 1000
@@ -36,49 +33,19 @@ class DataParallel(Strategy):
         self.num_devices = self.num_replicas = devices.count
         self.config = config
         self.splits_batches = self.num_replicas > 1
-        self.is_gpu = devices.kind == "gpu"
-        rank = int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
-        self.shard = rank, devices.count
-        self.device = torch.device("cuda", rank) if self.is_gpu else torch.device("cpu")
-        if (folder := cache_folder("torch")) is not None:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-        # Keras asks this once, at import.
-        os.environ["KERAS_TORCH_DEVICE"] = "cuda" if self.is_gpu else "cpu"
-        if self.is_gpu:
-            torch.cuda.set_device(self.device)
-            # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        if devices.count > 1:
-            dist.init_process_group("nccl" if self.is_gpu else "gloo", device_id=self.device if self.is_gpu else None)
-            if not self.is_gpu:
-                sockets.connect()
-        self.processes = SingleProcess() if devices.count == 1 else ProcessGroup(rank, devices.count, self.device)
+        self.device = device_of_process(devices)
+        self.is_gpu = self.device.type == "cuda"
+        self.processes = join_processes(devices, self.device)
+        self.shard = self.processes.rank, devices.count
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Returns the context in which models are made."""
         yield
 
-    def shard_batch(self, batch: Any) -> DeviceBatch:
-        """Brings a `Batch` to the device: inputs, targets, sample weights, indices."""
-        import keras
-
-        def to_device(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            tensor = torch.from_numpy(np.ascontiguousarray(leaf))
-            return tensor.pin_memory().to(self.device, non_blocking=True) if self.is_gpu else tensor
-
-        def put(data: Any) -> Any:
-            return keras.tree.map_structure(to_device, data)
-
-        inputs = batch.inputs
-        if isinstance(inputs, CachedRows):
-            rows, kept = to_device(inputs.numbers), inputs.kept.copies(put)
-            inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
-        else:
-            inputs = put(inputs)
-        return DeviceBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
+        """Brings this process's rows of the inputs to its device, and all else of the batch."""
+        return put_batch(batch, self.device)
 
     def context(self, num_rows: int) -> ReplicaContext | None:
         """Returns the context of a step on a global batch of `num_rows` rows."""
@@ -237,15 +204,7 @@ class DataParallel(Strategy):
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-        return self._differing(model.variables)
-
-    def _differing(self, variables: list[Any], group: Any = None) -> list[str]:
-        if self.processes.num_processes == 1:
-            return []
-        digests = [_digest(variable) for variable in variables]
-        gathered = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, digests, group=group)
-        return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
+        return differing_variables(model.variables)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device (on the CPU: each process) has used."""
@@ -253,11 +212,4 @@ class DataParallel(Strategy):
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes that a device (on the CPU: this process) has used."""
-        if self.is_gpu:
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _digest(variable: Any) -> bytes:
-    array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
-    return hashlib.sha256(array.tobytes()).digest()
+        return peak_memory_bytes(self.device)

@@ -1,14 +1,87 @@
-"""PyTorch: chooses the devices of a run, one process each."""
+"""PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
+import os
+import resource
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from kerasdp.backends.base import DeviceBatch, Processes, SingleProcess, Structure
+from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.launcher import start_workers
+from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
-from kerasdp.runtime.devices import Devices, choose_devices
+from kerasdp.data.device_cache import CachedRows
+from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
 
-__all__ = ["make_devices", "start_workers"]
+if TYPE_CHECKING:
+    from kerasdp.data.feed import Batch
+
+__all__ = ["device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch", "start_workers"]
 
 
 def make_devices(config: Config) -> Devices:
     """Chooses the devices; does not start CUDA, so processes may be started afterwards."""
     return choose_devices(config, torch.cuda.device_count())
+
+
+def device_of_process(devices: Devices) -> torch.device:
+    """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
+    if (folder := cache_folder("torch")) is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+    is_gpu = devices.kind == "gpu"
+    # Keras asks this once, at import.
+    os.environ["KERAS_TORCH_DEVICE"] = "cuda" if is_gpu else "cpu"
+    if not is_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda", _rank(devices))
+    torch.cuda.set_device(device)
+    # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return device
+
+
+def join_processes(devices: Devices, device: torch.device) -> Processes:
+    """Joins the process group of the run, where it has several processes."""
+    if devices.count == 1:
+        return SingleProcess()
+    is_gpu = devices.kind == "gpu"
+    dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
+    if not is_gpu:
+        sockets.connect()
+    return ProcessGroup(_rank(devices), devices.count, device)
+
+
+def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
+    """Brings inputs, targets and sample weights to a device."""
+    import keras
+
+    def to_device(leaf: np.ndarray | None) -> torch.Tensor | None:
+        if leaf is None:
+            return None
+        tensor = torch.from_numpy(np.ascontiguousarray(leaf))
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    def put(data: Structure) -> Structure:
+        return keras.tree.map_structure(to_device, data)
+
+    inputs = batch.inputs
+    if isinstance(inputs, CachedRows):
+        rows, kept = to_device(inputs.numbers), inputs.kept.copies(put)
+        inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
+    else:
+        inputs = put(inputs)
+    return DeviceBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most bytes that a device (on the CPU: this process) has used."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _rank(devices: Devices) -> int:
+    return int(os.environ.get("RANK", 0)) if devices.count > 1 else 0

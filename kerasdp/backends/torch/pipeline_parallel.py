@@ -2,22 +2,26 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions
+from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy
 from kerasdp.backends.steps import require_device_batch
-from kerasdp.backends.torch import data_parallel
+from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
 from kerasdp.backends.torch.pipeline_engine import Pipeline
+from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
+if TYPE_CHECKING:
+    from kerasdp.data.feed import Batch
 
-class PipelineParallel(data_parallel.DataParallel):
+
+class PipelineParallel(Strategy):
     """The stages of a run, as seen by one of its processes. See `kerasdp.backends.base.Strategy`.
 
     Attributes:
@@ -25,10 +29,14 @@ class PipelineParallel(data_parallel.DataParallel):
         copy_group: those that hold replicas of this one's stages.
     """
 
+    shard = (0, 1)
+    splits_batches = True
+
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
-        super().__init__(devices, config)
-        self.config, self.num_replicas, self.shard, self.splits_batches = config, 1, (0, 1), True
+        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
+        self.device = device_of_process(devices)
+        self.processes = join_processes(devices, self.device)
         self.stages = StagedModels(config, lambda model: Pipeline(model, self), self.shard_batch)
         if devices.count == 1 and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -47,9 +55,9 @@ class PipelineParallel(data_parallel.DataParallel):
         with keras.device("cpu"):
             yield
 
-    def shard_batch(self, batch: Any) -> DeviceBatch:
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
-        placed_batch = super().shard_batch(batch)
+        placed_batch = put_batch(batch, self.device)
         is_first = dist.get_rank(self.stage_group) == 0
         return placed_batch if is_first else placed_batch._replace(inputs=None)
 
@@ -73,4 +81,12 @@ class PipelineParallel(data_parallel.DataParallel):
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""
-        return self._differing(self.stages.engine_of(model).own_variables(), self.copy_group)
+        return differing_variables(self.stages.engine_of(model).own_variables(), self.copy_group)
+
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device (on the CPU: each process) has used."""
+        return self.processes.all_gather_object(self.peak_memory_bytes())
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
+        return peak_memory_bytes(self.device)

@@ -1,9 +1,14 @@
 """PyTorch: exchanges values between the processes of a run."""
 
-from typing import Any, TypeVar
+import hashlib
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import keras
 
 T = TypeVar("T")
 
@@ -52,3 +57,18 @@ class ProcessGroup:
         tensor = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return bool(tensor.item())
+
+
+def differing_variables(variables: list["keras.Variable"], group: dist.ProcessGroup | None = None) -> list[str]:
+    """Returns the paths of variables that are not bit-equal on all ranks of a group (None: of the run)."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return []
+    digests = [_digest(variable) for variable in variables]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, digests, group=group)
+    return [variable.path for variable, *values in zip(variables, *gathered, strict=True) if len(set(values)) > 1]
+
+
+def _digest(variable: "keras.Variable") -> bytes:
+    array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
+    return hashlib.sha256(array.tobytes()).digest()
