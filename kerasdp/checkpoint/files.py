@@ -202,7 +202,7 @@ def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(array.reshape(-1).view("uint8"))
+        digest.update(array.reshape(-1).view("uint8").data)
     return digest.hexdigest()
 
 

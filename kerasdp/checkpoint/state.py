@@ -179,7 +179,7 @@ def _digest(arrays: Iterable[Any]) -> str:
         # Data may come in the precision of the run.
         array = np.ascontiguousarray(array.astype("float32") if array.dtype.kind == "f" else array)
         digest.update(f"{array.shape}".encode())
-        digest.update(array.reshape(-1).view("uint8"))
+        digest.update(array.reshape(-1).view("uint8").data)
     return digest.hexdigest()[:16]
 
 

@@ -103,7 +103,7 @@ class BatchReader:
             batch = self._cut(data, first)
             first += len(batch.indices)
             if number >= start:
-                yield lambda batch=batch: batch
+                yield functools.partial(_same, batch)
         if self.is_indexed:
             self.batches.on_epoch_end()
 
@@ -221,6 +221,10 @@ def _part(rows: np.ndarray, part: tuple[int, int]) -> np.ndarray:
     rank, num_processes = part
     size = replica_rows(len(rows), num_processes)
     return rows[rank * size : (rank + 1) * size]
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
 
 
 def _length(batches: Any) -> int | None:
