@@ -45,7 +45,7 @@ class RunFiles:
                 file.writelines(_lines_until(last_step, path))
             os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
             self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
-        self._events = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
+        self._events: Any = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
         if self.history:
             self._write_history()
 

@@ -128,8 +128,9 @@ class Runner:
         num_rows = self._prepare(model, reader)
         feed = Feed(reader, self.strategy.shard_batch, self.state)
         if validation_data is not None:
-            parts, size = keras.utils.unpack_x_y_sample_weight(validation_data), validation_batch_size or batch_size
-            validation = self._reader(*parts, size, steps=validation_steps, fitting=True)
+            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+            size = validation_batch_size or batch_size
+            validation = self._reader(val_x, val_y, val_weight, size, steps=validation_steps, fitting=True)
             validation_data = self._adapter(Feed(validation, self.strategy.shard_batch), size)
         self.state.begin_fit(
             batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
