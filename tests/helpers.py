@@ -87,7 +87,7 @@ def _server(backend: str) -> socket.socket:
         # Its imports ask whether there are GPUs; torch's threads would spin while they wait.
         env = environment(KERAS_TORCH_DEVICE="cpu", PYTHONPATH=str(ROOT))
         command = [sys.executable, ROOT / "tests" / "server.py", backend]
-        server = subprocess.Popen(command, stdin=its, stderr=subprocess.DEVNULL, cwd=ROOT, env=env)
+        server = subprocess.Popen(command, stdin=its, cwd=ROOT, env=env)
 
     def end() -> None:
         mine.shutdown(socket.SHUT_RDWR)

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 # What a run imports that is not the kit's, and what the kit itself imports, in the order of a run.
 SHARED = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets", "safetensors.numpy", "absl.flags")
-KIT = ("training.runner", "checkpoint.callback", "reporting.report", "data.datasets", "models", "cli.main", "parity")
+KIT = ("training.runner", "data.datasets", "models", "cli.main", "parity")
 
 
 def main() -> None:
