@@ -132,13 +132,13 @@ class BatchReader:
         if not self.is_indexed and self._steps is None:
             yield from self.batches
             return
-        if not self.is_indexed:
-            self._stream = iter(self.batches) if self._stream is None else self._stream
+        if not self.is_indexed and self._steps is not None:
+            stream = self._stream = iter(self.batches) if self._stream is None else self._stream
             # Epochs that came before this one, of a run that was resumed, are read and dropped.
             ahead = epoch * self._steps - self._num_streamed
-            collections.deque(itertools.islice(self._stream, max(ahead, 0)), maxlen=0)
+            collections.deque(itertools.islice(stream, max(ahead, 0)), maxlen=0)
             self._num_streamed = max(self._num_streamed, epoch * self._steps)
-            for data in itertools.islice(self._stream, self._steps):
+            for data in itertools.islice(stream, self._steps):
                 self._num_streamed += 1
                 yield data
             return

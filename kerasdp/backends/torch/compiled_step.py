@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kerasdp.backends.base import DeviceBatch, Processes
+from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.steps import all_variables, learning_rate
+from kerasdp.backends.torch.gradient_buckets import GradientBuckets
 from kerasdp.backends.torch.graph_passes import (
     fold_padding,
     keep_channels_last,
@@ -21,18 +22,15 @@ from kerasdp.backends.torch.graph_passes import (
     remove_layout_round_trips,
 )
 from kerasdp.backends.torch.private import (
-    all_reduce_async,
     compile_error,
     compile_with_inductor,
     mark_static_addresses,
-    wait,
 )
 from kerasdp.backends.torch.train_step import GlobalBatch
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
+from kerasdp.runtime.ranks import Processes
 
-# The bucket size of DistributedDataParallel.
-_BUCKET_BYTES = 25 * 2**20
 # Batches of many shapes (texts, say) would be compiled forever.
 _MOST_GRAPHS = 8
 
@@ -104,15 +102,15 @@ class CompiledSteps:
                 "triton.cudagraphs": self.strategy.is_gpu and self.strategy.num_replicas == 1,
             },
         )
-        graph = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
+        compiled = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
         try:
-            result = self._run(graph, data)
+            result = self._run(compiled, data)
         except compile_error() as error:  # raised while compiling, before anything ran
             if not compiler.has_agreed:  # it was never called, and the other ranks wait for this one's answer
                 processes.any_rank(True)
             self._give_up(f"the step cannot be compiled ({_line(compiler.error or error)})")
             return None
-        self.graphs[key] = graph
+        self.graphs[key] = compiled
         return result
 
     def _give_up(self, reason: str) -> None:
@@ -151,14 +149,15 @@ class CompiledSteps:
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
 
         model, strategy = self.model, self.strategy
-        batch = DeviceBatch(*data, range(num_rows))
+        inputs, targets, sample_weight = data
+        batch = DeviceBatch(inputs, targets, sample_weight, range(num_rows))
         trained = {id(variable) for variable in model.trainable_weights}
         leaves = {
             id(variable): value.detach().requires_grad_()
             for variable, value in zip(self.variables, values)
             if id(variable) in trained
         }
-        averaging = _Averaging(strategy, leaves)
+        buckets = GradientBuckets(strategy, leaves)
         # What is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
@@ -169,8 +168,8 @@ class CompiledSteps:
             scaled_loss = model.optimizer.scale_loss(loss)
         variables = model.trainable_weights[:]
         wanted = [leaves[id(variable)] for variable in variables]
-        gradients = torch.autograd.grad(scaled_loss, wanted, allow_unused=True)
-        gradients, shared = averaging.mean(gradients, variables, shared)
+        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True)
+        gradients, shared = buckets.mean(own, variables, shared)
         between = [
             (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
             for variable, value in zip(self.variables, values)
@@ -205,7 +204,9 @@ class _Compiler:
         self.has_agreed = False
         self.error: Exception | None = None
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor | int | torch.SymInt | None]
+    ) -> Callable[..., Any]:
         try:
             compiled = compile_with_inductor(graph, inputs, self.options)
         except Exception as error:
@@ -220,54 +221,6 @@ class _Compiler:
 def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
     """Returns what the update sees of a variable: what the passes assigned; weights as they were."""
     return value if is_trained or new is value else new.detach()
-
-
-class _Averaging:
-    """Averages gradients across replicas in buckets, overlapping with the backward pass."""
-
-    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor]):
-        self.num_replicas, self.bucket, self.sent = strategy.num_replicas, [], []
-        self.is_coarse = strategy.config.gradient_precision == "bfloat16"
-        if strategy.num_replicas > 1:
-            for key, leaf in leaves.items():
-                leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
-
-    def _add(self, key: int, gradient: torch.Tensor) -> None:
-        if self.bucket and self.bucket[0][1].dtype != gradient.dtype:
-            self._send()
-        self.bucket.append((key, gradient))
-        if sum(gradient.nbytes for _, gradient in self.bucket) >= _BUCKET_BYTES:
-            self._send()
-
-    def _send(self, shared: torch.Tensor | None = None) -> None:
-        bucket, self.bucket = self.bucket, []
-        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
-        flat = (flat.to(torch.bfloat16) if self.is_coarse else flat) / self.num_replicas
-        self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
-
-    def mean(
-        self, gradients: tuple[Any, ...], variables: list[Any], shared: torch.Tensor | None
-    ) -> tuple[list[Any], torch.Tensor | None]:
-        """Returns the averaged gradients of these variables, and the sum of `shared`.
-
-        `shared` is sent together with the last gradients: each collective costs a wait for all ranks.
-        """
-        if self.num_replicas == 1:
-            return list(gradients), shared
-        goes_along = shared is not None and not self.is_coarse
-        goes_along = goes_along and {gradient.dtype for _, gradient in self.bucket} == {shared.dtype}
-        sums = all_reduce_async(shared) if shared is not None and not goes_along else None
-        if self.bucket:
-            self._send(shared if goes_along else None)
-        found = {}
-        for bucket, flat in self.sent:
-            flat, sizes = wait(flat), [gradient.numel() for _, gradient in bucket]
-            rest = flat.numel() - sum(sizes)
-            *parts, rest = flat.to(bucket[0][1].dtype).split([*sizes, rest])
-            found |= {key: part.reshape(gradient.shape) for (key, gradient), part in zip(bucket, parts)}
-        if shared is not None:
-            shared = rest if goes_along else wait(sums)
-        return [found.get(id(variable)) for variable in variables], shared
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.base import DeviceBatch, Processes, SingleProcess, Structure
+from kerasdp.backends.base import DeviceBatch, SingleProcess, Structure
 from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.launcher import start_workers
 from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
+from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
     from kerasdp.data.feed import Batch
@@ -73,7 +74,7 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
         inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
     else:
         inputs = put(inputs)
-    return DeviceBatch(inputs, *put((batch.targets, batch.sample_weight)), batch.indices)
+    return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from kerasdp.backends.base import DeviceBatch
-from kerasdp.backends.torch.pipeline_stage import Part, Step, to_torch_dtype
+from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule, to_torch_dtype
 
 
 class Pipeline:
@@ -28,16 +28,19 @@ class Pipeline:
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
         with strategy.scope():  # where the weights still are
             self.plan = make_plan(model, strategy.config, strategy.num_devices, strategy.processes.broadcast_from_rank0)
-        self.group, self.copies = strategy.stage_group, strategy.copy_group
-        self.place, self.length = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.copy, self.num_copies = dist.get_rank(self.copies), dist.get_world_size(self.copies)
+        self.group, self.replica_group = strategy.stage_group, strategy.replica_group
+        self.rank_in_pipeline, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.pipeline_index, self.num_pipelines = (
+            dist.get_rank(self.replica_group),
+            dist.get_world_size(self.replica_group),
+        )
         self.processes = strategy.processes
-        self.parts = {
-            number: Part(self, stage, number)
+        self.stages = {
+            number: StageModule(self, stage, number)
             for number, stage in enumerate(self.plan.stages)
-            if number % self.length == self.place
+            if number % self.num_ranks == self.rank_in_pipeline
         }
-        for number in self.parts:
+        for number in self.stages:
             for variable in self.variables_of(number):
                 variable.value.data = variable.value.data.to(strategy.device)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
@@ -47,7 +50,7 @@ class Pipeline:
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
         self.timeline: list[Any] | None = None
-        self.step: Step  # that of the latest batch
+        self.step: PipelineStep  # that of the latest batch
         self._schedules: dict[tuple[int, int, bool], Any] = {}
 
     @property
@@ -58,16 +61,16 @@ class Pipeline:
     @property
     def size(self) -> int:
         """Returns this pipeline's rows of a micro-batch."""
-        return self.plan.size // self.num_copies
+        return self.plan.size // self.num_pipelines
 
     @property
     def has_last(self) -> bool:
         """Returns whether the last stage is one of this process's."""
-        return len(self.plan.stages) - 1 in self.parts
+        return len(self.plan.stages) - 1 in self.stages
 
     def own_variables(self) -> list[Any]:
         """Returns the variables of this process's stages."""
-        return [variable for part in self.parts.values() for variable in part.model.variables]
+        return [variable for stage in self.stages.values() for variable in stage.model.variables]
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Trains on the global batch; returns its loss, and Keras' logs."""
@@ -76,10 +79,10 @@ class Pipeline:
         self.model.zero_grad()
         self._run(batch, training=True)
         step = self.step
-        weights = [weight for part in self.parts.values() for weight in part.model.trainable_variables]
-        self._add_up([weight.value for weight in weights])
+        weights = [weight for stage in self.stages.values() for weight in stage.model.trainable_variables]
+        self._all_reduce_gradients([weight.value for weight in weights])
         penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
-        of_weights = [loss for part in self.parts.values() for loss in weight_penalties(part.model)]
+        of_weights = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
         if of_weights:
             (sum(of_weights) * step.scale).backward()
             penalty = penalty + sum(of_weights).detach()
@@ -91,7 +94,7 @@ class Pipeline:
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
-        variables = [variable for part in self.parts.values() for variable in part.model.non_trainable_variables]
+        variables = [variable for stage in self.stages.values() for variable in stage.model.non_trainable_variables]
         kept = [variable.value.clone() for variable in variables]
         dist.barrier()
         begin = time.perf_counter()
@@ -108,9 +111,9 @@ class Pipeline:
         from kerasdp.keras_compat import weight_penalties
 
         outputs = self.predict_step(batch)
-        penalties = [loss for part in self.parts.values() for loss in weight_penalties(part.model)]
+        penalties = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
         penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
-        (total,) = self._totals([penalty]) if self.has_penalties else (0.0,)
+        (total,) = self._sum_over_stages([penalty]) if self.has_penalties else (0.0,)
         return self._logs(batch, outputs, self.compiled_loss(batch, outputs) + total)
 
     def predict_step(self, batch: DeviceBatch) -> Any:
@@ -120,18 +123,18 @@ class Pipeline:
 
     def _run(self, batch: DeviceBatch, training: bool) -> None:
         micro_batches = self.plan.micro_batches(len(batch.indices))
-        self.step = Step(self, batch, micro_batches, training)
+        self.step = PipelineStep(self, batch, micro_batches, training)
         schedule = self._schedule(len(micro_batches), training)
-        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.place == 0 else []
+        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.rank_in_pipeline == 0 else []
         target = torch.arange(len(micro_batches)) if training and self.has_last else None
         schedule.step(*inputs, target=target, return_outputs=False)
 
     def _own_rows(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
         """Returns this pipeline's rows of each micro-batch, padded with copies to the same number in each."""
         count, size = len(micro_batches), self.size
-        if self.num_copies == 1 and count * size == micro_batches.num_rows:
+        if self.num_pipelines == 1 and count * size == micro_batches.num_rows:
             return inputs
-        rows = torch.arange(count).unsqueeze(1) * self.plan.size + self.copy * size + torch.arange(size)
+        rows = torch.arange(count).unsqueeze(1) * self.plan.size + self.pipeline_index * size + torch.arange(size)
         rows = rows.flatten().clamp(max=micro_batches.num_rows - 1).to(inputs[0].device)
         return [leaf[rows] for leaf in inputs]
 
@@ -146,10 +149,10 @@ class Pipeline:
             "1f1b": pipelining.Schedule1F1B,
             "interleaved1f1b": pipelining.ScheduleInterleaved1F1B,
         }[name]
-        rounds = max(1, num_micro_batches // self.length)
-        if len(self.parts) > 1 and (name == "gpipe" or num_micro_batches % rounds):
+        rounds = max(1, num_micro_batches // self.num_ranks)
+        if len(self.stages) > 1 and (name == "gpipe" or num_micro_batches % rounds):
             kind = pipelining.ScheduleLoopedBFS  # all forward passes first, with several stages per device
-        stages = [part.stage() for part in self.parts.values()]
+        stages = [stage.stage() for stage in self.stages.values()]
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             n_microbatches=num_micro_batches,
@@ -164,13 +167,13 @@ class Pipeline:
         """Returns whether all outputs exist before the first gradient is needed, so that any loss can be computed."""
         return self._schedule(num_micro_batches, True).is_whole
 
-    def _add_up(self, weights: list[torch.Tensor]) -> None:
+    def _all_reduce_gradients(self, weights: list[torch.Tensor]) -> None:
         """Sums the gradients over the pipelines."""
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        if self.num_copies == 1 or not gradients:
+        if self.num_pipelines == 1 or not gradients:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=self.copies)
+        dist.all_reduce(flat, group=self.replica_group)
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
 
@@ -187,7 +190,7 @@ class Pipeline:
         total_penalty = torch.zeros_like(penalty)
         if limit or is_scaled or self.has_penalties:
             squares = [(gradient / scale).square().sum() for gradient in gradients if gradient is not None]
-            total, total_penalty = self._totals([sum(squares, torch.zeros_like(penalty)), penalty])
+            total, total_penalty = self._sum_over_stages([sum(squares, torch.zeros_like(penalty)), penalty])
             if limit:
                 factor = limit / total.sqrt().clamp(min=limit)
                 gradients = [None if gradient is None else gradient * factor for gradient in gradients]
@@ -202,16 +205,16 @@ class Pipeline:
                 self._send(variable, self.idle_source)
         return total_penalty
 
-    def _totals(self, values: list[torch.Tensor]) -> torch.Tensor:
+    def _sum_over_stages(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Returns the sums over the stages."""
         totals = torch.stack([value.double() for value in values])
-        if self.length > 1:
+        if self.num_ranks > 1:
             dist.all_reduce(totals, group=self.group)
         return totals.to(values[-1].dtype)
 
     def _outputs(self) -> Any:
         """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
-        step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.length)
+        step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.num_ranks)
         outputs = []
         for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
             if self.has_last:
@@ -219,7 +222,7 @@ class Pipeline:
             else:
                 shape = (step.micro_batches.num_rows, *step.shapes[place])
                 leaf = torch.empty(shape, dtype=to_torch_dtype(tensor.dtype), device=self.strategy.device)
-            if self.length > 1:
+            if self.num_ranks > 1:
                 dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
             outputs.append(leaf)
         return self.plan.outputs(outputs)
@@ -246,11 +249,11 @@ class Pipeline:
             return [], None
         slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
         busy = {
-            number % self.length
+            number % self.num_ranks
             for number, stage in enumerate(self.plan.stages)
             if stage.model.trainable_variables
         }  # fmt: skip
-        source = dist.get_global_rank(self.group, min(busy)) if 0 < len(busy) < self.length else None
+        source = dist.get_global_rank(self.group, min(busy)) if 0 < len(busy) < self.num_ranks else None
         return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
 
     def variables_of(self, number: int) -> list[Any]:
@@ -265,8 +268,8 @@ class Pipeline:
 
     def gather_variables(self) -> None:
         """Gives each process of the pipeline the values of all variables."""
-        for number in range(len(self.plan.stages)) if self.length > 1 else ():
-            source = dist.get_global_rank(self.group, number % self.length)
+        for number in range(len(self.plan.stages)) if self.num_ranks > 1 else ():
+            source = dist.get_global_rank(self.group, number % self.num_ranks)
             for variable in self.variables_of(number):
                 self._send(variable, source)
 

@@ -26,7 +26,7 @@ class PipelineParallel(Strategy):
 
     Attributes:
         stage_group: the processes that hold this one's pipeline.
-        copy_group: those that hold replicas of this one's stages.
+        replica_group: those that hold replicas of this one's stages.
     """
 
     shard = (0, 1)
@@ -37,12 +37,15 @@ class PipelineParallel(Strategy):
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.device = device_of_process(devices)
         self.processes = join_processes(devices, self.device)
-        self.stages = StagedModels(config, lambda model: Pipeline(model, self), self.shard_batch)
+        self.stages: StagedModels[Pipeline] = StagedModels(
+            config, lambda model: Pipeline(model, self), self.shard_batch
+        )
         if devices.count == 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         length = devices.count // config.num_pipelines(devices.count)
         ranks = torch.arange(devices.count).reshape(-1, length)
-        self.stage_group, self.copy_group = (
+        self.stage_group, self.replica_group = (
             next(group for group in [dist.new_group(part.tolist()) for part in parts] if dist.get_rank(group) >= 0)
             for parts in (ranks, ranks.T)
         )
@@ -57,9 +60,9 @@ class PipelineParallel(Strategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
-        placed_batch = put_batch(batch, self.device)
+        device_batch = put_batch(batch, self.device)
         is_first = dist.get_rank(self.stage_group) == 0
-        return placed_batch if is_first else placed_batch._replace(inputs=None)
+        return device_batch if is_first else device_batch._replace(inputs=None)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
@@ -81,7 +84,7 @@ class PipelineParallel(Strategy):
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""
-        return differing_variables(self.stages.engine_of(model).own_variables(), self.copy_group)
+        return differing_variables(self.stages.engine_of(model).own_variables(), self.replica_group)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device (on the CPU: each process) has used."""

@@ -12,7 +12,7 @@ from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, 
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 
-class Step:
+class PipelineStep:
     """Holds what a step's micro-batches have in common."""
 
     def __init__(self, pipeline: Any, batch: DeviceBatch, micro_batches: Any, training: bool):
@@ -21,7 +21,7 @@ class Step:
         self.scale = pipeline.model.optimizer.scale_loss(one).detach() if training else one
         self.penalties: list[torch.Tensor] = []
         self.shapes = pipeline.plan.stages[-1].output_shapes(pipeline.size)
-        self.seeds = {part.number: [seed.value.clone() for seed in part.seeds] for part in pipeline.parts.values()}
+        self.seeds = {stage.number: [seed.value.clone() for seed in stage.seeds] for stage in pipeline.stages.values()}
         self._outputs: dict[int, list[torch.Tensor]] = {}
         self._gathered: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}
@@ -31,19 +31,19 @@ class Step:
     def context(self, number: int) -> ReplicaContext:
         """Returns the context of this pipeline's rows of a micro-batch."""
         pipeline, rows = self.pipeline, self.micro_batches.rows(number)
-        first = rows.start + pipeline.copy * pipeline.size
+        first = rows.start + pipeline.pipeline_index * pipeline.size
         whole = rows.stop - rows.start
-        several = pipeline.num_copies > 1
+        several, group = pipeline.num_pipelines > 1, pipeline.replica_group
         num_rows = min(max(rows.stop - first, 0), pipeline.size)
         # Without padding, and with nothing to join, batch norm may be torch's own, which is faster and keeps less.
         as_torch = pipeline.plan.is_whole_model and not several and num_rows == pipeline.size
         return ReplicaContext(
-            num_replicas=pipeline.num_copies,
+            num_replicas=pipeline.num_pipelines,
             num_rows=num_rows,
             rows=pipeline.size,
             first_row=first,
-            gather=None if as_torch else lambda own: gather_statistics(own, pipeline.copies) if several else own[None],
-            gather_rows=lambda own: (gather_rows(own, pipeline.copies, 1) if several else own)[:whole],
+            gather=None if as_torch else lambda own: gather_statistics(own, group) if several else own[None],
+            gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[:whole],
         )
 
     def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:
@@ -53,16 +53,16 @@ class Step:
     def gathered(self, number: int) -> list[torch.Tensor]:
         """Gathers a micro-batch's outputs of all pipelines, without padding."""
         if number not in self._gathered:
-            whole, copies = self.micro_batches.num_rows_of(number), self.pipeline.copies
+            num_rows, replica_group = self.micro_batches.num_rows_of(number), self.pipeline.replica_group
             leaves = self._outputs[number]
-            if self.pipeline.num_copies > 1:
-                leaves = [all_gather_stacked(leaf, copies).flatten(0, 1) for leaf in leaves]
-            self._gathered[number] = [leaf[:whole] for leaf in leaves]
+            if self.pipeline.num_pipelines > 1:
+                leaves = [all_gather_stacked(leaf, replica_group).flatten(0, 1) for leaf in leaves]
+            self._gathered[number] = [leaf[:num_rows] for leaf in leaves]
         return self._gathered[number]
 
     def loss(self, outputs: Any, number: int) -> torch.Tensor:
         """Returns a scalar to call `backward` on, before the loss is known."""
-        return _Deferred.apply(self, number, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+        return _DeferredLoss.apply(self, number, *(outputs if isinstance(outputs, tuple) else (outputs,)))
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Returns the gradients of a micro-batch's outputs."""
@@ -94,7 +94,7 @@ class Step:
             loss = pipeline.compiled_loss(batch, outputs) * (share * self.scale)
         flat = [leaf for parts in leaves for leaf in parts if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
-        first = pipeline.copy * pipeline.size
+        first = pipeline.pipeline_index * pipeline.size
         for number, parts in zip(numbers, leaves):
             self._gradients[number] = []
             for leaf in parts:
@@ -106,11 +106,11 @@ class Step:
                 self._gradients[number].append(own)
 
 
-class _Deferred(torch.autograd.Function):
+class _DeferredLoss(torch.autograd.Function):
     """Computes the gradients of a step's loss in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, number: int, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, step: PipelineStep, number: int, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.step, ctx.number = step, number
         return next(leaf for leaf in outputs if leaf.is_floating_point()).new_zeros(())
 
@@ -132,7 +132,7 @@ class _WithPenalty(torch.autograd.Function):
         return None, ctx.scale, *gradients
 
 
-class Part(torch.nn.Module):
+class StageModule(torch.nn.Module):
     """Wraps a stage in a module that takes a micro-batch's tensors."""
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
@@ -185,7 +185,7 @@ class Part(torch.nn.Module):
         outputs = [output.contiguous() for output in outputs]
         if context.penalties:
             penalty = sum(context.penalties) * step.micro_batches.share_of_rows(number)
-            if self.pipeline.copy == 0:
+            if self.pipeline.pipeline_index == 0:
                 step.penalties.append(penalty.detach())
             outputs = list(_WithPenalty.apply(step.scale, penalty, *outputs))
         if self.is_last:

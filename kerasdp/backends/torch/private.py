@@ -18,7 +18,7 @@ def compile_error() -> type[Exception]:
 
 
 def compile_with_inductor(
-    graph: torch.fx.GraphModule, inputs: list[torch.Tensor], options: dict[str, bool]
+    graph: torch.fx.GraphModule, inputs: list[torch.Tensor | int | torch.SymInt | None], options: dict[str, bool]
 ) -> Callable[..., object]:
     """Compiles a graph that torch.compile has captured; nothing runs.
 
