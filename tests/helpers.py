@@ -144,7 +144,7 @@ def run(
 
 
 def result_of(done: subprocess.CompletedProcess) -> dict:
-    """What a test program printed behind RESULT."""
+    """What a test program printed after RESULT."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))
@@ -185,7 +185,7 @@ def files_of_run(workdir):
 
 
 def assert_same(expected, received, tolerance):
-    """Compares nested numbers, and names the place where they part."""
+    """Compares nested numbers, and names the place where they diverge."""
     if isinstance(expected, dict):
         assert expected.keys() == received.keys()
         for name in expected:

@@ -41,7 +41,7 @@ def test_says_what_is_cut(results):
     assert 0.25 < held / whole < 0.3
 
 
-def test_a_run_goes_on_with_the_other_strategy(results):
+def test_a_run_resumes_with_the_other_strategy(results):
     assert_same(results["data"]["residual, adam"]["numbers"]["losses"], results["in turns"], 1e-5)
 
 

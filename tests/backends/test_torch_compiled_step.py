@@ -82,7 +82,7 @@ def test_a_compiler_that_fails_on_one_rank_alone():
 
 
 @pytest.mark.proof
-def test_a_compiled_run_goes_on_bit_by_bit(tmp_path):
+def test_a_compiled_run_resumes_bit_by_bit(tmp_path):
     choices = {"compile": "on", "checkpoint_every": "7"}
     whole = result_of(train_resumable(tmp_path / "whole", "torch", 1, **choices))
     done = train_resumable(tmp_path / "run", "torch", 1, trouble="signal", at_step=17, **choices)

@@ -97,7 +97,7 @@ def test_where_the_loops_are(tmp_path, monkeypatch):
 
 
 def test_the_kit_is_measured_against_itself():
-    """Batch norm over the global batch, beside that over each device's part."""
+    """Batch norm over the global batch, beside that over each shard."""
     config = Config(model="convnet", batch_norm="sync")
     found = contenders.choose(config, ["jax"], [1, 2], ["replica-norm"], 20)
     assert [str(one) for one in found] == ["kerasdp-jax", "kerasdp-jax x 2", "replica-norm-jax x 2"]

@@ -78,7 +78,7 @@ def test_metrics_go_on():
 
 
 def test_loss_scaling_comes_and_goes():
-    """A run in float16 goes on in float32, and the other way round."""
+    """A run in float16 resumes in float32, and the other way round."""
     plain, scaled = trained(), trained(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     groups = ("model", "optimizer", "loss_scale")
     training_state.restore(plain, training_state.gather(scaled), groups)

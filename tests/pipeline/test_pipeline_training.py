@@ -102,7 +102,7 @@ def undisturbed(tmp_path_factory):
         for place, old in enumerate(BACKENDS)
     ],
 )
-def test_a_pipeline_goes_on_on_another_backend(old, new, undisturbed, tmp_path):
+def test_a_pipeline_resumes_on_another_backend(old, new, undisturbed, tmp_path):
     """Stopped by a signal in its second epoch."""
     whole, whole_files = undisturbed(old)
     done = train_resumable(tmp_path / "run", old, 2, trouble="signal", at_step=17, **STAGES)

@@ -27,7 +27,7 @@ def test_distribution(initializer, shape):
     deviation = float(theirs.std())
     assert own.mean() == pytest.approx(float(theirs.mean()), abs=0.03 * deviation)
     assert own.std() == pytest.approx(deviation, rel=0.03)
-    # The shape of the distribution, and where it is cut off.
+    # The shape of the distribution, and where it is truncated.
     quantiles = [0.001, 0.05, 0.25, 0.75, 0.95, 0.999]
     np.testing.assert_allclose(np.quantile(own, quantiles), np.quantile(theirs, quantiles), atol=0.2 * deviation)
 

@@ -1,4 +1,4 @@
-"""Classes of a user's own that `learn.py` trains with. Imported within a run, when the backend is chosen."""
+"""User-defined classes that `learn.py` trains with. Imported within a run, when the backend is chosen."""
 
 import keras
 from keras import ops
@@ -36,7 +36,7 @@ class LastOutputs(keras.metrics.Metric):
 
 
 class Jitter(keras.layers.Layer):
-    """A layer of the user's own that draws with keras.random."""
+    """A user-defined layer that draws with keras.random."""
 
     def __init__(self):
         super().__init__()

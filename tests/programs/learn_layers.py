@@ -1,0 +1,111 @@
+"""Layers that depend on the whole batch or draw random numbers, as cases of `learn.py`."""
+
+import dataclasses
+
+import numpy as np
+
+import kerasdp
+
+
+def batch_norm(runner):
+    """Batch norm over the global batch, and over each replica's shard."""
+    import keras
+    from learn_classes import StepLosses
+
+    random = np.random.RandomState(3)
+    x, y = random.randint(0, 255, (45, 8, 8, 3)).astype("uint8"), random.randint(0, 5, 45)
+
+    def one(statistics):
+        with runner.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((8, 8, 3)),
+                    keras.layers.Rescaling(1 / 255),
+                    keras.layers.Conv2D(6, 3),
+                    keras.layers.BatchNormalization(),
+                    keras.layers.Activation("tanh"),
+                    keras.layers.Conv2D(6, 3, strides=2),
+                    keras.layers.BatchNormalization(scale=False),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(5),
+                ]
+            )
+            model.compile(
+                keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
+        kept, losses = runner.config, StepLosses(runner)
+        runner.config = dataclasses.replace(kept, batch_norm=statistics)
+        history = runner.fit(
+            model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses], validation_data=(x, y)
+        )
+        runner.config = kept
+        moving = [np.asarray(v).sum().item() for v in model.non_trainable_variables]
+        return {"losses": losses.values, "val_loss": history.history["val_loss"], "moving": moving}
+
+    many = random.rand(61, 28, 28, 3).astype("float32") * (random.rand(61, 28, 28, 1) > 0.6)
+    layer = kerasdp.layers.BatchNormalization(momentum=0.0)
+    layer(many, training=True)
+    variance = keras.ops.convert_to_numpy(layer.moving_variance)
+    round_off = np.abs(variance / many.astype("float64").var((0, 1, 2)) - 1).max().item()
+    return {statistics: one(statistics) for statistics in ("sync", "replica")} | {"round_off": round_off}
+
+
+def random_layers(runner):
+    """Dropout of all kinds, and Keras' other random layers: masks bit for bit, and what is learned through them."""
+    import keras
+    from keras import layers
+    from learn_classes import Jitter, LastOutputs, StepLosses
+
+    random = np.random.RandomState(5)
+    x, y = random.rand(45, 6, 6, 4).astype("float32"), random.randint(0, 5, 45)
+
+    def mask(make_layers):
+        with runner.scope():
+            inputs = keras.Input((6, 6, 4))
+            outputs = layers.PReLU()(keras.ops.ones_like(inputs))  # something to train, which leaves the ones alone
+            for layer in make_layers():
+                outputs = layer(outputs)
+            model = keras.Model(inputs, outputs)
+            model.compile("sgd", loss=lambda y, outputs: keras.ops.mean(outputs), metrics=[LastOutputs((3, 6, 6, 4))])
+        runner.fit(model, x, x, batch_size=14, epochs=2, verbose=0)
+        (last,) = [variable for variable in model.metrics_variables if variable.path.startswith("last")]
+        dropped = keras.ops.convert_to_numpy(last) == 0
+        return [np.packbits(dropped).tobytes().hex(), float(dropped.mean())]
+
+    def learned(make_layers, of_inputs=False):
+        with runner.scope():
+            # Images are changed before the first weight: TensorFlow's gradient of moving one is only roughly right.
+            body = [*make_layers(), layers.Conv2D(6, 3)] if of_inputs else [layers.Conv2D(6, 3), *make_layers()]
+            model = keras.Sequential([*body, layers.Flatten(), layers.Dense(5)])
+            model.compile(
+                keras.optimizers.SGD(0.02, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
+        losses = StepLosses(runner)
+        runner.fit(model, x, y, batch_size=14, epochs=3, verbose=0, callbacks=[losses])
+        return losses.values
+
+    return {
+        "masks": {
+            "dropout": mask(lambda: [layers.Dropout(0.3, seed=4), layers.Dropout(0.3)]),
+            "one_for_all": mask(lambda: [layers.Dropout(0.5, noise_shape=(1, 6, None, 4))]),
+            "one_for_axes": mask(
+                lambda: [layers.Dropout(0.3, noise_shape=(None, 1, 6, 4)), layers.SpatialDropout2D(0.4)]
+            ),
+        },
+        "losses": {
+            "noise": learned(
+                lambda: [
+                    layers.Dropout(0.3),
+                    layers.GaussianNoise(0.3),
+                    layers.GaussianDropout(0.3),
+                    layers.AlphaDropout(0.3),
+                    Jitter(),
+                ]
+            ),
+            "images": learned(
+                lambda: [layers.RandomFlip(), layers.RandomTranslation(0.2, 0.2), layers.RandomBrightness(0.2, (0, 1))],
+                of_inputs=True,
+            ),
+            "lstm": learned(lambda: [layers.Reshape((4, 24)), layers.LSTM(5, dropout=0.3, recurrent_dropout=0.2)]),
+        },
+    }

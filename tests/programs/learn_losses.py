@@ -1,0 +1,121 @@
+"""Losses and metrics of many kinds, as cases of `learn.py`."""
+
+import numpy as np
+
+
+def binary(runner):
+    """AUC, precision, recall, mean IoU and a loss that is a sum; dense, with a weight penalty and sample weights."""
+    import keras
+    from learn_classes import StepLosses
+
+    random = np.random.RandomState(0)
+    x, weights = random.randn(101, 8).astype("float32"), random.rand(101).astype("float32")
+    y = (x.sum(-1, keepdims=True) + random.randn(101, 1) > 0).astype("float32")
+    with runner.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(
+                    16, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(1e-3)
+                ),
+                keras.layers.Dense(1, "sigmoid"),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=1.0),
+            keras.losses.BinaryCrossentropy(reduction="sum"),
+            metrics=[
+                keras.metrics.AUC(name="auc"),
+                keras.metrics.Precision(name="precision"),
+                keras.metrics.Recall(name="recall"),
+                keras.metrics.BinaryIoU(name="iou"),
+            ],
+            weighted_metrics=["accuracy"],
+        )
+    losses = StepLosses(runner)
+    # The last batch has one sample: fewer than devices.
+    history = runner.fit(model, x, y, sample_weight=weights, batch_size=10, epochs=3, verbose=0, callbacks=[losses])
+    classes = runner.fit(model, x, y, class_weight={0: 1.0, 1: 3.0}, validation_split=0.25, batch_size=16, verbose=0)
+    return {"losses": losses.values, "history": history.history, "classes": classes.history}
+
+
+def two_heads(runner):
+    """Two inputs, two outputs with loss weights, from a PyDataset."""
+    import keras
+
+    random = np.random.RandomState(1)
+    a, b = random.randn(50, 6).astype("float32"), random.randn(50, 5).astype("float32")
+    y = {"number": a[:, :1] * 2, "kind": (b[:, 0] > 0).astype("int32")}
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            rows = slice(11 * index, 11 * index + 11)  # the last batch has 6
+            return {"a": a[rows], "b": b[rows]}, {name: values[rows] for name, values in y.items()}
+
+    with runner.scope():
+        inputs = {"a": keras.Input((6,), name="a"), "b": keras.Input((5,), name="b")}
+        x = keras.layers.Dense(8, "tanh")(keras.layers.Concatenate()(list(inputs.values())))
+        model = keras.Model(
+            inputs,
+            {"number": keras.layers.Dense(1, name="number")(x), "kind": keras.layers.Dense(2, name="kind")(x)},
+        )
+        model.compile(
+            keras.optimizers.SGD(0.05),
+            loss={"number": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+            loss_weights={"number": 0.3, "kind": 1.0},
+            metrics={"number": ["mae"], "kind": ["accuracy"]},
+        )
+    untrained = runner.predict(model, {"a": a, "b": b}, batch_size=16)  # loss and metrics are not built
+    history = runner.fit(model, Batches(workers=1), epochs=4, verbose=0)
+    return {
+        "untrained": untrained["number"].tolist(),
+        "history": history.history,
+        "evaluate": runner.evaluate(model, {"a": a, "b": b}, y, batch_size=16, return_dict=True),
+        "predictions": runner.predict(model, {"a": a, "b": b}, batch_size=16)["number"].tolist(),
+    }
+
+
+def unused_weights(runner):
+    """An output without a loss: its weights have no gradient, and stay. Dropout, which nothing may advance twice."""
+    import keras
+    from learn_classes import StepLosses
+
+    x = np.random.RandomState(6).randn(30, 5).astype("float32")
+    with runner.scope():
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dropout(0.3)(keras.layers.Dense(6, "tanh")(inputs))
+        outputs = {"learns": keras.layers.Dense(1, name="learns")(hidden), "idle": keras.layers.Dense(2)(hidden)}
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.05), loss={"learns": "mse", "idle": None})
+    losses = StepLosses(runner)
+    runner.fit(model, x, {"learns": x[:, :1]}, batch_size=8, epochs=2, verbose=0, callbacks=[losses])
+    return {"losses": losses.values, "weights": [float(np.abs(weight).sum()) for weight in model.get_weights()]}
+
+
+def contrastive(runner):
+    """A user-defined loss that needs inputs, and every sample together with every other."""
+    import keras
+    from keras import ops
+    from learn_classes import StepLosses
+
+    class Contrast(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            near = ops.matmul(x, ops.transpose(x))
+            return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - near))
+
+    x = np.random.RandomState(2).randn(33, 6).astype("float32")
+    with runner.scope():
+        model = Contrast()
+        model.compile(keras.optimizers.SGD(0.002))
+    losses = StepLosses(runner)
+    runner.fit(model, x, batch_size=7, epochs=2, verbose=0, callbacks=[losses])
+    return {"losses": losses.values}
