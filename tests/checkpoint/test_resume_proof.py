@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def get(way, optimizer):
         workdir = tmp_path_factory.mktemp("undisturbed") / "run"
-        done = run(*command(way, workdir, optimizer, f"--checkpoint_every={STOP}", "--keep=99"))
+        done = run(*command(way, workdir, optimizer, f"--checkpoint_every={STOP}", "--keep=99"), backend=way[0])
         assert done.returncode == 0, done.stderr
         return workdir
 
@@ -67,7 +67,7 @@ def resumed(old, way, optimizer, folder):
     for path in checkpoint.paths_in(str(workdir / "checkpoints")):
         if path != checkpoint.path_of(str(workdir / "checkpoints"), STOP):
             os.remove(path)
-    done = run(*command(way, workdir, optimizer, "--resume"))
+    done = run(*command(way, workdir, optimizer, "--resume"), backend=way[0])
     assert done.returncode == 0, done.stderr
     assert f"resumes after step {STOP}, in epoch 2" in done.stdout
     found = losses(workdir), final_arrays(workdir)
