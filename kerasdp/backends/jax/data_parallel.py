@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
 from kerasdp.backends.steps import (
-    DeviceScalar,
     all_variables,
     learning_rate,
     next_batches,
     require_device_batch,
+    train_on_next_batches,
 )
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
@@ -148,17 +148,17 @@ class DataParallel(Strategy):
         jitted_predict_step = jit(predict_step, (trainable, non_trainable))
 
         def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            batches, logs = next_batches(iterator, model, run_state), run_state.skipped_logs
-            is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
-            if len(batches) > 1 and run_state.observer is None and is_even:
-                (losses, rates, logs), state = jitted_train_steps(state, batches)
-                each = (DeviceScalar.each(values, len(batches)) for values in (losses, rates))
-                for batch, loss, rate in zip(batches, *each):
-                    run_state.after_step(loss, batch.indices, {}, rate)
-                return logs, state
-            for batch in batches:
-                (loss, rate, logs, seen), state = jitted_train_step[run_state.detail](state, batch)
-                run_state.after_step(loss, batch.indices, seen, rate)
+            def train_one(detail: Detail, batch: DeviceBatch) -> Any:
+                nonlocal state
+                outputs, state = jitted_train_step[detail](state, batch)
+                return outputs
+
+            def train_several(batches: list[DeviceBatch]) -> Any:
+                nonlocal state
+                outputs, state = jitted_train_steps(state, batches)
+                return outputs
+
+            logs = train_on_next_batches(iterator, model, run_state, train_one, train_several)
             return logs, state
 
         def test_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
-from kerasdp.backends.steps import DeviceScalar, all_variables, next_batches, require_device_batch
+from kerasdp.backends.steps import all_variables, next_batches, require_device_batch, train_on_next_batches
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import device_names
 from kerasdp.config import Config
@@ -129,18 +129,13 @@ class DataParallel(Strategy):
         run_train_steps = self._function(model, self._several(train_step[Detail.NOTHING]))
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            batches, logs = next_batches(iterator, model, run_state), run_state.skipped_logs
-            is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
-            if len(batches) > 1 and run_state.observer is None and is_even:
-                losses, rates, logs = run_train_steps(*batches)
-                each = (DeviceScalar.each(values, len(batches)) for values in (losses, rates))
-                for batch, loss, rate in zip(batches, *each):
-                    run_state.after_step(loss, batch.indices, {}, rate)
-                return logs
-            for batch in batches:
-                loss, rate, logs, seen = run_train_step[run_state.detail](batch)
-                run_state.after_step(loss, batch.indices, seen, rate)
-            return logs
+            return train_on_next_batches(
+                iterator,
+                model,
+                run_state,
+                lambda detail, batch: run_train_step[detail](batch),
+                lambda batches: run_train_steps(*batches),
+            )
 
         def test_function(iterator: Iterator[Any]) -> Any:
             for batch in next_batches(iterator, model):
