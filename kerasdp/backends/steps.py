@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp.backends.base import DeviceBatch, Tensor
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import Detail, RunState
@@ -109,6 +109,20 @@ def own_steps(model: Any, num_replicas: int) -> set[str]:
             "batch; override compute_loss or compute_metrics instead, or train on one device"
         )
     return found
+
+
+def inputs_for(method: str, model: Any, inputs: Structure, gather: Callable[[Structure], Structure]) -> Structure:
+    """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them.
+
+    Args:
+        method: the name of a method of the model.
+        model: a Keras model.
+        inputs: of this replica.
+        gather: gathers the inputs of all replicas.
+    """
+    import keras
+
+    return inputs if getattr(type(model), method) is getattr(keras.Model, method) else gather(inputs)
 
 
 def all_variables(model: Any) -> list[Any]:

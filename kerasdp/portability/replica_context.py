@@ -36,6 +36,56 @@ class ReplicaContext:
     penalties: list[Any] = dataclasses.field(default_factory=list)
     moving: list[tuple[Any, Any]] | None = None
 
+    @classmethod
+    def of_shard(
+        cls, num_rows: int, rank: int, num_replicas: int, size: int, *, first_row: int = 0,
+        gather: Callable[[Any], Any] | None, gather_rows: Callable[[Any], Any],
+        moving: list[tuple[Any, Any]] | None = None,
+    ) -> "ReplicaContext":  # fmt: skip
+        """Returns the context of one replica's shard of a batch, padded to the size of the other shards.
+
+        Args:
+            num_rows: of the batch.
+            rank: of the replica.
+            num_replicas: among which the batch is split.
+            size: rows of each shard, padding included.
+            first_row: index of the batch's first row in the global batch, where it is a micro-batch of that.
+            gather: see `ReplicaContext`.
+            gather_rows: see `ReplicaContext`.
+            moving: see `ReplicaContext`.
+        """
+        own = rank * size
+        return cls(
+            num_replicas=num_replicas,
+            num_rows=min(max(num_rows - own, 0), size),
+            rows=size,
+            first_row=first_row + own,
+            gather=gather,
+            gather_rows=gather_rows,
+            moving=moving,
+        )
+
+    @classmethod
+    def of_micro_batch(
+        cls, first_row: Any, num_rows: int, *, num_replicas: int = 1, gather: Callable[[Any], Any] | None = None
+    ) -> "ReplicaContext":
+        """Returns the context of a whole micro-batch, without padding, that one program computes.
+
+        Args:
+            first_row: index of its first row in the global batch; may be a scalar tensor.
+            num_rows: of the micro-batch.
+            num_replicas: devices of the program.
+            gather: see `ReplicaContext`.
+        """
+        return cls(
+            num_replicas=num_replicas,
+            num_rows=num_rows,
+            rows=num_rows,
+            first_row=first_row,
+            gather=gather,
+            gather_rows=lambda rows: rows,
+        )
+
 
 # A context variable, not a global: TensorFlow traces each replica in a thread of its own.
 _current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("kerasdp_replica", default=None)

@@ -113,14 +113,8 @@ class Part:
         return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
 
     def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
-        rows = inputs[0].shape[0]
-        context = ReplicaContext(
-            num_replicas=self.num_devices,
-            num_rows=rows,
-            rows=rows,
-            first_row=first_row,
-            gather_rows=lambda tensor: tensor,  # the program is one for all of the stage's devices
-        )
+        # The program is one for all of the stage's devices.
+        context = ReplicaContext.of_micro_batch(first_row, inputs[0].shape[0], num_replicas=self.num_devices)
         with use(context), self.penalties.active():
             outputs, non_trainable = self.model.stateless_call(
                 trainable, non_trainable, list(inputs), training=training

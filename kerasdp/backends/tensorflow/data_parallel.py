@@ -102,13 +102,11 @@ class DataParallel(Strategy):
         """Returns the context of a step on a global batch of `num_rows` rows."""
         if self.num_replicas == 1:
             return None
-        size = replica_rows(num_rows, self.num_replicas)
-        rank = collectives.rank()
-        return ReplicaContext(
-            num_replicas=self.num_replicas,
-            num_rows=min(max(num_rows - rank * size, 0), size),
-            rows=size,
-            first_row=rank * size,
+        return ReplicaContext.of_shard(
+            num_rows,
+            collectives.rank(),
+            self.num_replicas,
+            replica_rows(num_rows, self.num_replicas),
             gather=collectives.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],

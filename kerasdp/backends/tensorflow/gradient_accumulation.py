@@ -60,14 +60,7 @@ class Accumulation(Pipeline):
 
     def _part(self, inputs: Any, num_rows: int, first: Any, rows: int, training: bool) -> tuple[list[Any], Any]:
         """Computes outputs of some rows of the global batch, and their share of the activity penalties."""
-        context = ReplicaContext(
-            num_replicas=1,
-            num_rows=rows,
-            rows=rows,
-            first_row=first,
-            gather=lambda statistics: statistics[None],
-            gather_rows=lambda tensor: tensor,
-        )
+        context = ReplicaContext.of_micro_batch(first, rows, gather=lambda statistics: statistics[None])
         (stage,) = self.plan.stages
         with tf.device(self.names[0]), use(context), self.penalties.active():
             values = [_rows(leaf, first, rows) for leaf in self.plan.inputs(inputs)]

@@ -88,13 +88,8 @@ class Pipeline:
                 for leaf in values:  # else nothing would show when the first stage's backward pass is over
                     tape.watch(leaf)
                 self._watched += values
-            context = ReplicaContext(
-                num_replicas=1,
-                num_rows=rows.stop - rows.start,
-                rows=rows.stop - rows.start,
-                first_row=rows.start,
-                gather=lambda statistics: statistics[None],
-                gather_rows=lambda tensor: tensor,
+            context = ReplicaContext.of_micro_batch(
+                rows.start, rows.stop - rows.start, gather=lambda statistics: statistics[None]
             )
             for place, (name, stage) in enumerate(zip(self.names, self.plan.stages)):
                 with tf.device(name), use(context), self.penalties.active():

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.steps import learning_rate, own_steps
+from kerasdp.backends.steps import inputs_for, learning_rate, own_steps
 from kerasdp.backends.tensorflow import collectives, optimizer_update
 from kerasdp.portability.replica_context import ReplicaContext, use
 
@@ -113,7 +113,7 @@ class ReplicaSteps:
             targets, sample_weight = keras.tree.map_structure(
                 lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
             )
-        inputs = self._inputs_for("compute_loss", inputs, num_rows)
+        inputs = inputs_for("compute_loss", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
         with losses_of_whole_batch():
             loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
         return loss if context is None else sum(context.penalties, loss)
@@ -122,13 +122,6 @@ class ReplicaSteps:
         from kerasdp.keras_compat import update_loss_metric
 
         inputs, targets, outputs, sample_weight = batch
-        inputs = self._inputs_for("compute_metrics", inputs, num_rows)
+        inputs = inputs_for("compute_metrics", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
         update_loss_metric(self.model, loss, num_rows)
         return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
-
-    def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
-        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
-        import keras
-
-        own = getattr(type(self.model), method) is getattr(keras.Model, method)
-        return inputs if own else self.strategy.gather(inputs, num_rows)

@@ -51,13 +51,11 @@ class DataParallel(Strategy):
         """Returns the context of a step on a global batch of `num_rows` rows."""
         if self.num_replicas == 1:
             return None
-        size = replica_rows(num_rows, self.num_replicas)
-        own = min(max(num_rows - self.processes.rank * size, 0), size)
-        return ReplicaContext(
-            num_replicas=self.num_replicas,
-            num_rows=own,
-            rows=size,
-            first_row=self.processes.rank * size,
+        return ReplicaContext.of_shard(
+            num_rows,
+            self.processes.rank,
+            self.num_replicas,
+            replica_rows(num_rows, self.num_replicas),
             gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],

@@ -31,17 +31,16 @@ class PipelineStep:
     def context(self, number: int) -> ReplicaContext:
         """Returns the context of this pipeline's rows of a micro-batch."""
         pipeline, rows = self.pipeline, self.micro_batches.rows(number)
-        first = rows.start + pipeline.pipeline_index * pipeline.size
         whole = rows.stop - rows.start
         several, group = pipeline.num_pipelines > 1, pipeline.replica_group
-        num_rows = min(max(rows.stop - first, 0), pipeline.size)
         # Without padding, and with nothing to join, batch norm may be torch's own, which is faster and keeps less.
-        as_torch = pipeline.plan.is_whole_model and not several and num_rows == pipeline.size
-        return ReplicaContext(
-            num_replicas=pipeline.num_pipelines,
-            num_rows=num_rows,
-            rows=pipeline.size,
-            first_row=first,
+        as_torch = pipeline.plan.is_whole_model and not several and whole >= pipeline.size
+        return ReplicaContext.of_shard(
+            whole,
+            pipeline.pipeline_index,
+            pipeline.num_pipelines,
+            pipeline.size,
+            first_row=rows.start,
             gather=None if as_torch else lambda own: gather_statistics(own, group) if several else own[None],
             gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[:whole],
         )

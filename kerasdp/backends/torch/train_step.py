@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.steps import inputs_for
 from kerasdp.portability.replica_context import ReplicaContext
 
 # Of a rank's outputs that are sent together with the gradients.
@@ -89,7 +90,7 @@ class GlobalBatch:
 
         inputs, targets, sample_weight, indices = batch
         update_loss_metric(self.model, loss, len(indices))
-        inputs = self._inputs_for("compute_metrics", inputs, len(indices))
+        inputs = inputs_for("compute_metrics", self.model, inputs, lambda own: self.strategy.gather(own, len(indices)))
         return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
     def _loss(self, batch: DeviceBatch, outputs: Any, training: bool, rows: slice = slice(None)) -> torch.Tensor:
@@ -98,18 +99,11 @@ class GlobalBatch:
         from kerasdp.keras_compat import compute_loss
 
         inputs, targets, sample_weight, indices = batch
-        inputs = self._inputs_for("compute_loss", inputs, len(indices))
+        inputs = inputs_for("compute_loss", self.model, inputs, lambda own: self.strategy.gather(own, len(indices)))
         targets, sample_weight = keras.tree.map_structure(
             lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight)
         )
         return compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
-
-    def _inputs_for(self, method: str, inputs: Any, num_rows: int) -> Any:
-        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
-        import keras
-
-        own = getattr(type(self.model), method) is getattr(keras.Model, method)
-        return inputs if own else self.strategy.gather(inputs, num_rows)
 
 
 def _detached(outputs: Any) -> Any:
