@@ -1,0 +1,96 @@
+"""What a step records for a comparison: of every layer, of the inputs, of the gradients."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from kerasdp.backends.observer import Observer, forward_pass, observed, watched_layers
+from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.run_state import Detail
+
+X = np.arange(12, dtype="float32").reshape(3, 4)
+
+
+@pytest.fixture
+def model():
+    inputs = keras.Input((4,))
+    shared = keras.layers.Dense(4, name="shared")
+    block = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, "relu", name="inner")], name="block")
+    return keras.Model(inputs, block(shared(shared(inputs))))
+
+
+def recorded(model, detail, x=X):
+    with watched_layers(detail, model), forward_pass(detail, ops.convert_to_tensor(x)) as found:
+        outputs = model(x)
+    return found, ops.convert_to_numpy(outputs)
+
+
+def test_every_layer_in_the_order_of_the_calls(model):
+    found, outputs = recorded(model, Detail.EVERYTHING)
+    names = ["00000 inputs", "00001 shared", "00002 shared (2)", "00003 block/inner"]
+    assert list(found["outputs"]) == names
+    values = [ops.convert_to_numpy(value) for value in found["outputs"].values()]
+    once = ops.convert_to_numpy(model.get_layer("shared")(X))
+    np.testing.assert_array_equal(values[0], X)
+    np.testing.assert_array_equal(values[1], once)
+    np.testing.assert_array_equal(values[2], ops.convert_to_numpy(model.get_layer("shared")(once)))
+    np.testing.assert_array_equal(values[3], outputs)
+
+
+def test_layers_are_as_before_afterwards(model):
+    layer = model.get_layer("shared")
+    bound = layer.call  # as a user may have bound it
+    object.__setattr__(layer, "call", bound)
+    recorded(model, Detail.EVERYTHING)
+    assert vars(layer)["call"] is bound
+    assert "call" not in vars(model.get_layer("block").layers[0])
+
+
+@pytest.mark.parametrize(("detail", "names"), [(Detail.NOTHING, set()), (Detail.SUMMARY, {"row_means"})])
+def test_less_detail(model, detail, names):
+    found, _ = recorded(model, detail)
+    assert set(found) == names
+    if names:
+        np.testing.assert_allclose(ops.convert_to_numpy(found["row_means"]), X.mean(1)[None])
+
+
+def test_a_replica_records_the_rows_of_all(model):
+    others = np.full((2, 4), 7.0, "float32")
+
+    def gather_rows(tensor):  # as if the other replica had computed the same rows
+        return ops.concatenate([tensor, tensor[:2]])
+
+    with use(ReplicaContext(num_replicas=2, num_rows=3, rows=3, gather_rows=gather_rows)):
+        found, outputs = recorded(model, Detail.EVERYTHING)
+    assert ops.shape(found["row_means"]) == (1, 3 + len(others))
+    assert {tuple(value.shape)[0] for value in found["outputs"].values()} == {3 + len(others)}
+    whole = ops.convert_to_numpy(found["outputs"]["00003 block/inner"])
+    np.testing.assert_array_equal(whole, np.concatenate([outputs, outputs[:2]]))
+
+
+def test_gradients_and_their_norm():
+    gradients = [ops.convert_to_tensor([3.0]), None, ops.convert_to_tensor([[0.0, 4.0]])]
+    found = {"row_means": 1, "outputs": {"00000 inputs": 2}}
+    assert observed(Detail.NOTHING, gradients, found) == {}
+    summary = observed(Detail.SUMMARY, gradients, found)
+    assert float(summary.pop("gradient_norm")) == 5.0 and summary == {"row_means": 1}
+    everything = observed(Detail.EVERYTHING, gradients, found)
+    assert everything["gradients"] is gradients and everything["outputs"] == found["outputs"]
+
+
+def test_one_step_of_an_observer_is_detailed():
+    observer = Observer(detailed_step=1)
+    details = []
+    for number in range(3):
+        details.append(observer.detail)
+        seen = {"gradient_norm": 0.5, "row_means": [number]}
+        if observer.detail == Detail.EVERYTHING:
+            outputs = {"00001 dense": ops.ones((2,), "bfloat16"), "00000 inputs": ops.zeros((2,))}
+            seen |= {"gradients": [None, ops.ones((1,))], "outputs": outputs}
+        observer.on_step(0.1 * number, [number], seen)
+    assert details == [Detail.SUMMARY, Detail.EVERYTHING, Detail.SUMMARY]
+    assert list(observer.outputs) == ["inputs", "dense"]
+    assert observer.outputs["dense"].dtype == "float32"
+    assert observer.gradients[0] is None and observer.gradients[1].tolist() == [1.0]
+    assert observer.row_means == [[0], [1], [2]] and observer.losses == [0.0, 0.1, 0.2]

@@ -1,0 +1,83 @@
+"""A run that is watched over: restarted where a worker dies, and ended where one hangs or a signal asks for it."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.errors import RunError, UserError, WorkerError
+from kerasdp.runtime import heartbeat, signals, supervisor
+
+
+def settings(folder, **choices):
+    return Config(workdir=str(folder), **choices)
+
+
+# Functions of a module, since they run in new processes. `train` takes the number of the attempt.
+def work(config, train, folder):
+    attempts = pathlib.Path(config.workdir) / "attempts"
+    with open(attempts, "a") as file:
+        file.write(f"resume={config.resume}\n")
+    return train(len(attempts.read_text().splitlines()), folder)
+
+
+def train_on_third_attempt(attempt, folder):
+    if attempt < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "trained"
+
+
+def die(attempt, folder):
+    os._exit(7)
+
+
+def refuse(attempt, folder):
+    raise UserError("expected a loss. Received: none")
+
+
+def hang(attempt, folder):
+    heartbeat.Heartbeat(folder, rank=0).beat(5, False)
+    time.sleep(60)
+
+
+def attempts_in(folder):
+    return (folder / "attempts").read_text().splitlines()
+
+
+def test_a_worker_that_dies_is_restarted_and_resumes(tmp_path, capsys):
+    config = settings(tmp_path, max_restarts=2)
+    assert supervisor.supervise(work, config, train_on_third_attempt) == "trained"
+    assert attempts_in(tmp_path) == ["resume=False", "resume=True", "resume=True"]
+    errors = capsys.readouterr().err
+    assert errors.count("the worker was ended by SIGKILL") == 2
+    assert "restart 2 of 2, from the last checkpoint" in errors
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_restarts_are_used_up(max_restarts, tmp_path):
+    with pytest.raises(WorkerError, match="the worker ended with exit code 7"):
+        supervisor.supervise(work, settings(tmp_path, max_restarts=max_restarts), die)
+    assert len(attempts_in(tmp_path)) == 1 + max_restarts
+
+
+def test_a_users_error_is_not_tried_again(tmp_path):
+    with pytest.raises(UserError, match="expected a loss"):
+        supervisor.supervise(work, settings(tmp_path, max_restarts=3), refuse)
+    assert len(attempts_in(tmp_path)) == 1
+
+
+def test_a_worker_is_not_restarted_after_a_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "noted", lambda: signal.SIGTERM)
+    with pytest.raises(WorkerError):
+        supervisor.supervise(work, settings(tmp_path, max_restarts=3), die)
+    assert len(attempts_in(tmp_path)) == 1
+
+
+def test_a_worker_that_hangs_is_killed(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(RunError, match="rank 0 hangs in step 6 .*, in hang"):
+        supervisor.supervise(work, settings(tmp_path, hang_timeout=1.0), hang)
+    assert time.monotonic() - begin < 30
