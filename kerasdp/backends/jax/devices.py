@@ -1,14 +1,25 @@
-"""JAX: makes the devices of a run, all driven by one process."""
+"""JAX: the devices of a run, all driven by one process: how they are made, and how data is brought to them."""
 
+import contextlib
 import os
-from collections.abc import Callable
-from typing import Any
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.config import Config
+from kerasdp.data.device_cache import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import Devices, choose_devices
+from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
+
+if TYPE_CHECKING:
+    import keras
+
+    from kerasdp.data.feed import Batch
 
 
 def make_devices(config: Config) -> Devices:
@@ -35,6 +46,112 @@ def make_devices(config: Config) -> Devices:
 def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
     """Calls `worker(devices, *args)` in this process, which drives all devices."""
     return worker(devices, *args)
+
+
+def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
+    """Applies JAX's settings for a run, and returns its devices."""
+    # Whether arrays of 64-bit numbers stay what they are, instead of losing half of their bits.
+    jax.config.update("jax_enable_x64", config.precision == "float64")
+    if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
+        jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
+    of_run = jax.devices(devices.kind)[: devices.count]
+    if devices.kind == "gpu":
+        # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
+        jax.config.update("jax_default_matmul_precision", "float32")
+    return of_run
+
+
+def device_names(devices: Sequence[jax.Device]) -> list[str]:
+    """Returns the names of devices, as Keras has them."""
+    return [f"{device.platform}:{device.id}" for device in devices]
+
+
+class DeviceMesh:
+    """Devices in a row, and the shardings of tensors over them.
+
+    Attributes:
+        size: the number of devices.
+        split: the sharding of a tensor of which each device holds equally many rows.
+        copied: the sharding of a tensor of which each device holds the whole.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]):
+        mesh = Mesh(np.array(devices), ("batch",))
+        self.size = mesh.size
+        self.split, self.copied = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
+
+
+class BatchSharder:
+    """Brings batches to the devices.
+
+    Args:
+        inputs: the sharding of inputs.
+        copied: the sharding of all else.
+    """
+
+    def __init__(self, inputs: NamedSharding, copied: NamedSharding):
+        self._inputs, self._copied = inputs, copied
+        self._take = jax.jit(_take, out_shardings=inputs)  # each device its own rows
+
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
+        """Brings inputs, targets, sample weights and indices to the devices."""
+        import keras
+
+        def put(leaf: np.ndarray | None, sharding: NamedSharding) -> Tensor | None:
+            return None if leaf is None else jax.device_put(leaf, sharding)
+
+        inputs = batch.inputs
+        if isinstance(inputs, CachedRows):
+            kept = inputs.kept.copies(lambda arrays: jax.device_put(arrays, self._copied))
+            inputs = self._take(kept, put(inputs.numbers, self._inputs))
+        else:
+            inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._inputs), inputs)
+        rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
+        return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
+
+
+@contextlib.contextmanager
+def without_distribution() -> Iterator[None]:
+    """Keeps Keras from sharding batches again, within `fit`, `evaluate` and `predict`."""
+    import keras
+
+    distribution = keras.distribution.distribution()
+    keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(distribution)
+
+
+def variables_not_on(devices: Sequence[jax.Device], variables: "list[keras.Variable]") -> list[str]:
+    """Returns the paths of the variables that are not on all of these devices."""
+    return [variable.path for variable in variables if variable.value.sharding.device_set != set(devices)]
+
+
+def differing_variables(variables: "list[keras.Variable]") -> list[str]:
+    """Returns the paths of variables with a shard that differs between devices that hold it."""
+    different = []
+    for variable in variables:
+        shards = variable.value.addressable_shards
+        values = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in shards}
+        if len(values) > len({shard for shard, _ in values}):
+            different.append(variable.path)
+    return different
+
+
+def peak_memory_by_device(devices: Sequence[jax.Device]) -> list[int]:
+    """Returns the most bytes that each device has used; nothing if they share one process."""
+    statistics = [device.memory_stats() or {} for device in devices]
+    return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
+
+
+def peak_memory_bytes(devices: Sequence[jax.Device]) -> int:
+    """Returns the most bytes that a device (on the CPU: this process) has used."""
+    return max(peak_memory_by_device(devices), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _take(arrays: Structure, rows: Tensor) -> Structure:
+    return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
 
 def _num_gpus(config: Config) -> int:

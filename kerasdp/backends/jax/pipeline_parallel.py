@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions
-from kerasdp.backends.jax import data_parallel
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy
+from kerasdp.backends.jax.devices import differing_variables, peak_memory_by_device, peak_memory_bytes, start_jax
 from kerasdp.backends.jax.pipeline_engine import Pipeline
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.config import Config
@@ -15,18 +15,25 @@ from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
+if TYPE_CHECKING:
+    import keras
 
-class PipelineParallel(data_parallel.DataParallel):
+    from kerasdp.data.feed import Batch
+
+
+class PipelineParallel(Strategy):
     """The stages of a run. See `kerasdp.backends.base.Strategy`."""
 
+    shard = (0, 1)
     splits_batches = True
-    takes_several_steps = False
-    stages: StagedModels[Pipeline]
 
     def __init__(self, devices: Devices, config: Config):
-        super().__init__(devices, config)
-        self.stages = StagedModels(config, self._make_engine, self.shard_batch)
-        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
+        self.processes = SingleProcess()
+        self.num_devices, self.num_replicas = devices.count, 1
+        self.devices = start_jax(devices, config)
+        self.stages: StagedModels[Pipeline] = StagedModels(
+            config, lambda model: Pipeline(model, config, self.devices, self.processes), self.shard_batch
+        )
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -34,21 +41,17 @@ class PipelineParallel(data_parallel.DataParallel):
         with jax.default_device(jax.devices("cpu")[0]):
             yield
 
-    def shard_batch(self, batch: Any) -> DeviceBatch:
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Leaves the batch where it is: each stage takes what it needs."""
         return DeviceBatch(batch.inputs, batch.targets, batch.sample_weight, batch.indices)
 
-    def _make_engine(self, model: Any) -> Pipeline:
-        """Makes an engine for a model."""
-        return Pipeline(model, self.config, self.devices, self.processes)
-
     @contextlib.contextmanager
-    def running(self, model: Any) -> Iterator[None]:
+    def running(self, model: "keras.Model") -> Iterator[None]:
         """Brings each stage to its devices, where it stays. The context of `fit`, `evaluate` and `predict`."""
         self.stages.engine_of(model).move_to_stage_devices()
         yield
 
-    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
+    def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.stages.engine_of(model)
 
@@ -66,6 +69,14 @@ class PipelineParallel(data_parallel.DataParallel):
             predict=lambda state, iterator: pipeline.predict_step(state, require_device_batch(next(iterator))),
         )
 
-    def variables_outside_scope(self, model: Any) -> list[str]:
-        """Returns none: variables may be made anywhere."""
-        return []
+    def diverged_variables(self, model: "keras.Model") -> list[str]:
+        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
+        return differing_variables(model.variables)
+
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device has used; nothing if they share one process."""
+        return peak_memory_by_device(self.devices)
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
+        return peak_memory_bytes(self.devices)

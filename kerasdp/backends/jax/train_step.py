@@ -1,0 +1,171 @@
+"""JAX: compiles the functions that train, test and predict with a model on all devices."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from kerasdp.backends.base import DeviceBatch, StepFunctions
+from kerasdp.backends.steps import learning_rate, next_batches, require_device_batch, train_on_next_batches
+from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.run_state import Detail, RunState
+
+if TYPE_CHECKING:
+    import keras
+
+
+def make_step_functions(
+    model: "keras.Model", run_state: RunState, copied: NamedSharding, context: ReplicaContext | None
+) -> StepFunctions:
+    """Makes jitted train, test and predict functions for Keras' `fit`.
+
+    Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
+    padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
+    itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
+
+    Args:
+        model: built and compiled.
+        run_state: of the run.
+        copied: the sharding of variables that have none yet.
+        context: that of the layers in a training step.
+    """
+    import keras
+
+    overrides_train_step = type(model).train_step is not keras.Model.train_step
+    shardings = _variable_shardings(model, copied)
+    trainable, non_trainable, _, metrics = shardings
+
+    def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+        with use(context):
+            data = _cut(data)
+            if overrides_train_step:
+                logs, state = model.train_step(state, data)
+                return (logs.get("loss"), None, logs, {}), state
+            return _train_step(model, state, data, detail)
+
+    def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+        return model.test_step(state, _cut(data))
+
+    def predict_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+        outputs, non_trainable_variables = model.predict_step(state, _cut(data))
+        return outputs, (state[0], non_trainable_variables)
+
+    jitted_train_steps = _jit(model, _several(functools.partial(train_step, Detail.NOTHING)), shardings)
+    jitted_train_step = {detail: _jit(model, functools.partial(train_step, detail), shardings) for detail in Detail}
+    jitted_test_step = _jit(model, test_step, (trainable, non_trainable, metrics))
+    jitted_predict_step = _jit(model, predict_step, (trainable, non_trainable))
+
+    def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        def train_one(detail: Detail, batch: DeviceBatch) -> Any:
+            nonlocal state
+            outputs, state = jitted_train_step[detail](state, batch)
+            return outputs
+
+        def train_several(batches: list[DeviceBatch]) -> Any:
+            nonlocal state
+            outputs, state = jitted_train_steps(state, batches)
+            return outputs
+
+        logs = train_on_next_batches(iterator, model, run_state, train_one, train_several)
+        return logs, state
+
+    def test_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        for batch in next_batches(iterator, model):
+            logs, state = jitted_test_step(state, batch)
+        return logs, state
+
+    return StepFunctions(
+        train=train_function,
+        test=test_function,
+        predict=lambda state, iterator: jitted_predict_step(state, require_device_batch(next(iterator))),
+    )
+
+
+def _jit(model: "keras.Model", step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
+    """Compiles a step by JAX's own compiler, or leaves it eager, as Keras decides for its own functions."""
+    if not model.run_eagerly and model.jit_compile:
+        step = jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
+    last_state = None  # the state after the last step, which Keras hands back as it is
+
+    def run(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+        nonlocal last_state
+        if state is not last_state:  # the first one; or a callback has set variables
+            state = jax.device_put(state, state_shardings)
+        outputs, last_state = step(state, data)
+        return outputs, last_state
+
+    return run
+
+
+def _variable_shardings(model: "keras.Model", copied: NamedSharding) -> tuple[list[NamedSharding], ...]:
+    """Returns the shardings of a model's variables, in the four lists of Keras' state.
+
+    For a value that is on one device without having been sent there, as that of a new variable or a reset metric,
+    JAX (0.10.2) compiles another program: it would compile the first training step three times.
+    """
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    lists = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        [] if optimizer is None else optimizer.variables,
+        model.metrics_variables,
+    )
+    found = ([variable.value.sharding for variable in variables] for variables in lists)
+    return tuple(
+        [sharding if isinstance(sharding, NamedSharding) else copied for sharding in shardings] for shardings in found
+    )
+
+
+def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
+
+    def step(state: Any, batch: DeviceBatch) -> tuple[Any, Any]:
+        (loss, rate, logs, _), state = train_step(state, batch)
+        return state, (loss, rate, logs)
+
+    def train_steps(state: Any, batches: list[DeviceBatch]) -> tuple[Any, Any]:
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        state, (losses, rates, logs) = jax.lax.scan(step, state, stacked)
+        return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
+
+    return train_steps
+
+
+def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Inputs without their padding, targets, sample weights."""
+    inputs, targets, sample_weight, indices = data
+    return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
+
+
+def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail) -> tuple[Any, Any]:
+    """Runs Keras' training step, and also returns this batch's loss (Keras' logs hold the epoch's mean) and rate."""
+    import keras
+
+    from kerasdp.backends.observer import forward_pass, observed, watched_layers
+    from kerasdp.keras_compat import update_loss_metric
+
+    trainable, non_trainable, optimizer, metrics = state
+    inputs, targets, sample_weight = data
+
+    def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
+        # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
+        with watched_layers(detail, model), forward_pass(detail, inputs) as found:
+            loss, updates = model.compute_loss_and_updates(
+                trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
+            )
+        return loss, (updates, found)
+
+    (_, (updates, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
+    loss, outputs, non_trainable, metrics = updates
+    seen = observed(detail, gradients, found)
+    with keras.StatelessScope(zip(model.optimizer.variables, optimizer)):
+        rate = learning_rate(model.optimizer)
+    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
+        update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])
+        logs = model.compute_metrics(inputs, targets, outputs, sample_weight)
+    metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
+    return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)
