@@ -1,31 +1,22 @@
-"""Defines the flags, and turns a command line into a `Config`."""
+"""Defines the flags, in groups, and writes the text of `--help`."""
 
-import dataclasses
-import datetime
-import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
-from kerasdp.benchmark.contenders import PEERS, SHAPES
+from kerasdp.benchmark.contenders import PEERS
 from kerasdp.config import Config, validation
-from kerasdp.errors import UserError
-from kerasdp.runtime.devices import choose_backend
 
 FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
 
 _DEFAULTS = Config()
-_OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
-_NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
-_NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
-_NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
-_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
-_COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
-_STUDY = "Study of a pipeline (recipes/pipeline.py only)"
-_BENCHMARK = "Benchmark (recipes/benchmark.py only)"
+# Groups that belong to one recipe alone.
+COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
+STUDY = "Study of a pipeline (recipes/pipeline.py only)"
+BENCHMARK = "Benchmark (recipes/benchmark.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -33,17 +24,26 @@ def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text:
     GROUPS.setdefault(group, []).append(name)
 
 
-def _define_flags_of_training() -> None:
-    text, number, real = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
-    names = {key: ", ".join(getattr(validation, key)) for key in ("BACKENDS", "MODELS", "DATASETS", "PRECISIONS")}
+def _define_flags_of_devices() -> None:
+    text, number = flags.DEFINE_string, flags.DEFINE_integer
 
     group = "Backend and devices"
-    _define(group, "backend", text, None, f"{names['BACKENDS']}. Default: $KERAS_BACKEND, else the first installed.")
+    _define(
+        group,
+        "backend",
+        text,
+        None,
+        f"{', '.join(validation.BACKENDS)}. Default: $KERAS_BACKEND, else the first installed.",
+    )
     _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs, or 1. "
             "Without a GPU: that many virtual CPU devices.")  # fmt: skip
     _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs if there are any, else the CPU.")
     _define(
-        group, "precision", text, _DEFAULTS.precision, f"{names['PRECISIONS']}: precision of the layers' arithmetic."
+        group,
+        "precision",
+        text,
+        _DEFAULTS.precision,
+        f"{', '.join(validation.PRECISIONS)}: precision of the layers' arithmetic.",
     )
     _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16, which halves "
             "what devices send when they exchange gradients (torch, tensorflow).")  # fmt: skip
@@ -71,11 +71,16 @@ def _define_flags_of_training() -> None:
     _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
             "soon as possible (torch, jax); interleaved1f1b: with several stages per device (torch).")  # fmt: skip
 
+
+def _define_flags_of_training() -> None:
+    text, number, real = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
+    models, datasets = ", ".join(validation.MODELS), ", ".join(validation.DATASETS)
+
     group = "Model and data"
-    _define(group, "model", text, _DEFAULTS.model, f"{names['MODELS']}, or your own: path/to/file.py:function or "
+    _define(group, "model", text, _DEFAULTS.model, f"{models}, or your own: path/to/file.py:function or "
             "package.module:function, called as f(input_shape=, num_classes=), which returns a Keras model that "
             "gives logits.")  # fmt: skip
-    _define(group, "dataset", text, _DEFAULTS.dataset, f"{names['DATASETS']}, or your own: file.py:function, which "
+    _define(group, "dataset", text, _DEFAULTS.dataset, f"{datasets}, or your own: file.py:function, which "
             "returns (x_train, y_train), (x_test, y_test). Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', "
             "'images(size=(64,64))'.")  # fmt: skip
     _define(group, "data_dir", text, None, "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for "
@@ -136,21 +141,22 @@ def _define_flags_of_files() -> None:
 def _define_flags_of_recipes() -> None:
     text, number = flags.DEFINE_string, flags.DEFINE_integer
 
-    group = _COMPARISON
+    group = COMPARISON
     _define(group, "backends", text, None, "Instead of --backend, comma-separated. Default: all that are installed.")
     _define(group, "device_counts", text, "1,2,4", "Instead of --gpus: numbers of devices, comma-separated.")
 
-    group = _STUDY
+    group = STUDY
     _define(group, "split_sizes", text, "1,3,5,8,10,12,20,40,60", "Samples per micro-batch to try, comma-separated.")
     _define(group, "repetitions", number, 10, "Epochs to measure, of each way; one more, which compiles, comes first.")
 
-    group = _BENCHMARK
+    group = BENCHMARK
     _define(group, "peers", text, None, "What to measure next to kerasdp, comma-separated: "
             f"{', '.join(PEERS)}; or none. Default: all that can train the same on --backends.")  # fmt: skip
     _define(group, "rounds", number, 5, "How often each is measured, in turn.")
     _define(group, "steps_per_round", number, 20, "Training steps of each round.")
 
 
+_define_flags_of_devices()
 _define_flags_of_training()
 _define_flags_of_files()
 _define_flags_of_recipes()
@@ -170,136 +176,3 @@ def help_text(program: str) -> str:
                 f"--{name}: {flag.help}{default}", width=100, initial_indent="  ", subsequent_indent="      "
             ))  # fmt: skip
     return "\n".join(lines)
-
-
-def parse(arguments: list[str]) -> Config:
-    """Turns a command line into a `Config`.
-
-    Args:
-        arguments: `sys.argv`, the program's name included.
-
-    Raises:
-        UserError: if a flag is unknown or its value cannot be used.
-        SystemExit: after `--help`.
-    """
-    _read(arguments, without=_of_recipes(_COMPARISON, _STUDY, _BENCHMARK))
-    return _config()
-
-
-def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
-    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts.
-
-    Args and errors as in `parse`.
-    """
-    _read(
-        arguments,
-        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
-        | _of_recipes(_STUDY, _BENCHMARK),
-    )
-    names, numbers = _backends(), _numbers("device_counts")
-    config = _config()
-    for number in numbers:
-        dataclasses.replace(config, num_devices=number)  # raises if there is no such number
-    return config, names, numbers
-
-
-def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
-    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions.
-
-    Args and errors as in `parse`.
-    """
-    _read(
-        arguments,
-        without=_of_recipes(_COMPARISON, _BENCHMARK)
-        | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions")
-        | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
-    )
-    sizes = _numbers("split_sizes")
-    if _value("repetitions") < 2:
-        raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
-    return _config(strategy="pipeline"), sizes, _value("repetitions")
-
-
-def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
-    """Turns the command line of a benchmark into what is trained, backends, device counts, peers, rounds, their steps.
-
-    None for backends or peers: all there are. Args and errors as in `parse`.
-    """
-    _read(
-        arguments,
-        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | _of_recipes(_STUDY)
-        | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
-        | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
-        | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
-    )
-    for flag in ("rounds", "steps_per_round"):
-        if _value(flag) < 1:
-            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {_value(flag)}")
-    counts = _numbers("device_counts") if FLAGS["device_counts"].present else [1]
-    # Which all contenders can train; and what the frameworks do by themselves.
-    defaults = {"model": "convnet", "batch_norm": "replica"}
-    config = _config(**{name: value for name, value in defaults.items() if not FLAGS[name].present})
-    if config.model in SHAPES and FLAGS["dataset"].present:
-        raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
-    for count in counts:
-        dataclasses.replace(config, num_devices=count)  # raises if there is no such number
-    peers = _value("peers")
-    names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
-    return config, _backends(), counts, names, _value("rounds"), _value("steps_per_round")
-
-
-def _of_recipes(*groups: str) -> dict[str, str]:
-    """Returns the flags of these groups, each with the recipe that it belongs to."""
-    recipes = {_COMPARISON: "parity", _STUDY: "pipeline", _BENCHMARK: "benchmark"}
-    return {name: f"it belongs to recipes/{recipes[group]}.py" for group in groups for name in GROUPS[group]}
-
-
-def _backends() -> list[str] | None:
-    names = _value("backends")
-    return None if names is None else [choose_backend(name.strip()) for name in names.split(",")]
-
-
-def _numbers(flag: str) -> list[int]:
-    try:
-        numbers = [int(number) for number in _value(flag).split(",")]
-    except ValueError as error:
-        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {_value(flag)!r}") from error
-    if min(numbers) < 1:
-        raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
-    return numbers
-
-
-def _read(arguments: list[str], without: dict[str, str]) -> None:
-    """Sets `FLAGS` from a command line, on which the flags `without` are refused, with what to do instead."""
-    FLAGS.unparse_flags()
-    for name in FLAGS:
-        FLAGS[name].present = 0
-    try:
-        rest = FLAGS(arguments, known_only=False)
-    except flags.Error as error:
-        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
-    if _value("help"):
-        print(help_text(arguments[0]))
-        raise SystemExit(0)
-    if len(rest) > 1:
-        raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
-    for name, instead in without.items():
-        if FLAGS[name].present:
-            raise UserError(f"--{name} has no effect here: {instead}")
-
-
-def _value(flag: str) -> Any:
-    return FLAGS[flag].value
-
-
-def _config(**choices: Any) -> Config:
-    of_recipes = (_COMPARISON, _STUDY, _BENCHMARK)
-    values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
-    values["num_devices"] = values.pop("gpus")
-    values["num_stages"] = values.pop("stages")
-    if values["workdir"] is None and not values["resume"]:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
-    return Config(**(values | choices))

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kerasdp.cli.flags import parse, parse_benchmark, parse_comparison, parse_study
+from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_study
 from kerasdp.errors import PreemptedError, RunError
 from kerasdp.launch import launch
 

@@ -68,12 +68,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         is_chief = processes.rank == 0
         # The same on all ranks, though only one has those that write.
         self._rank_sync = RankSync(processes, each_step=bool(callbacks)) if processes.num_processes > 1 else None
-        if not is_chief:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, WRITERS)]
-        if verbose == "auto":
-            verbose = config.verbose
-        if verbose is None:
-            verbose = 1 if sys.stdout.isatty() else 2
+        callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
+        verbose = _verbosity(verbose, config)
         self.state, self._strategy = state, strategy
         self._marks = HeartbeatMarks(state, heartbeat) if heartbeat else None
         # Keras' own `self.model` brings back all values from the running step with jax, each time it is asked for.
@@ -86,22 +82,29 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.resumed = resume(processes, model, identity, checkpoints) if checkpoints and config.resume else None
         if self.resumed is not None:
             _resume(state, feed, self.resumed, is_chief=is_chief)
-        self.recorder = Recorder(
-            state,
-            facts,
-            folder=folder if is_chief else None,
-            saved=self.resumed.state if self.resumed else None,
-            verbose=bool(verbose) and is_chief,
-            describe=lambda: strategy.description(model),
-            peak_memory_bytes=strategy.peak_memory_bytes if is_chief else None,
-        )
-        own: list[keras.callbacks.Callback] = [self.recorder]
-        if is_chief and verbose:
-            own.append(Progress(state, bar=verbose == 1))
+        self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
+        shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
         stateful = [*callbacks, keras.callbacks.History()]
         self.checkpointer = self._make_checkpointer(config, stateful, identity, checkpoints) if checkpoints else None
         super().__init__(
-            [*own, *stateful], add_history=True, model=model, epochs=state.epochs, steps=state.num_batches, verbose=0
+            [self.recorder, *shown, *stateful],
+            add_history=True,
+            model=model,
+            epochs=state.epochs,
+            steps=state.num_batches,
+            verbose=0,
+        )
+
+    def _make_recorder(self, facts: report.Facts, folder: str | None, verbose: bool) -> Recorder:
+        strategy = self._strategy
+        return Recorder(
+            self.state,
+            facts,
+            folder=folder,
+            saved=self.resumed.state if self.resumed else None,
+            verbose=verbose,
+            describe=lambda: strategy.description(self._trained),
+            peak_memory_bytes=strategy.peak_memory_bytes if strategy.processes.rank == 0 else None,
         )
 
     def _make_checkpointer(
@@ -228,6 +231,15 @@ def _resume(state: RunState, feed: Feed, resumed: Checkpoint, *, is_chief: bool)
         report.warn(
             "the batches come from an object that keeps their order to itself: it must give the same ones again"
         )
+
+
+def _verbosity(verbose: str | int | None, config: Config) -> str | int:
+    """Returns 0, 1 or 2; by default a bar in a terminal, else a line an epoch."""
+    if verbose == "auto":
+        verbose = config.verbose
+    if verbose is None:
+        verbose = 1 if sys.stdout.isatty() else 2
+    return verbose
 
 
 def _is_default(callback: keras.callbacks.Callback, event: str) -> bool:

@@ -4,32 +4,27 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
-from kerasdp.backends.base import StepFunctions, Strategy
+from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
-from kerasdp.data.sampling import Order
-from kerasdp.data.sources import ArraySource, split_off, weights_of_classes
-from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
-from kerasdp.keras_compat import build_compiled, made_by_compile, set_precision, set_seed
+from kerasdp.data.sources import split_off
+from kerasdp.errors import NonFiniteLossError, ReplicasDifferError
+from kerasdp.keras_compat import set_precision, set_seed
 from kerasdp.portability import initial_weights
-from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
-
-# Bytes of inputs that stay on each GPU without being asked to.
-MOST_ON_DEVICE = 2**30
+from kerasdp.training.model_steps import ModelSteps
+from kerasdp.training.prepare import prepare
+from kerasdp.training.readers import make_reader
 
 
 class Runner:
@@ -51,7 +46,7 @@ class Runner:
         self._places: Iterator[int] = itertools.count()
         self.state = RunState()
         self.num_fits = 0
-        self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
+        self._steps = ModelSteps(strategy, self.state)
         set_seed(config.seed)
         set_precision(config.precision)
 
@@ -122,48 +117,49 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
-        reader = self._reader(
-            x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, training=True, fitting=True
-        )
+        order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight}
+        reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
         num_rows = self._prepare(model, reader)
         feed = Feed(reader, self.strategy.shard_batch, self.state)
-        if validation_data is not None:
-            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-            size = validation_batch_size or batch_size
-            validation = self._reader(val_x, val_y, val_weight, size, steps=validation_steps, fitting=True)
-            validation_data = self._adapter(Feed(validation, self.strategy.shard_batch), size)
-        self.state.begin_fit(
-            batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
-        )
-        if self.strategy.stages is not None:
-            self.strategy.stages.tune(model, reader.first, self._say)
-        run_callbacks = self._run_callbacks(model, feed, callbacks, batch_size, verbose)
+        validation_data = self._validation(validation_data, validation_batch_size or batch_size, validation_steps)
+        run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
-            initial_epoch = self.state.epoch
-            epochs = initial_epoch if self.state.was_over else epochs
-        with self._training(run_callbacks), self._running(model, "train", "test"):
+            initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
+        with self._training(run_callbacks), self._steps.running(model, "train", "test"):
             history = model.fit(
                 self._adapter(feed, batch_size),
-                epochs=epochs,
-                verbose=0,
                 callbacks=run_callbacks,
                 validation_data=validation_data,
-                shuffle=False,
-                initial_epoch=initial_epoch,
                 validation_freq=validation_freq,
+                **{"initial_epoch": initial_epoch, "epochs": epochs, "shuffle": False, "verbose": 0},
             )
         self.strategy.gather_variables(model)
         self.check_replicas(model)
         return history
 
-    def _run_callbacks(
+    def _validation(self, data: Any, batch_size: int, steps: int | None) -> FeedAdapter | None:
+        if data is None:
+            return None
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
+        return self._adapter(Feed(reader, self.strategy.shard_batch), batch_size)
+
+    def _begin_fit(
         self,
         model: keras.Model,
         feed: Feed,
         callbacks: list[keras.callbacks.Callback] | None,
         batch_size: int,
+        num_rows: int,
+        epochs: int,
         verbose: str | int,
     ) -> RunCallbacks:
+        """Sets state and stages to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
+        self.state.begin_fit(
+            batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
+        )
+        if self.strategy.stages is not None:
+            self.strategy.stages.tune(model, feed.reader.first, self._say)
         facts = Facts(
             # What is used, also where the arguments of `fit` say otherwise than the flags.
             config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
@@ -214,7 +210,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
         self._prepare(model, reader)
-        with self._running(model, "test"):
+        with self._steps.running(model, "test"):
             return model.evaluate(
                 self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
                 verbose=verbose if self.is_chief else 0,
@@ -236,7 +232,7 @@ class Runner:
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader, with_targets=False)
         several = model.steps_per_execution
-        with self._running(model, "predict"), contextlib.ExitStack() as stack:
+        with self._steps.running(model, "predict"), contextlib.ExitStack() as stack:
             model.steps_per_execution = 1  # the predict functions take a batch at a time
             stack.callback(setattr, model, "steps_per_execution", several)
             return model.predict(
@@ -255,95 +251,18 @@ class Runner:
             )
 
     def _reader(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int,
-        shuffle: bool = False,
-        steps: int | None = None,
-        class_weight: dict[int, float] | None = None,
-        training: bool = False,
-        fitting: bool = False,
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any
     ) -> SampleReader | BatchReader:
-        shard = self.strategy.shard
-        is_source = hasattr(x, "inputs") and hasattr(x, "targets")
-        is_structure = isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__")
-        if is_source or is_structure:
-            if is_source and not (y is None and sample_weight is None and class_weight is None):
-                raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
-            if class_weight is not None:
-                if sample_weight is not None:
-                    raise UserError("give class_weight or sample_weight, not both")
-                sample_weight = weights_of_classes(np.asarray(y), class_weight)
-            source = x if is_source else ArraySource(x, y, sample_weight)
-            if steps is not None and not training:  # else samples would count twice
-                steps = min(steps, -(-source.num_samples // batch_size))
-            order = Order(
-                num_samples=source.num_samples,
-                batch_size=batch_size,
-                seed=self.config.seed,
-                shuffle=shuffle,
-                steps_per_epoch=steps,
-            )
-            return SampleReader(source, order, self.num_replicas, shard, fitting and self._stays_on_device(source))
-        if fitting:
-            self._stays_on_device(x)  # raises if it was asked to
-        if y is not None or sample_weight is not None or class_weight is not None:
-            raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-        if shard[1] > 1 and not isinstance(x, keras.utils.PyDataset):
-            raise UserError(
-                f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
-                f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
-            )
-        return BatchReader(x, self.config.seed if shuffle else None, self.num_replicas, shard, steps)
-
-    def _stays_on_device(self, source: Any) -> bool:
-        choice, is_in_memory = self.config.data_on_device, isinstance(source, ArraySource)
-        if choice == "on" and not is_in_memory:
-            raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
-        if choice == "auto" and self.devices.kind == "gpu" and self.config.engine == "data":
-            return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
-        return choice == "on"
+        return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
 
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
-        """Builds whatever is not built, from the first batch, makes batch norm portable; that batch's rows."""
-        if model.steps_per_execution != 1 and not self.strategy.takes_several_steps:
-            raise UserError(
-                f"steps_per_execution: expected 1 with {self.config.backend} and --strategy={self.config.strategy}. "
-                f"Received: {model.steps_per_execution}; leave it out"
-            )
+        """Prepares the model for the reader's first batch; returns that batch's rows."""
         batch = reader.first()
-        num_rows = len(batch.indices)
-
-        def symbol(leaf: Any) -> Any:
-            # As many rows as the global batch has: this process may hold only some of the inputs.
-            return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
-
-        symbols = keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))
-        with self._scope():
-            if model.compiled and with_targets:  # loss and metrics, too
-                build_compiled(model, symbols)
-            elif not model.built:
-                model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
-        outside = self.strategy.variables_outside_scope(model)
-        if outside:
-            raise UserError(
-                f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
-                "all layers, the optimizer and the metrics within it"
-            )
-        portable(model, self.config.batch_norm)
-        if self.config.batch_norm == "replica" and self.is_chief and not batch_norms(model):
-            warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=3)
-        for layer in foreign_batch_norms(model) if self.strategy.splits_batches else ():
-            raise UserError(
-                f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
-                "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
-            )
-        return num_rows
+        prepare(model, batch, self.config, self.strategy, self._scope, with_targets)
+        return len(batch.indices)
 
     @contextlib.contextmanager
     def _training(self, callbacks: RunCallbacks) -> Iterator[None]:
@@ -362,29 +281,3 @@ class Runner:
                     if kept
                     else f"{error}; there is no good checkpoint yet"
                 ) from None
-
-    @contextlib.contextmanager
-    def _running(self, model: keras.Model, *names: str) -> Iterator[None]:
-        """Gives the model this run's step functions, and takes them back, so that it is a plain Keras model afterwards.
-
-        `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
-        """
-        # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
-        stages = self.strategy.stages
-        plan = None if stages is None else stages.engine_of(model).plan
-        optimizer = getattr(model, "optimizer", None)
-        is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        made_for = (optimizer, is_built, *made_by_compile(model), plan)
-        known = self._functions.get(model)
-        if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
-            known = made_for, self.strategy.step_functions(model, self.state)
-            self._functions.put(model, known)
-        kept = {name: getattr(model, f"{name}_function") for name in names}
-        for name in names:
-            setattr(model, f"{name}_function", getattr(known[1], name))
-        try:
-            with self.strategy.running(model):
-                yield
-        finally:
-            for name, function in kept.items():
-                setattr(model, f"{name}_function", function)

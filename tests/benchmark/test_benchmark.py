@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kerasdp.benchmark import contenders, measure
-from kerasdp.cli import flags as cli
+from kerasdp.cli import parse as cli
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError

@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 import kerasdp
-from kerasdp.cli import flags as cli
+from kerasdp.cli.flags import GROUPS
+from kerasdp.cli.parse import parse, parse_comparison, parse_study
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import PreemptedError, UserError
@@ -15,14 +16,14 @@ from kerasdp.runtime.devices import is_installed
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
 
 
-def parse(*flags):
-    return cli.parse(["train.py", *flags])
+def parse_training(*flags):
+    return parse(["train.py", *flags])
 
 
 def test_defaults_are_those_of_the_config():
     import dataclasses
 
-    settings = parse()
+    settings = parse_training()
     assert settings.workdir.startswith("runs/")
     assert dataclasses.replace(settings, workdir=None) == Config()
 
@@ -30,7 +31,7 @@ def test_defaults_are_those_of_the_config():
 def test_flags_and_flagfile(tmp_path):
     file = tmp_path / "some.flags"
     file.write_text("# a comment\n--epochs=3\n--gpus=2\n--optimizer=sgd(momentum=0.9)\n")
-    settings = parse(f"--flagfile={file}", "--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tensorboard")
+    settings = parse_training(f"--flagfile={file}", "--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tensorboard")
     assert (settings.epochs, settings.num_devices, settings.optimizer) == (4, 2, "sgd(momentum=0.9)")
     assert (settings.learning_rate, settings.workdir, settings.tensorboard) == (0.5, "w", True)
 
@@ -50,17 +51,17 @@ def test_flags_and_flagfile(tmp_path):
 )
 def test_wrong_flags(flag, words):
     with pytest.raises(UserError) as caught:
-        parse(flag)
+        parse_training(flag)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_help_names_each_flag_in_a_group(capsys):
     with pytest.raises(SystemExit) as stopped:
-        parse("--help")
+        parse_training("--help")
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    for group, names in cli.GROUPS.items():
+    for group, names in GROUPS.items():
         assert f"\n{group}:\n" in text
         assert all(f"\n  --{name}: " in text for name in names)
     assert max(map(len, text.splitlines())) <= 100
@@ -68,7 +69,7 @@ def test_help_names_each_flag_in_a_group(capsys):
 
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
-    assert sorted(name for names in cli.GROUPS.values() for name in names) == [
+    assert sorted(name for names in GROUPS.values() for name in names) == [
         "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "checkpoint_every", "compile",
         "cut_at", "data_dir", "data_on_device", "dataset", "device", "device_counts", "epochs", "export", "gpus",
         "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate", "log_every",
@@ -82,17 +83,17 @@ def test_the_flags_are_these():
 def test_flagfiles(file):
     """Each parses, and its header tells the command, the expected result and time, and where they were measured."""
     recipe = "pipeline" if file.stem.startswith("pipeline") else "train"
-    assert (cli.parse_study if recipe == "pipeline" else cli.parse)(["", f"--flagfile={file}"])
+    assert (parse_study if recipe == "pipeline" else parse)(["", f"--flagfile={file}"])
     header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
     for word in (f"python recipes/{recipe}.py --flagfile=flags/{file.name}", "Expected:", "Measured on:"):
         assert word in header
 
 
 def test_a_comparison():
-    config, backends, counts = cli.parse_comparison(["parity.py", "--model=convnet"])
+    config, backends, counts = parse_comparison(["parity.py", "--model=convnet"])
     assert (config.model, backends, counts) == ("convnet", None, [1, 2, 4])
     installed = next(name for name in BACKENDS if is_installed(name))
-    _, backends, counts = cli.parse_comparison(["parity.py", f"--backends={installed}", "--device_counts=1, 3"])
+    _, backends, counts = parse_comparison(["parity.py", f"--backends={installed}", "--device_counts=1, 3"])
     assert (backends, counts) == ([installed], [1, 3])
 
 
@@ -112,21 +113,21 @@ def test_a_comparison():
 )
 def test_a_wrong_comparison(flag, words):
     with pytest.raises(UserError) as caught:
-        cli.parse_comparison(["parity.py", flag])
+        parse_comparison(["parity.py", flag])
     assert words in str(caught.value)
 
 
 def test_flags_of_a_comparison_are_refused_in_training():
     with pytest.raises(UserError, match="--backends has no effect here: it belongs to recipes/parity.py"):
-        parse("--backends=torch")
-    parse()  # and is forgotten
+        parse_training("--backends=torch")
+    parse_training()  # and is forgotten
 
 
 def test_a_study():
-    config, sizes, repetitions = cli.parse_study(["pipeline.py", "--model=resnet50", "--split_sizes=2, 4"])
+    config, sizes, repetitions = parse_study(["pipeline.py", "--model=resnet50", "--split_sizes=2, 4"])
     assert (config.model, config.num_devices, sizes, repetitions) == ("resnet50", None, [2, 4], 10)
     with pytest.raises(UserError, match="--split_sizes has no effect here: it belongs to recipes/pipeline.py"):
-        parse("--split_sizes=2")
+        parse_training("--split_sizes=2")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_study():
 )
 def test_a_wrong_study(flag, words):
     with pytest.raises(UserError) as caught:
-        cli.parse_study(["pipeline.py", flag])
+        parse_study(["pipeline.py", flag])
     assert words in str(caught.value)
 
 

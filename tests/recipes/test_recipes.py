@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kerasdp.cli import flags as cli
+from kerasdp.cli import parse as cli
 from kerasdp.data.sampling import epoch_order
 from tests.helpers import BACKENDS, ROOT, environment, make_images, run, some_images, write_idx
 

@@ -19,6 +19,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
 if TYPE_CHECKING:
+    from kerasdp.backends.torch.train_step import GlobalBatch
     from kerasdp.data.feed import Batch
 
 # Steps after which compiling (10 to 60 s on a CPU) pays off.
@@ -80,9 +81,7 @@ class DataParallel(Strategy):
             model: a built Keras model.
             run_state: gets each training step.
         """
-        from kerasdp.backends.observer import forward_pass, observed, watched_layers
         from kerasdp.backends.torch.compiled_step import CompiledSteps
-        from kerasdp.backends.torch.private import all_reduce_async, wait
         from kerasdp.backends.torch.train_step import GlobalBatch
 
         own = own_steps(model, self.num_replicas)
@@ -99,32 +98,18 @@ class DataParallel(Strategy):
                 run_state.after_step(logs.get("loss"), batch.indices, {})
                 return logs
             detail = run_state.detail
+            done = None
             if self._compiles(model, run_state, len(batch.indices)):
                 compiled = compiled or CompiledSteps(self, model, whole)
-                if (done := compiled(batch, detail)) is not None:
-                    loss, rate, logs, seen = done
-                    run_state.after_step(loss, batch.indices, seen, rate)
-                    return logs
-            variables = model.trainable_weights[:]
-            # Not before: a model that is only evaluated may have nothing to train, which torch refuses. Again when
-            # a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
-            if parallel_for != (trained := [id(variable) for variable in variables]):
-                parallel = None
-                parallel, parallel_for = self._parallel(model, batch), trained
-            context = self.context(len(batch.indices))
-            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-                outputs = whole.forward(parallel, batch.inputs, context, training=True)
-            model.zero_grad()
-            loss, shared, finish = whole.training_loss(batch, outputs, context)
-            shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
-            model.optimizer.scale_loss(loss).backward()
-            gradients = [variable.value.grad for variable in variables]
-            with torch.no_grad():
-                outputs, loss = finish(None if shared is None else wait(shared))
-                seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
-                rate = learning_rate(model.optimizer)
-                model.optimizer.apply(gradients, variables)
-                logs = whole.metrics(batch, outputs, loss)
+                done = compiled(batch, detail)
+            if done is None:
+                # Not before: a model that is only evaluated may have nothing to train, which torch refuses. Again when
+                # a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
+                if parallel_for != (trained := [id(variable) for variable in model.trainable_weights]):
+                    parallel = None
+                    parallel, parallel_for = self._parallel(model, batch), trained
+                done = self._train_eagerly(model, parallel, whole, batch, detail)
+            loss, rate, logs, seen = done
             run_state.after_step(loss, batch.indices, seen, rate)
             return logs
 
@@ -149,6 +134,30 @@ class DataParallel(Strategy):
                 return self.gather(whole.forward(model, inputs, context, training=False), len(indices))
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+
+    def _train_eagerly(
+        self, model: Any, parallel: Any, whole: "GlobalBatch", batch: DeviceBatch, detail: Any
+    ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+        """Trains a step layer by layer; returns loss, learning rate, Keras' logs and what `observed` recorded."""
+        from kerasdp.backends.observer import forward_pass, observed, watched_layers
+        from kerasdp.backends.torch.private import all_reduce_async, wait
+
+        variables = model.trainable_weights[:]
+        context = self.context(len(batch.indices))
+        with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+            outputs = whole.forward(parallel, batch.inputs, context, training=True)
+        model.zero_grad()
+        loss, shared, finish = whole.training_loss(batch, outputs, context)
+        shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
+        model.optimizer.scale_loss(loss).backward()
+        gradients = [variable.value.grad for variable in variables]
+        with torch.no_grad():
+            outputs, loss = finish(None if shared is None else wait(shared))
+            seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
+            rate = learning_rate(model.optimizer)
+            model.optimizer.apply(gradients, variables)
+            logs = whole.metrics(batch, outputs, loss)
+        return loss, rate, logs, seen
 
     def _compiles(self, model: Any, run_state: RunState, num_rows: int) -> bool:
         """Returns whether a batch of so many rows is trained by a compiled step; a smaller last one is not.

@@ -1,0 +1,153 @@
+"""Turns the command lines of the recipes into what they train."""
+
+import dataclasses
+import datetime
+import os
+from typing import Any
+
+from absl import flags
+
+from kerasdp.benchmark.contenders import SHAPES
+from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, STUDY, help_text
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.runtime.devices import choose_backend
+
+_OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
+_NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
+_NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
+_NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
+_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
+
+
+def parse(arguments: list[str]) -> Config:
+    """Turns a command line into a `Config`.
+
+    Args:
+        arguments: `sys.argv`, the program's name included.
+
+    Raises:
+        UserError: if a flag is unknown or its value cannot be used.
+        SystemExit: after `--help`.
+    """
+    _read(arguments, without=_of_recipes(COMPARISON, STUDY, BENCHMARK))
+    return _config()
+
+
+def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
+    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts.
+
+    Args and errors as in `parse`.
+    """
+    _read(
+        arguments,
+        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
+        | _of_recipes(STUDY, BENCHMARK),
+    )
+    names, numbers = _backends(), _numbers("device_counts")
+    config = _config()
+    for number in numbers:
+        dataclasses.replace(config, num_devices=number)  # raises if there is no such number
+    return config, names, numbers
+
+
+def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
+    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions.
+
+    Args and errors as in `parse`.
+    """
+    _read(
+        arguments,
+        without=_of_recipes(COMPARISON, BENCHMARK)
+        | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions")
+        | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
+    )
+    sizes = _numbers("split_sizes")
+    if _value("repetitions") < 2:
+        raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
+    return _config(strategy="pipeline"), sizes, _value("repetitions")
+
+
+def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
+    """Turns the command line of a benchmark into what is trained, backends, device counts, peers, rounds, their steps.
+
+    None for backends or peers: all there are. Args and errors as in `parse`.
+    """
+    _read(
+        arguments,
+        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        | _of_recipes(STUDY)
+        | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
+        | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
+        | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
+    )
+    for flag in ("rounds", "steps_per_round"):
+        if _value(flag) < 1:
+            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {_value(flag)}")
+    counts = _numbers("device_counts") if FLAGS["device_counts"].present else [1]
+    # Which all contenders can train; and what the frameworks do by themselves.
+    defaults = {"model": "convnet", "batch_norm": "replica"}
+    config = _config(**{name: value for name, value in defaults.items() if not FLAGS[name].present})
+    if config.model in SHAPES and FLAGS["dataset"].present:
+        raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
+    for count in counts:
+        dataclasses.replace(config, num_devices=count)  # raises if there is no such number
+    peers = _value("peers")
+    names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
+    return config, _backends(), counts, names, _value("rounds"), _value("steps_per_round")
+
+
+def _of_recipes(*groups: str) -> dict[str, str]:
+    """Returns the flags of these groups, each with the recipe that it belongs to."""
+    recipes = {COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark"}
+    return {name: f"it belongs to recipes/{recipes[group]}.py" for group in groups for name in GROUPS[group]}
+
+
+def _backends() -> list[str] | None:
+    names = _value("backends")
+    return None if names is None else [choose_backend(name.strip()) for name in names.split(",")]
+
+
+def _numbers(flag: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in _value(flag).split(",")]
+    except ValueError as error:
+        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {_value(flag)!r}") from error
+    if min(numbers) < 1:
+        raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
+    return numbers
+
+
+def _read(arguments: list[str], without: dict[str, str]) -> None:
+    """Sets `FLAGS` from a command line, on which the flags `without` are refused, with what to do instead."""
+    FLAGS.unparse_flags()
+    for name in FLAGS:
+        FLAGS[name].present = 0
+    try:
+        rest = FLAGS(arguments, known_only=False)
+    except flags.Error as error:
+        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
+    if _value("help"):
+        print(help_text(arguments[0]))
+        raise SystemExit(0)
+    if len(rest) > 1:
+        raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
+    for name, instead in without.items():
+        if FLAGS[name].present:
+            raise UserError(f"--{name} has no effect here: {instead}")
+
+
+def _value(flag: str) -> Any:
+    return FLAGS[flag].value
+
+
+def _config(**choices: Any) -> Config:
+    of_recipes = (COMPARISON, STUDY, BENCHMARK)
+    values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
+    values["num_devices"] = values.pop("gpus")
+    values["num_stages"] = values.pop("stages")
+    if values["workdir"] is None and not values["resume"]:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
+    return Config(**(values | choices))

@@ -1,0 +1,73 @@
+"""Prepares a model for the devices before its first step."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from kerasdp.backends.base import Strategy
+from kerasdp.config import Config
+from kerasdp.data.feed import Batch
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import build_compiled
+from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+
+
+def prepare(
+    model: keras.Model,
+    batch: Batch,
+    config: Config,
+    strategy: Strategy,
+    scope: Callable[[], AbstractContextManager[None]],
+    with_targets: bool = True,
+) -> None:
+    """Builds what is not built of a model, and makes its batch norm the one of this run.
+
+    Args:
+        model: of the user.
+        batch: the first one, for its shapes.
+        config: the choices of the run.
+        strategy: how the devices share the work.
+        scope: makes the context in which variables are made.
+        with_targets: whether the batch has what loss and metrics need.
+
+    Raises:
+        UserError: if the model cannot be used in this run.
+    """
+    if model.steps_per_execution != 1 and not strategy.takes_several_steps:
+        raise UserError(
+            f"steps_per_execution: expected 1 with {config.backend} and --strategy={config.strategy}. "
+            f"Received: {model.steps_per_execution}; leave it out"
+        )
+    with scope():
+        if model.compiled and with_targets:  # loss and metrics, too
+            build_compiled(model, _symbols(batch))
+        elif not model.built:
+            model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
+    outside = strategy.variables_outside_scope(model)
+    if outside:
+        raise UserError(
+            f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
+            "all layers, the optimizer and the metrics within it"
+        )
+    portable(model, config.batch_norm)
+    if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
+        # Shown at the user's call of `fit`, `evaluate` or `predict`.
+        warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=4)
+    for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
+        raise UserError(
+            f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
+            "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
+        )
+
+
+def _symbols(batch: Batch) -> Any:
+    num_rows = len(batch.indices)
+
+    def symbol(leaf: Any) -> Any:
+        # As many rows as the global batch has: this process may hold only some of the inputs.
+        return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
+
+    return keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))

@@ -1,0 +1,92 @@
+"""Chooses how the data that a user gives to `fit`, `evaluate` or `predict` is read."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.backends.base import Strategy
+from kerasdp.config import Config
+from kerasdp.data.feed import BatchReader, SampleReader
+from kerasdp.data.sampling import Order
+from kerasdp.data.sources import ArraySource, weights_of_classes
+from kerasdp.errors import UserError
+from kerasdp.runtime.devices import Devices
+
+# Bytes of inputs that stay on each GPU without being asked to.
+MOST_ON_DEVICE = 2**30
+
+
+def make_reader(
+    config: Config,
+    strategy: Strategy,
+    devices: Devices,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    steps: int | None = None,
+    class_weight: dict[int, float] | None = None,
+    training: bool = False,
+    fitting: bool = False,
+) -> SampleReader | BatchReader:
+    """Makes the reader of this process for what a user gives as data.
+
+    Args:
+        config: `seed`, `data_on_device` and `engine` are read.
+        strategy: says which inputs this process reads.
+        devices: of the run.
+        x: as in `kerasdp.Runner.fit`; so are `y`, `sample_weight`, `class_weight` and `shuffle`.
+        batch_size: the global batch.
+        steps: batches in an epoch; None: all there are.
+        training: whether an epoch of more batches than there are continues with the next pass over the data.
+        fitting: whether the data is read in many epochs, so that it may stay on the devices.
+
+    Raises:
+        UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
+    """
+    weights_given = sample_weight is not None or class_weight is not None
+    if _is_source(x) or isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__"):
+        if _is_source(x) and (y is not None or weights_given):
+            raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise UserError("give class_weight or sample_weight, not both")
+            sample_weight = weights_of_classes(np.asarray(y), class_weight)
+        source = x if _is_source(x) else ArraySource(x, y, sample_weight)
+        if steps is not None and not training:  # else samples would count twice
+            steps = min(steps, -(-source.num_samples // batch_size))
+        order = Order(
+            num_samples=source.num_samples,
+            batch_size=batch_size,
+            seed=config.seed,
+            shuffle=shuffle,
+            steps_per_epoch=steps,
+        )
+        is_kept = fitting and _stays_on_device(source, config, devices)
+        return SampleReader(source, order, strategy.num_replicas, strategy.shard, is_kept)
+    if fitting:
+        _stays_on_device(x, config, devices)  # raises if it was asked to
+    if y is not None or weights_given:
+        raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
+    if strategy.shard[1] > 1 and not isinstance(x, keras.utils.PyDataset):
+        raise UserError(
+            f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
+            f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
+        )
+    return BatchReader(x, config.seed if shuffle else None, strategy.num_replicas, strategy.shard, steps)
+
+
+def _is_source(x: Any) -> bool:
+    return hasattr(x, "inputs") and hasattr(x, "targets")
+
+
+def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
+    choice, is_in_memory = config.data_on_device, isinstance(source, ArraySource)
+    if choice == "on" and not is_in_memory:
+        raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
+    if choice == "auto" and devices.kind == "gpu" and config.engine == "data":
+        return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
+    return choice == "on"
