@@ -22,6 +22,10 @@ from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.processes import how_it_ended
 
+# The launcher looks this often for workers that have ended; of those that ended since its last look it sees any one.
+_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_TO_SEE_ANOTHER_END = 10 * _SECONDS_BETWEEN_LOOKS
+
 
 def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
     """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
@@ -55,7 +59,7 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
             # When one has died, the others get a signal, which they may take for the scheduler's, and so finish a step.
             shutdown_timeout=5,
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-            monitor_interval=0.1,
+            monitor_interval=_SECONDS_BETWEEN_LOOKS,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
@@ -85,6 +89,9 @@ def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
         path = os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}.error")
         with open(path, "w") as file:
             json.dump(record, file)
+        if not isinstance(error, errors.RunError):
+            # Maybe because another rank was killed, which records nothing: the launcher is to see that one's end first.
+            time.sleep(_SECONDS_TO_SEE_ANOTHER_END)
         # The process group is not left in order: that would wait for ranks that wait for this one.
         raise
     dist.destroy_process_group()
