@@ -31,6 +31,8 @@ def make_devices(config: Config) -> Devices:
 def device_of_process(devices: Devices) -> torch.device:
     """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
     if (folder := cache_folder("torch")) is not None:
+        # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
+        # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     is_gpu = devices.kind == "gpu"
     # Keras asks this once, at import.
