@@ -1,0 +1,134 @@
+"""A training step captured as one graph, in pytest's process and without a compiler."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.backends.base import SingleProcess
+from kerasdp.config import Config
+from kerasdp.runtime.run_state import Detail
+
+torch = pytest.importorskip("torch")
+if keras.backend.backend() != "torch":
+    pytest.skip("the captured step is torch's", allow_module_level=True)
+
+from kerasdp.backends.base import DeviceBatch  # noqa: E402
+from kerasdp.backends.torch.compiled_step import CompiledSteps  # noqa: E402
+from kerasdp.backends.torch.gradient_buckets import GradientBuckets  # noqa: E402
+from kerasdp.backends.torch.train_step import GlobalBatch  # noqa: E402
+
+X = np.random.RandomState(0).rand(6, 4).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+OF_NO_MODEL = [keras.Variable(0.0)]
+
+
+class Foreign(keras.layers.Layer):
+    def call(self, inputs):
+        OF_NO_MODEL[0].assign_add(1.0)
+        return inputs + OF_NO_MODEL[0]
+
+
+def strategy():
+    return types.SimpleNamespace(
+        processes=SingleProcess(),
+        is_gpu=False,
+        num_replicas=1,
+        config=Config(backend="torch"),
+        context=lambda rows: None,
+    )
+
+
+def new_model(*layers):
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"], jit_compile=False)
+    return model
+
+
+def captured(model):
+    model.optimizer.build(model.trainable_variables)
+    model.compute_metrics(X, Y, model(X))  # builds them
+    model.reset_metrics()
+    own = strategy()
+    steps = CompiledSteps(own, model, GlobalBatch(own, model))
+    data = (torch.from_numpy(X), torch.from_numpy(Y), None)
+    return steps, data
+
+
+def train_captured(model, num_steps):
+    steps, data = captured(model)
+    graph = steps._captured(data, Detail.SUMMARY, len(X))
+    losses = []
+    for _ in range(num_steps):
+        loss, rate, logs, seen = graph(steps.values, data)
+        losses.append(float(loss))
+    return graph, losses, float(rate), {name: float(value) for name, value in logs.items()}, seen
+
+
+def test_the_graph_learns_what_keras_learns():
+    eager, model = new_model(), new_model()
+    model.set_weights(eager.get_weights())
+    graph, losses, rate, logs, seen = train_captured(model, 4)
+    expected = [float(eager.train_on_batch(X, Y)[0])]
+    for _ in range(3):
+        eager.reset_metrics()  # of each step, not the mean so far
+        expected.append(float(eager.train_on_batch(X, Y)[0]))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    for own, other in zip(model.get_weights(), eager.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+    assert int(model.optimizer.iterations) == 4
+    assert rate == pytest.approx(0.1)
+    assert logs.keys() == {"loss", "mae"} and logs["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert float(seen["gradient_norm"]) > 0
+
+
+def test_the_graph_holds_the_update_of_each_variable():
+    model = new_model()
+    graph, *_ = train_captured(model, 1)
+    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    slots = 2 * len(model.trainable_variables) + 1  # of Adam, and its iterations
+    metrics = len(model.metrics_variables)
+    assert len(copies) == len(model.trainable_variables) + slots + metrics
+
+
+def test_capturing_changes_no_variable():
+    model = new_model()
+    before = model.get_weights()
+    steps, data = captured(model)
+    steps._captured(data, Detail.NOTHING, len(X))
+    for own, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Foreign, "variables are assigned that are not the model's"),
+        (lambda: keras.layers.TorchModuleWrapper(torch.nn.Identity()), "wraps a torch.nn.Module"),
+    ],
+    ids=["foreign", "wrapped"],
+)
+def test_what_cannot_be_captured_is_refused(make, reason):
+    steps, data = captured(new_model(make()))
+    with pytest.raises(ValueError, match=reason):
+        steps._captured(data, Detail.NOTHING, len(X))
+
+
+def test_a_refusal_is_reported_once_and_remembered(capsys):
+    steps, data = captured(new_model(Foreign()))
+    batch = DeviceBatch(*data, torch.arange(len(X)))
+    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.reason
+    assert steps(batch, Detail.NOTHING) is None
+    assert capsys.readouterr().err.count("trained without --compile") == 1
+
+
+def test_buckets_of_one_replica_hand_gradients_on():
+    leaf = torch.ones(3, requires_grad=True)
+    buckets = GradientBuckets(strategy(), {id(leaf): leaf})
+    gradients = torch.autograd.grad((2 * leaf).sum(), [leaf])
+    (same,), shared = buckets.mean(gradients, [leaf], None)
+    assert same is gradients[0] and shared is None and not buckets.sent

@@ -1,0 +1,33 @@
+"""What ranks of torch exchange: small messages through sockets, gradients in buckets."""
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+
+
+@pytest.fixture(scope="module")
+def results():
+    return result_of(run(PROGRAMS / "torch_ranks.py", backend="torch"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16", "bool"])
+def test_sockets_gather_what_gloo_gathers(results, dtype):
+    takes, is_same, is_of_dtype, shape = results["gathered"][f"torch.{dtype}"]
+    assert takes and is_same and is_of_dtype and shape == [2, 3, 2]
+
+
+def test_sockets_take_small_messages_only(results):
+    assert results["gathered"]["large"] == [True, [0.0, 1.0]]
+    assert not results["gathered"]["too large"]
+    assert not results["gathered"]["empty"]
+
+
+@pytest.mark.parametrize("case", ["one bucket", "many buckets", "nothing shared", "bfloat16"])
+def test_gradients_are_averaged(results, case):
+    """Of inputs (1, 2, 4) and three times that; all numbers are exact in bfloat16, too."""
+    found = results["buckets"][case]
+    assert found["gradients"] == [[2.0, 4.0, 8.0], [[4.0, 8.0, 16.0]] * 2, [2.0], None]
+    assert found["shared"] == (None if case == "nothing shared" else [3.0, 30.0])
+    assert (found["exchanges"] > 1) == (case == "many buckets")

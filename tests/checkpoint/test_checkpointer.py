@@ -1,0 +1,144 @@
+"""When a checkpoint is written."""
+
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.backends.base import SingleProcess
+from kerasdp.checkpoint import checkpointer as module
+from kerasdp.checkpoint import files
+from kerasdp.checkpoint.checkpointer import Checkpointer
+from kerasdp.config import Config
+from kerasdp.errors import PreemptedError
+from kerasdp.reporting.recorder import Recorder
+from kerasdp.reporting.report import Facts
+from kerasdp.runtime import signals
+from kerasdp.runtime.run_state import RunState
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(**choices):
+        config = Config(backend=keras.backend.backend(), workdir=str(tmp_path), **({"keep": 9} | choices))
+        facts = Facts(
+            config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1,
+            model="m", global_batch_size=4,
+        )  # fmt: skip
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.25), "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.stop_training = False
+        state = RunState()
+        state.begin_fit(batch_size=4, num_batches=5, epochs=4)
+        state.begin_epoch(0)
+        recorder = Recorder(state, facts, folder=None)
+        recorder.set_model(model)
+        one = Checkpointer(
+            config, state, recorder, model, [], processes=SingleProcess(), num_devices=1, identity={}, resumed=None,
+            gather_variables=lambda model: None, folder=str(tmp_path / "checkpoints"),
+        )  # fmt: skip
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+    with signals.noticed():  # forgets a signal of the test
+        pass
+
+
+def step(checkpointer, number=1):
+    """A call of the step function, of `number` steps."""
+    for _ in range(number):
+        checkpointer.run_state.after_step(0.5, np.arange(4), {}, 0.5)
+    checkpointer.after_step()
+    checkpointer.writer.wait()
+
+
+def end_epoch(checkpointer, **logs):
+    checkpointer.run_state.stop_clock()
+    checkpointer.after_epoch(logs)
+    checkpointer.run_state.end_epoch()
+    checkpointer.run_state.begin_epoch(checkpointer.run_state.epoch + 1)
+    checkpointer.writer.wait()
+
+
+def saved_steps(checkpointer):
+    return sorted(files.load(path).state["step"] for path in files.paths_in(checkpointer.folder))
+
+
+def test_every_number_of_steps(make):
+    checkpointer = make(checkpoint_every="2")
+    for _ in range(5):
+        step(checkpointer)
+    assert saved_steps(checkpointer) == [2, 4]
+
+
+def test_several_steps_a_call_miss_none_that_is_due(make):
+    checkpointer = make(checkpoint_every="2")
+    step(checkpointer, 3)
+    step(checkpointer, 2)
+    assert saved_steps(checkpointer) == [3, 5]
+
+
+def test_every_epoch(make):
+    checkpointer = make(checkpoint_every="epoch")
+    for _ in range(5):
+        step(checkpointer)
+    assert saved_steps(checkpointer) == []
+    end_epoch(checkpointer, loss=1.0)
+    (path,) = files.paths_in(checkpointer.folder)
+    state = files.load(path).state
+    assert (state["step"], state["epoch"], state["batch"]) == (5, 1, 0)
+
+
+def test_every_minute(make, monkeypatch):
+    checkpointer = make(checkpoint_every="1m")
+    now = checkpointer._last_time
+    for seconds in (59, 61, 100, 122):
+        monkeypatch.setattr(module.time, "monotonic", lambda seconds=seconds: now + seconds)
+        step(checkpointer)
+    assert saved_steps(checkpointer) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([{"val_loss": 3.0}, {"val_loss": 1.0}, {"val_loss": 2.0}], 2),
+        ([{"loss": 3.0}, {"loss": 4.0}], 1),
+        ([{"loss": 1.0}, {"loss": 1.0, "val_loss": 5.0}, {"loss": 0.5}], 2),  # a validation counts for more
+        ([{"loss": 2.0}, {"loss": float("nan")}], 1),
+    ],
+)
+def test_the_best_epoch(scores, best, make):
+    checkpointer = make(checkpoint_every="epoch")
+    for logs in scores:
+        step(checkpointer)
+        end_epoch(checkpointer, **logs)
+    found = files.load(os.path.join(checkpointer.folder, "best.safetensors"))
+    assert found.state["step"] == best
+    assert saved_steps(checkpointer) == list(range(1, len(scores) + 1))
+
+
+def test_a_signal_saves_and_ends_the_run(make):
+    checkpointer = make(checkpoint_every="epoch")
+    with signals.noticed(), signals.awaited():
+        step(checkpointer)
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(PreemptedError, match=r"stopped by SIGUSR1 after step 2, saved in .*; resume with --resume"):
+            step(checkpointer)
+    assert saved_steps(checkpointer) == [2]
+
+
+def test_a_step_is_saved_once(make):
+    checkpointer = make(checkpoint_every="2")
+    step(checkpointer, 2)
+    before = os.stat(files.paths_in(checkpointer.folder)[0]).st_mtime_ns
+    checkpointer._save(checkpointer.run_state.position, wait=True)
+    checkpointer.writer.wait()
+    assert os.stat(files.paths_in(checkpointer.folder)[0]).st_mtime_ns == before

@@ -1,0 +1,68 @@
+"""Exchanges tensors between two ranks of torch in the ways of a training step, and prints what each gave.
+
+python torch_ranks.py
+"""
+
+import json
+import types
+
+import kerasdp
+
+
+def exchange(runner):
+    import torch
+    import torch.distributed as dist
+
+    from kerasdp.backends.torch import sockets
+
+    rank = runner.strategy.processes.rank
+    gathered = {}
+    for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.bool):
+        own = (torch.arange(6).reshape(2, 3) + rank).to(dtype).t()  # not contiguous
+        expected = [torch.empty_like(own.contiguous(), dtype=torch.uint8) for _ in range(2)]
+        dist.all_gather(expected, own.contiguous().to(torch.uint8))
+        received = sockets.gather(own)
+        same = torch.equal(received.to(torch.uint8), torch.stack(expected))
+        gathered[str(dtype)] = [sockets.takes(own), same, received.dtype == dtype, list(received.shape)]
+    large = torch.full((2**14,), float(rank))
+    gathered["large"] = [sockets.takes(large), sockets.gather(large).mean(1).tolist()]
+    gathered["too large"] = sockets.takes(torch.zeros(2**14 + 1))
+    gathered["empty"] = sockets.takes(torch.zeros(0))
+    buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
+    return {"gathered": gathered, "buckets": buckets}
+
+
+# Precision of the gradients, bytes of a bucket, whether something is shared.
+CASES = {
+    "one bucket": ("float32", 2**20, True),
+    "many buckets": ("float32", 8, True),
+    "nothing shared": ("float32", 2**20, False),
+    "bfloat16": ("bfloat16", 2**20, True),
+}
+
+
+def averaged(rank, precision, bucket_bytes, is_shared):
+    """Gradients of three weights and of one that is not used, on inputs that differ between the ranks."""
+    import torch
+
+    from kerasdp.backends.torch import gradient_buckets
+
+    gradient_buckets._BUCKET_BYTES = bucket_bytes
+    weights = [torch.full(shape, 0.5, requires_grad=True) for shape in ((3,), (2, 3), (1,), (4,))]
+    strategy = types.SimpleNamespace(num_replicas=2, config=types.SimpleNamespace(gradient_precision=precision))
+    buckets = gradient_buckets.GradientBuckets(strategy, {id(weight): weight for weight in weights})
+    x = torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * rank)
+    loss = (weights[0] * x).sum() + (weights[1] * x).sum() * 2 + weights[2].sum() * x[0]
+    own = torch.autograd.grad(loss, weights, allow_unused=True)
+    shared = torch.tensor([1.0, 10.0]) * (rank + 1) if is_shared else None
+    gradients, total = buckets.mean(own, weights, shared)
+    return {
+        "gradients": [None if gradient is None else gradient.tolist() for gradient in gradients],
+        "shared": None if total is None else total.tolist(),
+        "exchanges": len(buckets.sent),
+    }
+
+
+if __name__ == "__main__":
+    result = kerasdp.launch(exchange, backend="torch", num_devices=2, device="cpu", verbose=0)
+    print("RESULT " + json.dumps(result))

@@ -1,0 +1,125 @@
+"""What a run records: lines, rows, and the first loss that is not a number."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.errors import NonFiniteLossError
+from kerasdp.reporting.recorder import Recorder
+from kerasdp.reporting.report import Facts
+from kerasdp.runtime.run_state import RunState
+
+
+def recorder_for(folder, **fit):
+    config = Config(backend=keras.backend.backend(), workdir=str(folder), log_every=2)
+    facts = Facts(
+        config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1, model="m",
+        global_batch_size=4,
+    )  # fmt: skip
+    state = RunState()
+    state.begin_fit(**({"batch_size": 4, "num_batches": 5, "epochs": 2} | fit))
+    recorder = Recorder(state, facts, folder=str(folder), peak_memory_bytes=lambda: 7)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.25), "mse")
+    recorder.set_model(model)
+    state.begin_epoch(0)
+    recorder.on_epoch_begin(0)
+    return state, recorder
+
+
+def call(state, recorder, *losses):
+    """A call of the step function, of one or several steps."""
+    for loss in losses:
+        state.after_step(loss, np.arange(4), {}, 0.5)
+    recorder.on_train_batch_end(0)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def test_every_second_step_has_a_line_with_its_own_loss(tmp_path):
+    state, recorder = recorder_for(tmp_path)
+    for loss in (1.0, 2.0, 3.0, 4.0, 5.0):
+        call(state, recorder, loss)
+    recorder.catch_up()
+    recorder.close()
+    assert [(line["step"], line["epoch"], line["loss"], line["learning_rate"]) for line in lines(tmp_path)] == [
+        (2, 1, 2.0, 0.5),
+        (4, 1, 4.0, 0.5),
+    ]
+
+
+def test_steps_of_one_call_share_a_speed(tmp_path):
+    state, recorder = recorder_for(tmp_path)
+    call(state, recorder, 1.0, 2.0, 3.0, 4.0)
+    recorder.catch_up()
+    recorder.close()
+    first, second = lines(tmp_path)
+    assert (first["loss"], second["loss"]) == (2.0, 4.0)
+    assert first["images_per_second"] == second["images_per_second"] > 0
+
+
+class OnDevice:
+    """A loss that says when it is read."""
+
+    is_read = False
+
+    def __float__(self):
+        self.is_read = True
+        return 1.0
+
+
+def test_a_loss_is_read_when_the_next_step_is_on_its_way(tmp_path):
+    state, recorder = recorder_for(tmp_path)
+    first, second = OnDevice(), OnDevice()
+    call(state, recorder, first)
+    call(state, recorder, second)
+    assert not first.is_read and not second.is_read
+    call(state, recorder, OnDevice())
+    assert first.is_read and second.is_read
+    recorder.close()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_first_loss_that_is_not_a_number_ends_the_run(bad, tmp_path):
+    state, recorder = recorder_for(tmp_path)
+    for loss in (1.0, 2.0, bad, bad):
+        call(state, recorder, loss)
+    with pytest.raises(NonFiniteLossError, match=rf"became {bad} at step 3 \(epoch 1\) with learning rate 0.25"):
+        call(state, recorder, 5.0)
+    recorder.close()
+    assert [line["step"] for line in lines(tmp_path)] == [2]
+
+
+def test_a_step_without_a_loss_is_no_error(tmp_path):
+    state, recorder = recorder_for(tmp_path)
+    call(state, recorder, None)
+    call(state, recorder, 2.0)
+    recorder.catch_up()
+    recorder.close()
+    assert [line["loss"] for line in lines(tmp_path)] == [2.0]
+
+
+def test_report_and_history_of_a_run_that_max_steps_ends(tmp_path):
+    state, recorder = recorder_for(tmp_path, max_steps=3)
+    for loss in (1.0, 2.0, 3.0):
+        call(state, recorder, loss)
+    assert state.is_at_last_step
+    state.end_epoch()
+    recorder.on_epoch_end(0, {"loss": 2.0})
+    recorder.on_train_end()
+    recorder.close()
+    assert [row.split(",")[:2] for row in (tmp_path / "history.csv").read_text().splitlines()][1] == ["1", "2.0"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"] == 3 and report["final"] == {"loss": 2.0}
+
+
+def test_a_closed_recorder_hears_nothing(tmp_path):
+    state, recorder = recorder_for(tmp_path)
+    recorder.close()
+    state.after_step(float("nan"), np.arange(4), {}, 0.5)
+    recorder.catch_up()  # would raise

@@ -1,0 +1,116 @@
+"""Each private name of torch and TensorFlow that the kit uses: a new release says here which of them are gone."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from tests import helpers
+
+# Of the methods of `BaseOptimizer` that `TFOptimizer` overrides, those that ask for TensorFlow's variables.
+OVERRIDDEN = {
+    "assign", "assign_add", "assign_sub", "_var_key", "_apply_weight_decay", "_backend_update_step",
+    "_overwrite_model_variables_with_average_value", "_backend_increment_gradient_accumulators",
+}  # fmt: skip
+IN_TENSORFLOW = """
+import tensorflow as tf
+import keras
+from kerasdp.backends.tensorflow import private
+from kerasdp.keras_compat import overrides_nothing_of_tensorflow
+from kerasdp.keras_compat.optimizers import _tensorflow_methods
+
+strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
+with strategy.scope():
+    variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+plain = tf.Variable(1.0)
+assert isinstance(variable, tf.distribute.DistributedValues)
+with private.read_from_first_replica([variable, plain]):
+    assert variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    assert plain.aggregation == tf.VariableAggregation.NONE
+assert variable.aggregation == tf.VariableAggregation.MEAN
+
+methods = _tensorflow_methods()
+print(*sorted(methods))
+assert all(own is not general for own, general in methods.values())
+assert overrides_nothing_of_tensorflow(keras.optimizers.Adam())
+"""
+
+
+@pytest.fixture(scope="module")
+def private():
+    pytest.importorskip("torch")
+    from kerasdp.backends.torch import private
+
+    return private
+
+
+def test_compiling_with_inductor_and_its_error(private):
+    import torch._inductor
+
+    assert issubclass(private.compile_error(), Exception)
+    assert "options" in inspect.signature(torch._inductor.compile).parameters
+
+
+def test_an_error_of_a_compiler_is_that_error(private):
+    import torch
+
+    def compiler(graph, inputs):
+        raise ValueError("none here")
+
+    with pytest.raises(private.compile_error()):
+        torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1))
+
+
+def test_forced_strides_keep_values_and_set_the_layout(private):
+    import torch
+
+    tensor = torch.arange(24.0).reshape(2, 3, 2, 2)
+    result = private.force_strides()(tensor, [12, 1, 6, 3])
+    assert torch.equal(result, tensor) and result.stride() == (12, 1, 6, 3)
+
+
+def test_tensors_that_are_captured(private):
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = []
+    kept = torch.ones(1)
+
+    def function(x):
+        found.append(private.is_being_captured(x))
+        return x + kept  # not an input, and real: `_allow_non_fake_inputs`
+
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.ones(1))
+    assert found == [True] and not private.is_being_captured(kept)
+    assert graph(torch.ones(1)).item() == 2
+
+
+def test_static_addresses(private):
+    import torch
+
+    tensor = torch.ones(1)
+    private.mark_static_addresses([tensor])
+    assert tensor._dynamo_static_input_type
+
+
+def test_collectives_of_a_graph(private, tmp_path):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        tensor = torch.arange(3.0)
+        assert torch.equal(private.all_gather_functional(tensor), tensor)
+        assert torch.equal(private.wait(private.all_reduce_async(tensor)), tensor)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif("tensorflow" not in helpers.BACKENDS, reason="needs TensorFlow")
+def test_names_of_tensorflow_and_of_its_optimizers():
+    """In a process of its own: Keras of this one has another backend."""
+    env = helpers.environment(KERAS_BACKEND="tensorflow", PYTHONPATH=str(helpers.ROOT))
+    done = subprocess.run([sys.executable, "-c", IN_TENSORFLOW], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()) >= OVERRIDDEN
