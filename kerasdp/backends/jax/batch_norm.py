@@ -21,15 +21,15 @@ def normalize(
     """
     wide = x if x.dtype in (jnp.float32, jnp.float64) else x.astype(jnp.float32)
     others = tuple(other for other in range(x.ndim) if other != axis)
-    shape = [-1 if place == axis else 1 for place in range(x.ndim)]
+    shape = [-1 if index == axis else 1 for index in range(x.ndim)]
     count = x.size // x.shape[axis]
 
     def forward(wide: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
-        parts = wide.reshape(num_replicas, -1, *wide.shape[1:])
+        shards = wide.reshape(num_replicas, -1, *wide.shape[1:])
         within = tuple(other + 1 for other in others)
-        means = parts.mean(within, keepdims=True)
-        own = means, jnp.square(parts - means).sum(within)
-        means, squares = everywhere(jnp.stack([part.reshape(num_replicas, -1) for part in own]))
+        means = shards.mean(within, keepdims=True)
+        statistics = means, jnp.square(shards - means).sum(within)
+        means, squares = everywhere(jnp.stack([leaf.reshape(num_replicas, -1) for leaf in statistics]))
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
         mean = means.mean(0)
         variance = (squares + count / num_replicas * jnp.square(means - mean)).sum(0) / count

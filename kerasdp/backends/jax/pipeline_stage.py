@@ -1,65 +1,81 @@
 """JAX: compiles the programs of one stage of a pipeline."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.backends.jax.devices import DeviceMesh
 from kerasdp.portability.replica_context import ReplicaContext, use
+
+if TYPE_CHECKING:
+    import keras
+
+    from kerasdp.pipeline.plan import Plan
 
 
 class _Variables:
-    """Maps some of the model's or optimizer's variables to their indices in Keras' list of all."""
+    """Maps some of the model's or optimizer's variables to their indices in Keras' list of all.
 
-    def __init__(self, all_variables: list[Any], variables: list[Any], shared: int = 0):
-        """The last `shared` of them belong to all stages."""
-        places = {id(variable): place for place, variable in enumerate(all_variables)}
-        self.variables, self.places, self.shared = variables, [places[id(v)] for v in variables], shared
+    Args:
+        all_variables: Keras' list.
+        variables: some of them.
+        num_shared: how many of the last of these belong to all stages.
+    """
 
-    def of(self, values: list[Any]) -> list[Any]:
+    def __init__(self, all_variables: "list[keras.Variable]", variables: "list[keras.Variable]", num_shared: int = 0):
+        index_of = {id(variable): index for index, variable in enumerate(all_variables)}
+        self.variables, self.num_shared = variables, num_shared
+        self.indices = [index_of[id(variable)] for variable in variables]
+
+    def select(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Returns their values among those of all."""
-        return [values[place] for place in self.places]
+        return [values[index] for index in self.indices]
 
-    def put(self, values: list[Any], own: list[Any], *, shared: bool = True) -> list[Any]:
-        """Returns all values, with these replaced."""
+    def replace(
+        self, values: Sequence[Tensor], new_values: Sequence[Tensor], *, with_shared: bool = True
+    ) -> list[Tensor]:
+        """Returns the values of all variables, with these replaced."""
         values = list(values)
-        places = self.places if shared else self.places[: len(self.places) - self.shared]
-        for place, value in zip(places, own):
-            values[place] = value
+        indices = self.indices if with_shared else self.indices[: len(self.indices) - self.num_shared]
+        for index, value in zip(indices, new_values):
+            values[index] = value
         return values
 
 
-class Part:
-    """The programs of a stage, and the indices of its variables."""
+class StageProgram:
+    """Compiles the programs of a stage, and knows the indices of its variables."""
 
-    def __init__(self, model: Any, plan: Any, number: int, mesh: Mesh):
+    def __init__(self, model: "keras.Model", plan: "Plan", number: int, mesh: DeviceMesh):
         from kerasdp.keras_compat import seed_variables
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
         self.num_devices = mesh.size
-        self.whole, self.split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
-        own = self.model
-        self.trainable = _Variables(model.trainable_variables, own.trainable_variables)
-        self.non_trainable = _Variables(model.non_trainable_variables, own.non_trainable_variables)
+        self.copied, self.split = mesh.copied, mesh.split
+        self.trainable = _Variables(model.trainable_variables, self.model.trainable_variables)
+        self.non_trainable = _Variables(model.non_trainable_variables, self.model.non_trainable_variables)
         self.metrics = _Variables(model.metrics_variables, model.metrics_variables if self.is_last else [])
-        seeds = {id(variable) for variable in seed_variables(own)}
-        self.seeds = [place for place, v in enumerate(own.non_trainable_variables) if id(v) in seeds]
-        self.penalties = WholeBatchPenalties(own)
+        seeds = {id(variable) for variable in seed_variables(self.model)}
+        self.seeds = [
+            index for index, variable in enumerate(self.model.non_trainable_variables) if id(variable) in seeds
+        ]
+        self.penalties = WholeBatchPenalties(self.model)
         self.optimizer: Any = None
         self.slots = _Variables([], [])
         if getattr(model, "optimizer", None) is not None:
             self._clone_optimizer(model.optimizer)
-        self.differentiable = [_is_float(tensor.dtype) for tensor in own.inputs]
+        self.differentiable = [_is_float(tensor.dtype) for tensor in self.model.inputs]
         self.forward = jax.jit(self._forward)
         self.infer = jax.jit(self._infer)
         self.gradients = jax.jit(self._gradients)
-        self.zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self.whole)
+        self.zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self.copied)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=8)
         self.finish = jax.jit(self._finish, donate_argnums=1)
         self.update = jax.jit(self._update, donate_argnums=(0, 1))
@@ -70,27 +86,27 @@ class Part:
 
     def sharding_for(self, num_rows: int) -> NamedSharding:
         """Returns the sharding of a tensor of so many rows: split over the devices if they divide, else copied."""
-        return self.whole if num_rows % self.num_devices else self.split
+        return self.copied if num_rows % self.num_devices else self.split
 
-    def cut(self, data: Any, rows: slice) -> Any:
+    def cut(self, data: Structure, rows: slice) -> Structure:
         """Returns rows of targets or weights."""
         return jax.tree.map(lambda leaf: leaf[rows], data)
 
-    def _clone_optimizer(self, optimizer: Any) -> None:
+    def _clone_optimizer(self, optimizer: "keras.Optimizer") -> None:
         """Makes an optimizer of this stage's weights; the whole model's optimizer holds its values."""
         from kerasdp.keras_compat import copy_decay_exclusions, set_raw_value, slots_of
 
         clone = type(optimizer).from_config(optimizer.get_config())
         copy_decay_exclusions(optimizer, clone)
         clone.build(self.trainable.variables)
-        whole = slots_of(optimizer, len(self.whole_model.trainable_variables))
+        slot_variables = slots_of(optimizer, len(self.whole_model.trainable_variables))
         pairs = {
-            id(variable): whole[name, self.trainable.places[place]]
-            for (name, place), variable in slots_of(clone, len(self.trainable.places)).items()
+            id(variable): slot_variables[name, self.trainable.indices[index]]
+            for (name, index), variable in slots_of(clone, len(self.trainable.indices)).items()
         }
-        own = [(variable, pairs[id(variable)]) for variable in clone.variables if id(variable) in pairs]
+        slot_pairs = [(variable, pairs[id(variable)]) for variable in clone.variables if id(variable) in pairs]
         # Those of all weights together, as the step counter: in the same order, but not always of the same name.
-        slots = {id(variable) for variable in whole.values()}
+        slots = {id(variable) for variable in slot_variables.values()}
         shared = list(
             zip(
                 [variable for variable in clone.variables if id(variable) not in pairs],
@@ -98,18 +114,18 @@ class Part:
                 strict=True,
             )
         )
-        self.optimizer, self.clone_variables = clone, [variable for variable, _ in own + shared]
-        self.slots = _Variables(optimizer.variables, [variable for _, variable in own + shared], len(shared))
+        self.optimizer, self.clone_variables = clone, [variable for variable, _ in slot_pairs + shared]
+        self.slots = _Variables(optimizer.variables, [variable for _, variable in slot_pairs + shared], len(shared))
         for variable in clone.variables:  # their values are the whole one's; they only name them
             set_raw_value(variable, None)
-        scales = [place for place, variable in enumerate(self.clone_variables)
+        scales = [index for index, variable in enumerate(self.clone_variables)
                   if variable is getattr(clone, "dynamic_scale", None)]  # fmt: skip
-        self.scale_place = scales[0] if scales else None
+        self.scale_index = scales[0] if scales else None
 
     def loss_scale(self, slots: list[Any]) -> Any:
         """Returns the factor of the loss that keeps small gradients from being lost in float16."""
-        if self.scale_place is not None:
-            return slots[self.scale_place]
+        if self.scale_index is not None:
+            return slots[self.scale_index]
         return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
 
     def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
@@ -142,8 +158,8 @@ class Part:
         """Adds to the gradients of the weights; returns those of the inputs, too (zero-sized for integers)."""
         given = [gradient for gradient in gradients if gradient is not None]
         found = pullback((given, jnp.asarray(share, jnp.zeros(()).dtype)))
-        own, passed_on = found[0], iter(() if self.is_first else found[1])
-        sums = own if sums is None else jax.tree.map(jnp.add, sums, own)
+        of_weights, passed_on = found[0], iter(() if self.is_first else found[1])
+        sums = of_weights if sums is None else jax.tree.map(jnp.add, sums, of_weights)
         return sums, [next(passed_on) if is_float else None for is_float in self.differentiable] if found[1:] else None
 
     def _accumulate(
@@ -204,7 +220,7 @@ class Part:
     def _finish(self, trainable: Any, gradients: Any, scale: Any) -> tuple[Any, Any, Any]:
         """Adds the gradients of weight penalties; returns them, penalty, squared norm, and whether all is finite."""
         penalty, of_penalty = jax.value_and_grad(self._weight_penalty)(trainable)
-        gradients = jax.tree.map(lambda own, other: own + (scale * other).astype(own.dtype), gradients, of_penalty)
+        gradients = jax.tree.map(lambda leaf, other: leaf + (scale * other).astype(leaf.dtype), gradients, of_penalty)
         squares = sum((jnp.sum(jnp.square(leaf / scale)) for leaf in gradients), jnp.zeros(()))
         return gradients, penalty, (squares, jnp.isfinite(squares))
 
@@ -217,7 +233,7 @@ class Part:
         if limit:
             norm = jnp.sqrt(sum(squares for squares, _ in totals))
             gradients = [gradient * (limit / jnp.maximum(norm, limit)) for gradient in gradients]
-        if self.scale_place is not None:  # an overflow in one stage is one in all
+        if self.scale_index is not None:  # an overflow in one stage is one in all
             is_finite = functools.reduce(jnp.logical_and, (finite for _, finite in totals))
             gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
         by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
@@ -229,8 +245,8 @@ class Part:
 
     def measure(self, outputs: Any, penalties: Any, batch: DeviceBatch, metrics: Any) -> tuple[Any, ...]:
         """Computes the loss with all penalties, Keras' logs, and the new values of the metrics."""
-        penalties = [jax.device_put(penalty, self.whole) for penalty in penalties]
-        metrics = jax.device_put(list(metrics), self.whole)
+        penalties = [jax.device_put(penalty, self.copied) for penalty in penalties]
+        metrics = jax.device_put(list(metrics), self.copied)
         return self._measured(outputs, penalties, batch.targets, batch.sample_weight, metrics)
 
     def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
