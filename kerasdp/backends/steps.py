@@ -43,18 +43,18 @@ class DeviceScalar:
     Several steps of one call give their losses as one tensor; taking it apart would cost a call each.
     """
 
-    def __init__(self, values: Any, place: int):
-        self.values, self.place = values, place
+    def __init__(self, values: Tensor, index: int):
+        self.values, self.index = values, index
 
     def __float__(self) -> float:
         import keras
 
-        return float(keras.ops.convert_to_numpy(self.values)[self.place])
+        return float(keras.ops.convert_to_numpy(self.values)[self.index])
 
     @classmethod
     def each(cls, values: Any, number: int) -> list[Any]:
         """Returns all of them; Nones if there is no tensor."""
-        return [None if values is None else cls(values, place) for place in range(number)]
+        return [None if values is None else cls(values, index) for index in range(number)]
 
 
 def train_on_next_batches(

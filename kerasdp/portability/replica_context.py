@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
-    """The place of a forward pass among the replicas.
+    """Which replica a forward pass belongs to, and which rows of the global batch it sees.
 
     Args:
         num_replicas: how many replicas work on the global batch.

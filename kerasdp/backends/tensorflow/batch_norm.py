@@ -1,7 +1,7 @@
 """Fused batch norm for training, over one replica's rows or over the global batch."""
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -9,8 +9,14 @@ from kerasdp.backends.tensorflow.xla import compiled
 
 
 def normalize(
-    x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_rows: int | None = None, gather: Any = None
-) -> tuple[Any, Any, Any]:
+    x: tf.Tensor,
+    axis: int,
+    scale: tf.Tensor | None,
+    offset: tf.Tensor | None,
+    epsilon: float,
+    num_rows: int | None = None,
+    gather: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Normalizes `x`, as `kerasdp.backends.torch.batch_norm.normalize`.
 
     Not `tf.nn.fused_batch_norm`: on the CPU (2.21) outputs, mean, variance and gradients of 61 images of 28x28 are
@@ -18,19 +24,19 @@ def normalize(
     """
     wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
     others = [other for other in reversed(range(len(x.shape))) if other != axis]
-    shape = [-1 if place == axis else 1 for place in range(len(x.shape))]
+    shape = [-1 if index == axis else 1 for index in range(len(x.shape))]
 
-    def total(values: Any) -> Any:
+    def total(values: tf.Tensor) -> tf.Tensor:
         for other in others:
             if values.shape[other] != 1:
                 values = tf.reduce_sum(values, other, keepdims=True)
         return values
 
     # Gradients flow through the custom gradient only; gradients of gradients also through the statistics it uses.
-    part = wide if num_rows is None else wide[:num_rows]
-    count = tf.cast(tf.size(part) / tf.shape(part)[axis], wide.dtype)
-    mean = total(_partial_sums(part, axis)) / tf.maximum(count, 1.0)
-    squares = total(_squares(part, mean, others[0]))
+    real = wide if num_rows is None else wide[:num_rows]
+    count = tf.cast(tf.size(real) / tf.shape(real)[axis], wide.dtype)
+    mean = total(_partial_sums(real, axis)) / tf.maximum(count, 1.0)
+    squares = total(_squares(real, mean, others[0]))
     if gather is not None:
         counts, means, all_squares = tf.unstack(gather(tf.stack([tf.fill(tf.shape(mean), count), mean, squares])), 3, 1)
         # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
@@ -41,8 +47,8 @@ def normalize(
     inverse = tf.math.rsqrt(variance + epsilon)
 
     @tf.custom_gradient
-    def standardize(wide: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
-        def gradient(upstream: Any) -> tuple[Any, Any, Any]:
+    def standardize(wide: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             products = _products(upstream, wide, mean, others[0])
             own = total(_partial_sums(upstream, axis)), total(products)
             sums = tf.stack(own) if gather is None else tf.reduce_sum(gather(tf.stack(own)), 0)
@@ -63,17 +69,17 @@ def normalize(
     return tf.cast(outputs, x.dtype), *statistics
 
 
-def _partial_sums(x: Any, axis: int) -> Any:
+def _partial_sums(x: tf.Tensor, axis: int) -> tf.Tensor:
     """Sums over some axes; large tensors by a product with ones, the fastest way if channels come last."""
     *rows, channels = x.shape
     if axis != len(rows) or len(rows) < 2 or None in x.shape or x.shape.num_elements() < 2**20:
         return x
-    # In long ones round-off piles up: 1.7e-7 of 1,024 numbers, 7e-6 of 65,536 (TensorFlow 2.21).
+    # In long ones round-off piles up: 1.7e-7 of 1,024 numbers, 7e-6 of 65,536 (tf.TensorFlow 2.21).
     inner = math.prod(rows[1:]) if math.prod(rows[1:]) <= 4096 else rows[-1]
     x = tf.reshape(x, (-1, inner, channels))
     sums = tf.linalg.matmul(tf.ones((x.shape[0], 1, inner), x.dtype), x)
-    kept = rows[:1] if inner != rows[-1] else rows[:-1]
-    return tf.reshape(sums, (*kept, *[1] * (len(rows) - len(kept)), channels))
+    outer = rows[:1] if inner != rows[-1] else rows[:-1]
+    return tf.reshape(sums, (*outer, *[1] * (len(rows) - len(outer)), channels))
 
 
 # XLA fuses each of these into one pass, in half the time. Each sums over one axis only: XLA merges sums over several
@@ -81,20 +87,22 @@ def _partial_sums(x: Any, axis: int) -> Any:
 
 
 @compiled
-def _squares(x: Any, mean: Any, axis: int) -> Any:
+def _squares(x: tf.Tensor, mean: tf.Tensor, axis: int) -> tf.Tensor:
     return tf.reduce_sum(tf.square(x - mean), axis, keepdims=True)
 
 
 @compiled
-def _standardized(x: Any, mean: Any, factor: Any, offset: Any) -> Any:
+def _standardized(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
     return (x - mean) * factor + offset
 
 
 @compiled
-def _products(upstream: Any, x: Any, mean: Any, axis: int) -> Any:
+def _products(upstream: tf.Tensor, x: tf.Tensor, mean: tf.Tensor, axis: int) -> tf.Tensor:
     return tf.reduce_sum(upstream * (x - mean), axis, keepdims=True)
 
 
 @compiled
-def _for_x(upstream: Any, x: Any, mean: Any, factor: Any, for_mean: Any, for_spread: Any) -> Any:
+def _for_x(
+    upstream: tf.Tensor, x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, for_mean: tf.Tensor, for_spread: tf.Tensor
+) -> tf.Tensor:
     return factor * (upstream - ((x - mean) * for_spread + for_mean))

@@ -59,7 +59,7 @@ def mean(
     """Averages gradients over the replicas, and sums other tensors, in one collective per type.
 
     A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
-    summed in it; but not those of an embedding, which are rows and their places: TensorFlow (2.21) gathers no
+    summed in it; but not those of an embedding, which are rows and their indices: TensorFlow (2.21) gathers no
     bfloat16.
     """
     present = [gradient for gradient in gradients if gradient is not None]
@@ -69,11 +69,11 @@ def mean(
     num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
     received = [*sent, *shared.values()]
     for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor
-        places = [place for place, value in enumerate(received) if value.dtype == dtype]
-        values = [received[place] for place in places]
+        indices = [index for index, value in enumerate(received) if value.dtype == dtype]
+        values = [received[index] for index in indices]
         values = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, values)
-        for place, value in zip(places, values, strict=True):
-            received[place] = value
+        for index, value in zip(indices, values, strict=True):
+            received[index] = value
     means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
     sums = {name: value * num_replicas for name, value in zip(shared, received[len(sent) :], strict=True)}
     return [None if gradient is None else next(means) for gradient in gradients], sums

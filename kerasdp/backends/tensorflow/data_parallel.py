@@ -2,22 +2,34 @@
 
 import contextlib
 import functools
-import resource
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy, Structure
 from kerasdp.backends.steps import all_variables, next_batches, require_device_batch, train_on_next_batches
 from kerasdp.backends.tensorflow import collectives, private
-from kerasdp.backends.tensorflow.devices import device_names
+from kerasdp.backends.tensorflow.devices import (
+    device_names,
+    peak_memory_by_device,
+    peak_memory_bytes,
+    put_on_device,
+)
+from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
+
+if TYPE_CHECKING:
+    import keras
+
+    from kerasdp.backends.tensorflow.train_step import ReplicaSteps
+    from kerasdp.data.feed import Batch, Feed
 
 
 class DataParallel(Strategy):
@@ -33,10 +45,10 @@ class DataParallel(Strategy):
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
-        self.names = device_names(devices)
+        self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
-            tf.distribute.MirroredStrategy(self.names) if devices.count > 1 else tf.distribute.get_strategy()
+            tf.distribute.MirroredStrategy(self.device_names) if devices.count > 1 else tf.distribute.get_strategy()
         )
 
     @contextlib.contextmanager
@@ -45,40 +57,44 @@ class DataParallel(Strategy):
         with self.mirrored.scope():
             yield
 
-    def shard_batch(self, batch: Any) -> DeviceBatch:
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
         import keras
 
-        def put(data: Any, rank: int, split: bool) -> Any:
-            def put_leaf(leaf: Any) -> Any:
-                if leaf is None:
-                    return None
-                size = len(leaf) // self.num_replicas
-                return tf.convert_to_tensor(leaf[rank * size : (rank + 1) * size] if split else leaf)
+        def copy(data: Structure) -> list[Structure]:
+            return [put_on_device(data, name) for name in self.device_names]
 
-            with tf.device(self.names[rank]):
-                return keras.tree.map_structure(put_leaf, data)
+        def split(data: Structure) -> list[Structure]:
+            return [put_on_device(self._shard_of(data, rank), name) for rank, name in enumerate(self.device_names)]
 
-        def put_all(data: Any, split: bool) -> list[Any]:
-            return [put(data, rank, split) for rank in range(self.num_replicas)]
-
-        def take(rank: int, arrays: Any, rows: Any) -> Any:
-            with tf.device(self.names[rank]):
+        def take(name: str, arrays: Structure, rows: tf.Tensor) -> Structure:
+            with tf.device(name):
                 return keras.tree.map_structure(lambda leaf: tf.gather(leaf, rows), arrays)
 
         if isinstance(batch.inputs, CachedRows):
-            kept = batch.inputs.kept.copies(lambda arrays: put_all(arrays, split=False))
-            inputs = list(map(take, range(self.num_replicas), kept, put_all(batch.inputs.numbers, split=True)))
+            cached = batch.inputs.kept.copies(copy)
+            inputs = list(map(take, self.device_names, cached, split(batch.inputs.numbers)))
         else:
-            inputs = put_all(batch.inputs, split=True)
-        targets, sample_weight = (put_all(data, split=False) for data in (batch.targets, batch.sample_weight))
-        return DeviceBatch(inputs, targets, sample_weight, batch.indices)
+            inputs = split(batch.inputs)
+        return DeviceBatch(inputs, copy(batch.targets), copy(batch.sample_weight), batch.indices)
 
-    def adapt(self, feed: Any) -> Any:
+    def _shard_of(self, data: Structure, rank: int) -> Structure:
+        """Returns a replica's rows of arrays, whose rows divide by the replicas."""
+        import keras
+
+        def rows_of(leaf: np.ndarray | None) -> np.ndarray | None:
+            if leaf is None:
+                return None
+            size = len(leaf) // self.num_replicas
+            return leaf[rank * size : (rank + 1) * size]
+
+        return keras.tree.map_structure(rows_of, data)
+
+    def adapt(self, feed: "Feed") -> FeedDataset:
         """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
-        return _FeedDataset(feed)
+        return FeedDataset(feed)
 
-    def gather(self, outputs: Any, num_rows: int) -> Any:
+    def gather(self, outputs: Structure, num_rows: int) -> Structure:
         """Gathers the rows of all replicas, without padding: the outputs of the global batch.
 
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
@@ -112,7 +128,7 @@ class DataParallel(Strategy):
             moving=[],
         )
 
-    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
+    def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that run on all replicas."""
         from kerasdp.backends.tensorflow.train_step import ReplicaSteps
 
@@ -146,7 +162,9 @@ class DataParallel(Strategy):
             predict=lambda data: run_predict_step(require_device_batch(data[0])),
         )
 
-    def _on_all(self, model: Any, steps: Any, step: Callable[..., Any], detail: Any = 0) -> Callable[..., Any]:
+    def _on_all(
+        self, model: "keras.Model", steps: "ReplicaSteps", step: Callable[..., Any], detail: Detail = Detail.NOTHING
+    ) -> Callable[..., Any]:
         """Runs the step on all replicas, and returns what the first one returned: it is the same on all."""
         from kerasdp.backends.observer import watched_layers
 
@@ -182,38 +200,38 @@ class DataParallel(Strategy):
 
         return run
 
-    def _function(self, model: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
         graphs = {}
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
 
-            def run_parts(*data: Any) -> Any:
-                return run(num_rows, *(self.mirrored.run(_own_part, args=(parts,)) for parts in data))
+            def run_shards(*data: Any) -> Any:
+                return run(num_rows, *(self.mirrored.run(_own_shard, args=(shards,)) for shards in data))
 
             if model.run_eagerly:
-                return run_parts(*data)
+                return run_shards(*data)
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
-            first = tf.nest.flatten([parts[0] for parts in data[0]])
+            first = tf.nest.flatten([shards[0] for shards in data[0]])
             key = len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
             if key not in graphs:
-                graph = tf.function(run_parts, jit_compile=model.jit_compile or None, autograph=False)
+                graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
                 graphs[key] = graph.get_concrete_function(*data)
             return graphs[key](*data)
 
         return function
 
-    def variables_outside_scope(self, model: Any) -> list[str]:
+    def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not mirrored; each replica would change them once more."""
         if self.num_replicas == 1:
             return []
         kinds = tf.distribute.DistributedValues
         return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kinds)]
 
-    def diverged_variables(self, model: Any) -> list[str]:
+    def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
         different = []
         for variable in model.variables:
@@ -223,7 +241,7 @@ class DataParallel(Strategy):
         return different
 
     @contextlib.contextmanager
-    def running(self, model: Any) -> Iterator[None]:
+    def running(self, model: "keras.Model") -> Iterator[None]:
         """Returns the context of Keras' `fit`, `evaluate` and `predict`.
 
         Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
@@ -238,38 +256,21 @@ class DataParallel(Strategy):
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device has used; nothing if they share one process."""
-        if not self.names[0].startswith("GPU"):
-            return []
-        return [tf.config.experimental.get_memory_info(name)["peak"] for name in self.names]
+        return peak_memory_by_device(self.device_names)
 
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return max(self.peak_memory_by_device(), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_memory_bytes(self.device_names)
 
 
-def _own_part(parts: Any) -> Any:
+def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
     """Returns the shard of a batch for the replica that is being traced."""
-    return tuple(field[collectives.rank()] for field in parts)
+    return tuple(field[collectives.rank()] for field in shards)
 
 
-def _stacked(*batches: Any) -> Any:
+def _stacked(*batches: Structure) -> Structure:
     return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
 
 
-def _row(stacked: Any, number: tf.Tensor) -> Any:
+def _row(stacked: Structure, number: tf.Tensor) -> Structure:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)
-
-
-class _FeedDataset(tf.distribute.DistributedDataset):
-    """Wraps the feed so that Keras' trainer passes it through untouched."""
-
-    def __init__(self, feed: Any):
-        self._feed = feed
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._feed)
-
-    @property
-    def element_spec(self) -> Any:
-        """Returns None: batches are made in Python, so their shapes are not known."""
-        return None

@@ -1,10 +1,12 @@
-"""TensorFlow: makes the devices of a run, all driven by one process."""
+"""TensorFlow: makes the devices of a run, all driven by one process, and brings batches to them."""
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from kerasdp.backends.base import Structure
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices, choose_devices
 
@@ -26,6 +28,26 @@ def make_devices(config: Config) -> Devices:
 def device_names(devices: Devices) -> list[str]:
     """Returns TensorFlow's names of the devices."""
     return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+
+
+def put_on_device(data: Structure, name: str) -> Structure:
+    """Copies arrays to the device of this name."""
+    import keras
+
+    with tf.device(name):
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data)
+
+
+def peak_memory_by_device(names: list[str]) -> list[int]:
+    """Returns the most bytes that each device has used; nothing if they share one process."""
+    if not names[0].startswith("GPU"):
+        return []
+    return [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
+
+
+def peak_memory_bytes(names: list[str]) -> int:
+    """Returns the most bytes that a device (on the CPU: this process) has used."""
+    return max(peak_memory_by_device(names), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:

@@ -2,35 +2,40 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor, Work
 from kerasdp.config import Config
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.ranks import Processes
 
+if TYPE_CHECKING:
+    import keras
+
 
 class Pipeline:
     """Trains a model on its stages' devices.
+
+    `Accumulation` makes the passes in another way: `_forward` and `_passes`, which all else here calls.
 
     Attributes:
         plan: how it is cut.
         timeline: if a list, takes `(stage, "forward" or "backward", micro-batch, begin, end)`, in seconds, of all work.
     """
 
-    def __init__(self, model: Any, config: Config, names: list[str], processes: Processes):
+    def __init__(self, model: "keras.Model", config: Config, device_names: list[str], processes: Processes):
         from kerasdp.keras_compat import seed_variables
         from kerasdp.pipeline.plan import make_plan
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
-        self.model, self.optimizer, self.names = model, getattr(model, "optimizer", None), names
+        self.model, self.optimizer, self.device_names = model, getattr(model, "optimizer", None), device_names
         self.processes = processes
-        self.timeline: list[Any] | None = None
+        self.timeline: list[Work] | None = None
         self._begun: dict[tuple[int, str, int], float] = {}
         self._timed: dict[int, Callable[..., Any]] = {}
-        self.plan = make_plan(model, config, len(names), processes.broadcast_from_rank0)
+        self.plan = make_plan(model, config, len(device_names), processes.broadcast_from_rank0)
         self.penalties = WholeBatchPenalties(model)
         self.seeds = [seed_variables(stage.model) for stage in self.plan.stages]
         self.move_to_stage_devices()
@@ -50,10 +55,10 @@ class Pipeline:
         optimizers = wrapped_optimizers(self.optimizer)
         spared = [weights_without_decay(optimizer, weights) for optimizer in optimizers]
         slots = slots_of(self.optimizer, len(weights)) if self.optimizer is not None else {}
-        places = {id(variable): place for place, variable in enumerate(weights)}
-        for name, stage in zip(self.names, self.plan.stages):
-            own = {places[id(variable)] for variable in stage.model.trainable_variables}
-            for variable in (*stage.model.variables, *(slot for (_, place), slot in slots.items() if place in own)):
+        indices = {id(variable): index for index, variable in enumerate(weights)}
+        for name, stage in zip(self.device_names, self.plan.stages):
+            own = {indices[id(variable)] for variable in stage.model.trainable_variables}
+            for variable in (*stage.model.variables, *(slot for (_, index), slot in slots.items() if index in own)):
                 with tf.device(name):
                     value = raw_value(variable)
                     value = tf.Variable(value, dtype=value.dtype, trainable=variable.trainable, name=variable.name)
@@ -73,8 +78,8 @@ class Pipeline:
         )
 
     def _forward(
-        self, inputs: Any, num_rows: int, training: bool, tape: tf.GradientTape | None = None
-    ) -> tuple[Any, list[Any]]:
+        self, inputs: Structure, num_rows: int, training: bool, tape: tf.GradientTape | None = None
+    ) -> tuple[Structure, list[Tensor]]:
         """Computes outputs of the global batch, and penalties of activities."""
         micro_batches = self.plan.micro_batches(num_rows)
         # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
@@ -91,40 +96,44 @@ class Pipeline:
             context = ReplicaContext.of_micro_batch(
                 rows.start, rows.stop - rows.start, gather=lambda statistics: statistics[None]
             )
-            for place, (name, stage) in enumerate(zip(self.names, self.plan.stages)):
+            for index, (name, stage) in enumerate(zip(self.device_names, self.plan.stages)):
                 with tf.device(name), use(context), self.penalties.active():
-                    for seed, value in seeds[place] if training and number else ():
+                    for seed, value in seeds[index] if training and number else ():
                         seed.assign(value)
-                    values = self._marked(values, place, number, is_begin=True) if training else values
+                    values = self._marked(values, index, number, is_begin=True) if training else values
                     values = stage(values, training=training)
-                    values = self._marked(values, place, number, is_begin=False) if training else values
+                    values = self._marked(values, index, number, is_begin=False) if training else values
             outputs.append(values)
             penalties += [penalty * micro_batches.share_of_rows(number) for penalty in context.penalties]
-        with tf.device(self.names[-1]):
+        with tf.device(self.device_names[-1]):
             return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*outputs)]), penalties
 
-    def _loss(self, batch: tuple[Any, ...], penalties: list[Any], training: bool) -> Any:
+    def _loss(self, batch: tuple[Structure, ...], penalties: list[Tensor], training: bool) -> Tensor:
         from kerasdp.keras_compat import compute_loss
 
-        with tf.device(self.names[-1]):
+        with tf.device(self.device_names[-1]):
             return sum(penalties, compute_loss(self.model, *batch, training=training))
 
-    def _logs(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+    def _logs(self, batch: tuple[Structure, ...], loss: Tensor, num_rows: int) -> Any:
         from kerasdp.keras_compat import update_loss_metric
 
         inputs, targets, outputs, sample_weight = batch
-        with tf.device(self.names[-1]):
+        with tf.device(self.device_names[-1]):
             update_loss_metric(self.model, loss, num_rows)
             return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
 
-    def train_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any]:
+    def train_step(
+        self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
+    ) -> tuple[Tensor, Any]:
         """Trains on the global batch; returns its loss, and Keras' logs."""
         loss, batch, gradients = self._passes(inputs, targets, sample_weight, indices)
         variables = self.model.trainable_weights
         self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return loss, self._logs(batch, loss, indices.shape[0])
 
-    def _passes(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> tuple[Any, Any, Any]:
+    def _passes(
+        self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
+    ) -> tuple[Tensor, tuple[Structure, ...], list[Tensor]]:
         """Computes the loss of the global batch, what it is made of, and its gradients."""
         num_rows = indices.shape[0]
         with tf.GradientTape() as tape:
@@ -137,11 +146,11 @@ class Pipeline:
         with tf.control_dependencies([leaf for leaf in gradients[len(own) :] if leaf is not None]):
             return tf.identity(loss), batch, own
 
-    def _dense(self, *data: Any) -> list[Any]:
+    def _dense(self, *data: Structure) -> list[Tensor]:
         """Returns the gradients, dense; that of an embedding is rows and their indices."""
         return [tf.convert_to_tensor(gradient) for gradient in self._passes(*data)[-1] if gradient is not None]
 
-    def _marked(self, values: list[Any], stage: int, number: int, is_begin: bool) -> list[Any]:
+    def _marked(self, values: list[Tensor], stage: int, number: int, is_begin: bool) -> list[Tensor]:
         """Returns the tensors; records in the timeline when they, and later their gradients, are ready."""
         if self.timeline is None:
             return values
@@ -173,7 +182,7 @@ class Pipeline:
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
         variables = self.model.non_trainable_variables + self.model.metrics_variables
-        kept = [(variable, tf.identity(variable.value)) for variable in variables]
+        saved = [(variable, tf.identity(variable.value)) for variable in variables]
         passes = self._timed.get(self.plan.size)
         if passes is None:
             step = tf.autograph.experimental.do_not_convert(self._dense)
@@ -182,17 +191,19 @@ class Pipeline:
         for gradient in passes(*batch):
             gradient.numpy()
         seconds = time.perf_counter() - begin
-        for variable, value in kept:
+        for variable, value in saved:
             variable.assign(value)
         return seconds
 
-    def test_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+    def test_step(self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor) -> Any:
         """Evaluates the global batch; returns Keras' logs."""
         num_rows = indices.shape[0]
         outputs, penalties = self._forward(inputs, num_rows, training=False)
         batch = (inputs, targets, outputs, sample_weight)
         return self._logs(batch, self._loss(batch, penalties, training=False), num_rows)
 
-    def predict_step(self, inputs: Any, targets: Any, sample_weight: Any, indices: Any) -> Any:
+    def predict_step(
+        self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
+    ) -> Structure:
         """Computes the outputs of the global batch."""
         return self._forward(inputs, indices.shape[0], training=False)[0]

@@ -2,14 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy
 from kerasdp.backends.steps import require_device_batch
-from kerasdp.backends.tensorflow import data_parallel
-from kerasdp.backends.tensorflow.devices import device_names
+from kerasdp.backends.tensorflow.devices import (
+    device_names,
+    peak_memory_by_device,
+    peak_memory_bytes,
+    put_on_device,
+)
+from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
 from kerasdp.config import Config
@@ -17,21 +22,24 @@ from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
 
+if TYPE_CHECKING:
+    import keras
 
-class PipelineParallel(data_parallel.DataParallel):
+    from kerasdp.data.feed import Batch, Feed
+
+
+class PipelineParallel(Strategy):
     """The stages of a run. See `kerasdp.backends.base.Strategy`."""
 
+    shard = (0, 1)
     splits_batches = True
-    takes_several_steps = False
-    stages: StagedModels[Pipeline]
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
-        self.processes = SingleProcess()
-        self.stages = StagedModels(config, self._make_engine, self.shard_batch)
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.names = device_names(devices)
-        self.mirrored = tf.distribute.get_strategy()
+        self.processes = SingleProcess()
+        self.device_names = device_names(devices)
+        self.stages: StagedModels[Pipeline] = StagedModels(config, self._make_engine, self.shard_batch)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -39,24 +47,22 @@ class PipelineParallel(data_parallel.DataParallel):
         with tf.device("CPU:0"):
             yield
 
-    def shard_batch(self, batch: Any) -> DeviceBatch:
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings the inputs to the first stage's device, all else to the last one's."""
-        import keras
-
-        def put(leaf: Any, name: str) -> Any:
-            with tf.device(name):
-                return None if leaf is None else tf.convert_to_tensor(leaf)
-
-        inputs = keras.tree.map_structure(lambda leaf: put(leaf, self.names[0]), batch.inputs)
+        inputs = put_on_device(batch.inputs, self.device_names[0])
         rest = (batch.targets, batch.sample_weight, batch.indices)
-        return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self.names[-1]), rest))
+        return DeviceBatch(inputs, *put_on_device(rest, self.device_names[-1]))
 
-    def _make_engine(self, model: Any) -> Pipeline:
+    def adapt(self, feed: "Feed") -> FeedDataset:
+        """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
+        return FeedDataset(feed)
+
+    def _make_engine(self, model: "keras.Model") -> Pipeline:
         """Makes an engine for a model."""
         kind = Accumulation if self.config.accumulate > 1 else Pipeline
-        return kind(model, self.config, self.names, self.processes)
+        return kind(model, self.config, self.device_names, self.processes)
 
-    def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
+    def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.stages.engine_of(model)
         train_step, watched_step, test_step, predict_step = (
@@ -78,22 +84,21 @@ class PipelineParallel(data_parallel.DataParallel):
             predict=lambda data: predict_step(*require_device_batch(data[0])),
         )
 
-    def _graph(self, model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _graph(self, model: "keras.Model", step: Callable[..., Any]) -> Callable[..., Any]:
         if model.run_eagerly:
             return step
         # XLA (2.21) takes no variables of several devices, whatever `jit_compile` says.
         compiled = (model.jit_compile or None) if self.config.accumulate > 1 else False
         return tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=compiled)
 
-    @contextlib.contextmanager
-    def running(self, model: Any) -> Iterator[None]:
-        """Returns the context of Keras' `fit`, `evaluate` and `predict`."""
-        yield
-
-    def variables_outside_scope(self, model: Any) -> list[str]:
-        """Returns none: variables may be made anywhere."""
-        return []
-
-    def diverged_variables(self, model: Any) -> list[str]:
+    def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns none: each weight exists once."""
         return []
+
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device has used; nothing if they share one process."""
+        return peak_memory_by_device(self.device_names)
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
+        return peak_memory_bytes(self.device_names)

@@ -15,11 +15,11 @@ def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
     Keras. No public way.
     """
     variables = [variable for variable in variables if isinstance(variable, tf.distribute.DistributedValues)]
-    kept = [variable._aggregation for variable in variables]
+    saved = [variable._aggregation for variable in variables]
     for variable in variables:
         variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
     try:
         yield
     finally:
-        for variable, aggregation in zip(variables, kept, strict=True):
+        for variable, aggregation in zip(variables, saved, strict=True):
             variable._aggregation = aggregation

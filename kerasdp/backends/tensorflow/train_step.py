@@ -1,18 +1,23 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from kerasdp.backends.base import Structure, Tensor
 from kerasdp.backends.steps import inputs_for, learning_rate, own_steps
 from kerasdp.backends.tensorflow import collectives, optimizer_update
 from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.run_state import Detail
+
+if TYPE_CHECKING:
+    import keras
 
 
 class ReplicaSteps:
     """Runs the steps of a model in each replica."""
 
-    def __init__(self, strategy: Any, model: Any):
+    def __init__(self, strategy: Any, model: "keras.Model"):
         """Made once for each compiled model."""
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
@@ -20,7 +25,9 @@ class ReplicaSteps:
         self.own = own_steps(model, strategy.num_replicas)
         self.penalties = WholeBatchPenalties(model)
 
-    def train(self, detail: Any, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> tuple[Any, ...]:
+    def train(
+        self, detail: Detail, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure
+    ) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed."""
         from kerasdp.backends.observer import forward_pass, observed
         from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
@@ -30,13 +37,13 @@ class ReplicaSteps:
             logs = model.train_step((inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
-            with use(strategy.context(num_rows)) as context, forward_pass(detail, inputs) as found:
+            with use(strategy.context(num_rows)) as context, forward_pass(detail, inputs) as recorded:
                 outputs = self._forward(inputs, training=True)
-            is_part = self._is_mean_over_shards(outputs, num_rows, context)
-            if not is_part:
+            is_shard_loss = self._is_mean_over_shards(outputs, num_rows, context)
+            if not is_shard_loss:
                 outputs = strategy.gather(outputs, num_rows)
             batch = (inputs, targets, outputs, sample_weight)
-            loss = self._loss(batch, num_rows, context, training=True, is_part=is_part)
+            loss = self._loss(batch, num_rows, context, training=True, is_shard_loss=is_shard_loss)
             scaled_loss = model.optimizer.scale_loss(loss)
         variables = model.trainable_weights
         gradients = tape.gradient(scaled_loss, variables)
@@ -45,13 +52,13 @@ class ReplicaSteps:
             shared = {"loss": loss / strategy.num_replicas}
             if context.moving:
                 shared["moving"] = pack_moving(context.moving)
-            if is_part:
+            if is_shard_loss:
                 shared["outputs"] = collectives.zero_pad_to_global_batch(outputs)
             gradients, sums = collectives.mean(gradients, shared, strategy.gradient_precision)
             loss, outputs = sums["loss"], sums.get("outputs", outputs)
-        # The gradient of an embedding is rows and their places; a place may occur twice. Dense, they are summed.
+        # The gradient of an embedding is rows and their indices; an index may occur twice. Dense, they are summed.
         dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-        seen, rate = observed(detail, dense, found), learning_rate(model.optimizer)
+        observed_values, rate = observed(detail, dense, recorded), learning_rate(model.optimizer)
 
         def update() -> None:
             if context is not None and context.moving:
@@ -62,9 +69,9 @@ class ReplicaSteps:
             optimizer_update.as_one(model, update)
         else:
             update()
-        return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), seen
+        return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), observed_values
 
-    def test(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
+    def test(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Evaluates the global batch; returns Keras' logs."""
         if "test_step" in self.own:
             return self.model.test_step((inputs, targets, sample_weight))
@@ -72,22 +79,22 @@ class ReplicaSteps:
         batch = (inputs, targets, outputs, sample_weight)
         return self._metrics(batch, self._loss(batch, num_rows, context, training=False), num_rows)
 
-    def predict(self, num_rows: int, inputs: Any, targets: Any, sample_weight: Any) -> Any:
+    def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Computes the outputs of the global batch."""
         if "predict_step" in self.own:
             return self.model.predict_step((inputs,))
         return self._whole_outputs(inputs, num_rows)[0]
 
-    def _forward(self, inputs: Any, training: bool) -> Any:
+    def _forward(self, inputs: Structure, training: bool) -> Structure:
         takes_training = "training" in self.model.call_signature_parameters
         return self.model(inputs, training=training) if takes_training else self.model(inputs)
 
-    def _whole_outputs(self, inputs: Any, num_rows: int) -> tuple[Any, ReplicaContext | None]:
+    def _whole_outputs(self, inputs: Structure, num_rows: int) -> tuple[Structure, ReplicaContext | None]:
         """Computes the outputs of the global batch in inference, and the context in which they were computed."""
         with use(self.strategy.context(num_rows)) as context:
             return self.strategy.gather(self._forward(inputs, training=False), num_rows), context
 
-    def _is_mean_over_shards(self, outputs: Any, num_rows: int, context: ReplicaContext | None) -> bool:
+    def _is_mean_over_shards(self, outputs: Structure, num_rows: int, context: ReplicaContext | None) -> bool:
         from kerasdp.backends.loss_reduction import is_mean_over_shards
 
         if context is None or context.rows is None or context.rows * context.num_replicas != num_rows:
@@ -100,7 +107,7 @@ class ReplicaSteps:
         num_rows: int,
         context: ReplicaContext | None,
         training: bool,
-        is_part: bool = False,
+        is_shard_loss: bool = False,
     ) -> Any:
         """Computes the loss of the global batch, or of this replica's shard; the mean of the latter is the former."""
         import keras
@@ -108,7 +115,7 @@ class ReplicaSteps:
         from kerasdp.keras_compat import compute_loss, losses_of_whole_batch
 
         inputs, targets, outputs, sample_weight = batch
-        if is_part and context is not None and context.rows is not None:
+        if is_shard_loss and context is not None and context.rows is not None:
             own = slice(context.first_row, context.first_row + context.rows)
             targets, sample_weight = keras.tree.map_structure(
                 lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
@@ -118,7 +125,7 @@ class ReplicaSteps:
             loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
         return loss if context is None else sum(context.penalties, loss)
 
-    def _metrics(self, batch: tuple[Any, ...], loss: Any, num_rows: int) -> Any:
+    def _metrics(self, batch: tuple[Any, ...], loss: Tensor, num_rows: int) -> Any:
         from kerasdp.keras_compat import update_loss_metric
 
         inputs, targets, outputs, sample_weight = batch

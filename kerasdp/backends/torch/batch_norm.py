@@ -129,7 +129,7 @@ class _NormalizeTogether(torch.autograd.Function):
 def _axes(x: Any, axis: int) -> tuple[list[int], list[int]]:
     """Returns the axes except that of the channels, and the shape that broadcasts a value per channel."""
     others = [other for other in range(x.dim()) if other != axis]
-    return others, [-1 if place == axis else 1 for place in range(x.dim())]
+    return others, [-1 if index == axis else 1 for index in range(x.dim())]
 
 
 def _centered(x: Any, others: list[int]) -> tuple[Any, Any, Any]:

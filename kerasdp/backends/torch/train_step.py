@@ -50,8 +50,8 @@ class GlobalBatch:
             return loss, None, lambda _: (_detached(outputs), loss.detach())
         num_own = context.rows or 0  # None on jax alone
         is_even = num_own * context.num_replicas == num_rows
-        is_part = is_even and is_mean_over_shards(self.model, outputs) and outputs.nbytes < _MOST_BYTES
-        if is_part:
+        is_shard_loss = is_even and is_mean_over_shards(self.model, outputs) and outputs.nbytes < _MOST_BYTES
+        if is_shard_loss:
             own = slice(context.first_row, context.first_row + num_own)
             loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
             # Rows of others are zero, and so the sum over the ranks is all rows.
@@ -66,18 +66,18 @@ class GlobalBatch:
             shared.append(pack_moving(context.moving))
         if not shared:
             return loss, None, lambda _: (_detached(outputs), loss.detach())
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in shared))
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in shared))
 
         def finish(sums: torch.Tensor) -> tuple[Any, torch.Tensor]:
-            parts = sums.split([part.numel() for part in shared])
+            summed = sums.split([tensor.numel() for tensor in shared])
             if context.moving:
-                move_together(context.moving, parts[-1])
-            if not is_part:
+                move_together(context.moving, summed[-1])
+            if not is_shard_loss:
                 return _detached(outputs), loss.detach()
-            whole = parts[1].reshape(num_rows, *outputs.shape[1:]).to(outputs.dtype)
-            return whole, parts[0].reshape(()).to(loss.dtype)
+            whole = summed[1].reshape(num_rows, *outputs.shape[1:]).to(outputs.dtype)
+            return whole, summed[0].reshape(()).to(loss.dtype)
 
-        return loss, torch.cat([part.reshape(-1).to(dtype) for part in shared]), finish
+        return loss, torch.cat([tensor.reshape(-1).to(dtype) for tensor in shared]), finish
 
     def test_loss(self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None) -> torch.Tensor:
         """Returns the loss of the global batch; `outputs` are those of all of it."""
