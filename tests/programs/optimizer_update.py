@@ -1,0 +1,63 @@
+"""Updates variables on TensorFlow as Keras does and as one compiled operation, and prints how far they are apart.
+
+python optimizer_update.py
+"""
+
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kerasdp.backends.tensorflow import optimizer_update
+
+
+def updated(optimizer, is_one):
+    """Variables after three updates, and whether they can be one operation."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    answers = []
+
+    @tf.function
+    def step():
+        gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+        answers.append(optimizer_update.can_be_one(model, gradients))
+
+        def update():
+            optimizer.apply(gradients, model.trainable_variables)
+
+        if is_one:
+            optimizer_update.as_one(model, update)
+        else:
+            update()
+
+    for _ in range(3):
+        step()
+    return [np.array(variable) for variable in [*model.variables, *optimizer.variables]], answers[0]
+
+
+class Own(keras.optimizers.SGD):
+    pass
+
+
+POSSIBLE = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 5), clipnorm=0.5),
+}
+IMPOSSIBLE = {
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+    "own": lambda: Own(0.1),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "nadam": lambda: keras.optimizers.Nadam(0.1),
+}
+
+if __name__ == "__main__":
+    differences = {}
+    for name, make in POSSIBLE.items():
+        (plain, _), (one, answer) = updated(make(), False), updated(make(), True)
+        pairs = zip(plain, one, strict=True)
+        differences[name] = [answer, max(float(np.abs(own - other).max()) for own, other in pairs)]
+    refused = {name: updated(make(), False)[1] for name, make in IMPOSSIBLE.items()}
+    print("RESULT " + json.dumps({"differences": differences, "refused": refused}))
