@@ -38,25 +38,24 @@ class Warm:
     """A program that `server.py` runs for this process; to its user what `subprocess.Popen` is."""
 
     def __init__(self, backend: str, arguments: tuple[object, ...], cwd: pathlib.Path, env: dict[str, str]):
-        self._server = _server(backend)
-        outputs = [os.pipe(), os.pipe()]
+        pipes = [os.pipe() for _ in range(3)]
         request = {"argv": [str(argument) for argument in arguments], "cwd": str(cwd), "env": env}
-        socket.send_fds(self._server, [json.dumps(request).encode()], [writer for _, writer in outputs])
-        for _, writer in outputs:
+        socket.send_fds(_server(backend), [json.dumps(request).encode()], [writer for _, writer in pipes])
+        for _, writer in pipes:
             os.close(writer)
-        self.stdout, self.stderr = (open(reader) for reader, _ in outputs)  # noqa: SIM115
-        self.pid = int(self._server.recv(64))
+        self._answers, self.stdout, self.stderr = (open(reader) for reader, _ in pipes)  # noqa: SIM115
+        self.pid = int(self._answers.readline())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """The exit code, if it has ended."""
-        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
-            self.returncode = int(self._server.recv(64))
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.returncode = int(self._answers.readline())
         return self.returncode
 
     def wait(self, timeout: float) -> int:
         """The exit code."""
-        select.select([self._server] if self.returncode is None else [], [], [], timeout)
+        select.select([self._answers] if self.returncode is None else [], [], [], timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return self.returncode

@@ -2,8 +2,8 @@
 
     python server.py BACKEND
 
-Whoever asks (see `helpers.run`) sends a request over stdin, a socket: argv, folder and environment as JSON, with the
-program's stdout and stderr. The answers are the process's id, and how it ended.
+Whoever asks (see `helpers.run`) sends a request over stdin, a socket: argv, folder and environment as JSON, with three
+pipes: for the answers, which are the process's id and its exit code, and for the program's stdout and stderr.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # What a run imports that is not the kit's, and what the kit itself imports, in the order of a run.
 SHARED = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets", "safetensors.numpy", "absl.flags")
@@ -32,19 +32,31 @@ def main() -> None:
     os.environ["KERAS_BACKEND"] = backend
     for module in (f"kerasdp.backends.{backend}.data_parallel", *(f"kerasdp.{name}" for name in KIT), *SHARED):
         importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     with socket.socket(fileno=0) as requests:
         while True:
-            message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 2)
+            message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 3)
             if not message:
                 return
-            process = os.fork()
-            if process == 0:
+            if os.fork() == 0:
                 requests.detach()
-                _run(descriptors, **json.loads(message))
+                _keep(*descriptors, **json.loads(message))
             for descriptor in descriptors:
                 os.close(descriptor)
-            requests.send(b"%d\n" % process)
-            requests.send(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+
+def _keep(answers: int, *outputs: int, **request: Any) -> NoReturn:
+    """Starts one program, tells its process's id, waits for its end, and tells its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    process = os.fork()
+    if process == 0:
+        os.close(answers)
+        _run(list(outputs), **request)
+    for output in outputs:
+        os.close(output)
+    os.write(answers, b"%d\n" % process)
+    os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    os._exit(0)
 
 
 def _run(descriptors: list[int], argv: list[str], cwd: str, env: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from kerasdp import parity
+from kerasdp import UserError, parity
 from tests.helpers import BACKENDS
 
 STEPS, BATCH = 6, 31
@@ -158,5 +158,5 @@ def test_unreduced_gradients_are_named(reference, monkeypatch, backend):
 
 
 def test_a_model_that_cannot_travel_is_refused():
-    with pytest.raises(parity.UserError, match="not a lambda or one within a function"):
+    with pytest.raises(UserError, match="not a lambda or one within a function"):
         parity.compare(lambda: None, data)
