@@ -46,17 +46,10 @@ def make_step_functions(
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, data, detail)
 
-    def test_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-        return model.test_step(state, _cut(data))
-
-    def predict_step(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-        outputs, non_trainable_variables = model.predict_step(state, _cut(data))
-        return outputs, (state[0], non_trainable_variables)
-
     jitted_train_steps = _jit(model, _several(functools.partial(train_step, Detail.NOTHING)), shardings)
     jitted_train_step = {detail: _jit(model, functools.partial(train_step, detail), shardings) for detail in Detail}
-    jitted_test_step = _jit(model, test_step, (trainable, non_trainable, metrics))
-    jitted_predict_step = _jit(model, predict_step, (trainable, non_trainable))
+    jitted_test_step = _jit(model, functools.partial(_test_step, model), (trainable, non_trainable, metrics))
+    jitted_predict_step = _jit(model, functools.partial(_predict_step, model), (trainable, non_trainable))
 
     def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         def train_one(detail: Detail, batch: DeviceBatch) -> Any:
@@ -82,6 +75,15 @@ def make_step_functions(
         test=test_function,
         predict=lambda state, iterator: jitted_predict_step(state, require_device_batch(next(iterator))),
     )
+
+
+def _test_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+    return model.test_step(state, _cut(data))
+
+
+def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+    outputs, non_trainable_variables = model.predict_step(state, _cut(data))
+    return outputs, (state[0], non_trainable_variables)
 
 
 def _jit(model: "keras.Model", step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
