@@ -72,6 +72,8 @@ def _run(descriptors: list[int], argv: list[str], cwd: str, env: dict[str, str])
     sys.argv[:] = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     multiprocessing.util.spawnv_passfds = _fork_or_spawn
+    # A shell starts its background jobs, maybe the tests, with Ctrl-C switched off, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _end(lambda: runpy.run_path(argv[0], run_name="__main__"))
 
 

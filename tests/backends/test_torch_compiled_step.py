@@ -11,9 +11,8 @@ pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="jax and tensorf
 
 
 def results_of(program, cases, **environment):
-    # Inductor reads what is in the environment about it when it is imported.
-    backend = None if environment else "torch"
-    done = run(PROGRAMS / program, json.dumps(cases), backend=backend, OMP_NUM_THREADS="1", **environment)
+    # Cold: a process that has compiled holds threads of Inductor's, without which a forked worker would wait forever.
+    done = run(PROGRAMS / program, json.dumps(cases), OMP_NUM_THREADS="1", **environment)
     return result_of(done), done.stderr
 
 
