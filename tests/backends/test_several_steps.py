@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-IN_SHORT = [("jax", 1), ("tensorflow", 1)]
+IN_SHORT = [("jax", 1)]
 CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]
 
 

@@ -8,8 +8,14 @@ pytestmark = pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has 
 
 
 @pytest.fixture(scope="module")
-def results():
+def both():
     return result_of(run(PROGRAMS / "torch_ranks.py", backend="torch"))
+
+
+@pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
+def results(both, request):
+    """What a rank has; a message may arrive on one and not on the other."""
+    return both[request.param]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16", "bool"])

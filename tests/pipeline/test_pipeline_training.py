@@ -53,6 +53,9 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(backend, rule):
             np.testing.assert_allclose(own, by_loop, atol=1e-6 if rule == "sgd" else 5e-5, err_msg=str(case))
 
 
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name == "torch")) for name in BACKENDS], indirect=True
+)
 def test_without_batch_norm_it_is_the_whole_model(backend):
     """Dropout, penalties, two outputs, a last batch of 4, validation: as on one device without micro-batches."""
     whole = {"net": "random", "rule": "sgd", "num_devices": 1}
@@ -97,13 +100,8 @@ def undisturbed(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pytest.param(old, BACKENDS[place - 1], marks=pytest.mark.proof if place else [])
-        for place, old in enumerate(BACKENDS)
-    ],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("old", "new"), [(old, BACKENDS[place - 1]) for place, old in enumerate(BACKENDS)])
 def test_a_pipeline_resumes_on_another_backend(old, new, undisturbed, tmp_path):
     """Stopped by a signal in its second epoch."""
     whole, whole_files = undisturbed(old)

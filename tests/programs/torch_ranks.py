@@ -1,4 +1,4 @@
-"""Exchanges tensors between two ranks of torch in the ways of a training step, and prints what each gave.
+"""Exchanges tensors between two ranks of torch in the ways of a training step, and prints what each rank got.
 
 python torch_ranks.py
 """
@@ -29,7 +29,7 @@ def exchange(runner):
     gathered["too large"] = sockets.takes(torch.zeros(2**14 + 1))
     gathered["empty"] = sockets.takes(torch.zeros(0))
     buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
-    return {"gathered": gathered, "buckets": buckets}
+    return runner.strategy.processes.all_gather_object({"gathered": gathered, "buckets": buckets})
 
 
 # Precision of the gradients, bytes of a bucket, whether something is shared.
