@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -213,3 +214,9 @@ def make_images(folder, counts, size=(9, 7)):
         for number in range(count):
             colour = np.full((*size, 3), 10 * number + 5, "uint8")
             Image.fromarray(colour).save(folder / name / f"{number}.png")
+
+
+def all_but(*slow: str) -> pytest.MarkDecorator:
+    """Each installed backend in turn, as the fixture `backend`; the slow ones are proofs."""
+    cases = [pytest.param(name, marks=[pytest.mark.proof] * (name in slow)) for name in BACKENDS]
+    return pytest.mark.parametrize("backend", cases, indirect=True)

@@ -6,12 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from tests.helpers import PROGRAMS, result_of, run
+from tests.helpers import PROGRAMS, all_but, result_of, run
 
 PARTS_OF_16 = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)]
 PART_OF_4 = [("forward", 0), ("backward", 0)]
 
 
+@all_but("jax")
 def test_it_learns_as_with_the_whole_batch(backend):
     """Parts of 6, 6 and 4 samples, and 4 at an epoch's end; with two devices, parts of 3 on each."""
     cases = [{"net": "random", "accumulate": 3}, {"net": "random"}]

@@ -31,6 +31,7 @@ def test_compiled_on_one_and_two_devices(net):
             assert received["history"][name] == pytest.approx(values, rel=2e-6), name
 
 
+@pytest.mark.proof
 def test_what_is_compiled_and_what_is_not():
     layers = ["plain", "slower", "reading", "foreign", "swapping", "frozen"]
     cases = [{"layer": layer, "compile": mode} for layer in layers for mode in ("off", "on")]

@@ -17,6 +17,7 @@ from tests.helpers import (
     NUM_STEPS,
     PROGRAMS,
     ROOT,
+    all_but,
     environment,
     files_of_run,
     result_of,
@@ -201,6 +202,7 @@ print("RESULT", json.dumps(found))
 """
 
 
+@all_but("jax")
 def test_an_exported_model_loads_everywhere(backend, undisturbed, tmp_path):
     paths = [undisturbed(name)[3] for name in BACKENDS]
     program = tmp_path / "load.py"

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, files_of_run, result_of, run, train_resumable
+from tests.helpers import BACKENDS, PROGRAMS, all_but, files_of_run, result_of, run, train_resumable
 
 SCHEDULES = {"torch": ["gpipe", "1f1b", "interleaved1f1b"], "jax": ["gpipe", "1f1b"], "tensorflow": ["gpipe"]}
 
@@ -53,9 +53,7 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(backend, rule):
             np.testing.assert_allclose(own, by_loop, atol=1e-6 if rule == "sgd" else 5e-5, err_msg=str(case))
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name == "torch")) for name in BACKENDS], indirect=True
-)
+@all_but("torch")
 def test_without_batch_norm_it_is_the_whole_model(backend):
     """Dropout, penalties, two outputs, a last batch of 4, validation: as on one device without micro-batches."""
     whole = {"net": "random", "rule": "sgd", "num_devices": 1}

@@ -245,6 +245,7 @@ def test_benchmark_recipe(tmp_path):
     assert_one_line_and_exit_code_2(run("recipes/benchmark.py", "--peers=theano"), "--peers: expected some of")
 
 
+@pytest.mark.proof
 def test_a_copy_of_the_benchmark_recipe(tmp_path):
     """It needs the installed package alone."""
     shutil.copy(ROOT / "recipes" / "benchmark.py", tmp_path)
