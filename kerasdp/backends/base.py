@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
 from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class Strategy(Protocol):
 
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built and compiled."""
+        return nullcontext()
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings a batch to the devices of this process. Called in a reading thread."""
@@ -224,4 +226,5 @@ class Strategy(Protocol):
         """Returns the most bytes that each device (torch on the CPU: each process) has used; empty if not known."""
 
     def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
+        """Returns the most bytes that a device (on the CPU: this process) has used. Asks no other process."""
+        return max(self.peak_memory_by_device(), default=0) or peak_memory_of_process()

@@ -41,10 +41,10 @@ class Batch:
 class SampleReader:
     """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`)."""
 
-    def __init__(self, source: Any, order: Order, num_replicas: int, part: tuple[int, int], is_kept: bool = False):
-        """`part` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
+    def __init__(self, source: Any, order: Order, num_replicas: int, shard: tuple[int, int], is_kept: bool = False):
+        """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
         self._kept = DeviceCache(source.arrays) if is_kept else None
-        self.source, self.order, self.num_replicas, self.part = source, order, num_replicas, part
+        self.source, self.order, self.num_replicas, self.shard = source, order, num_replicas, shard
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
 
@@ -64,7 +64,7 @@ class SampleReader:
         return self._read(self.order.epoch(0)[0], None)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
-        rows = _part(pad_rows(indices, self.num_replicas), self.part)
+        rows = _shard_of(pad_rows(indices, self.num_replicas), self.shard)
         targets, sample_weight = self.source.targets(indices)
         return Batch(
             inputs=self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32")),
@@ -84,14 +84,14 @@ class BatchReader:
         batches: Any,
         order_seed: int | None,
         num_replicas: int,
-        part: tuple[int, int],
+        shard: tuple[int, int],
         steps: int | None = None,
     ):
         """`order_seed` shuffles the batches of a PyDataset; None keeps their order.
 
         `steps` are the batches of an epoch, None: all; the next epoch continues from there (except in a PyDataset).
         """
-        self.batches, self.order_seed, self.num_replicas, self.part = batches, order_seed, num_replicas, part
+        self.batches, self.order_seed, self.num_replicas, self.shard = batches, order_seed, num_replicas, shard
         self.is_indexed = isinstance(batches, keras.utils.PyDataset)
         self.num_batches = steps or (batches.num_batches if self.is_indexed else _length(batches))
         self._steps, self._stream, self._num_streamed = steps, None, 0
@@ -157,7 +157,7 @@ class BatchReader:
         inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         inputs, targets, sample_weight = as_arrays((inputs, targets, sample_weight))
         num_rows = len(keras.tree.flatten(inputs)[0])
-        rows = _part(pad_rows(np.arange(num_rows), self.num_replicas), self.part)
+        rows = _shard_of(pad_rows(np.arange(num_rows), self.num_replicas), self.shard)
         return Batch(
             inputs=keras.tree.map_structure(lambda leaf: leaf[rows], inputs),
             targets=targets,
@@ -167,16 +167,16 @@ class BatchReader:
 
 
 class Feed:
-    """The batches of the epoch that is running, read and placed ahead of their use."""
+    """The batches of the epoch that is running, read and brought to the devices ahead of their use."""
 
     def __init__(
-        self, reader: SampleReader | BatchReader, place: Callable[[Batch], Any], run_state: RunState | None = None
+        self, reader: SampleReader | BatchReader, shard_batch: Callable[[Batch], Any], run_state: RunState | None = None
     ):
         """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
 
-        `place` brings a batch to this process's devices; it is called in a reading thread.
+        `shard_batch` brings a batch to this process's devices; it is called in a reading thread.
         """
-        self.reader, self.place = reader, place
+        self.reader, self.shard_batch = reader, shard_batch
         self.num_batches = reader.num_batches
         # Keras makes iterators earlier than it uses them, so it is read at the first `next`.
         self.run_state = RunState() if run_state is None else run_state
@@ -188,7 +188,7 @@ class Feed:
             ahead: collections.deque[Future[Any]] = collections.deque()
             try:
                 for read in self.reader.epoch(self.run_state.epoch, self.run_state.num_skipped):
-                    ahead.append(pool.submit(self._read_and_place, read))
+                    ahead.append(pool.submit(self._read_and_shard, read))
                     if len(ahead) > 2 * self.reader.num_threads:
                         yield ahead.popleft().result()
                 while ahead:
@@ -197,8 +197,8 @@ class Feed:
                 for future in ahead:
                     future.cancel()
 
-    def _read_and_place(self, read: Callable[[], Batch]) -> Any:
-        return self.place(read())
+    def _read_and_shard(self, read: Callable[[], Batch]) -> Any:
+        return self.shard_batch(read())
 
 
 class FeedAdapter(DataAdapter):
@@ -217,8 +217,8 @@ class FeedAdapter(DataAdapter):
     get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get
 
 
-def _part(rows: np.ndarray, part: tuple[int, int]) -> np.ndarray:
-    rank, num_processes = part
+def _shard_of(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:
+    rank, num_processes = shard
     size = replica_rows(len(rows), num_processes)
     return rows[rank * size : (rank + 1) * size]
 

@@ -21,7 +21,7 @@ _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 @contextlib.contextmanager
-def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
+def portable(seed: int, indices: Iterator[int] | None = None) -> Iterator[None]:
     """Makes every random weight that a layer creates, and the seed of every random layer, depend on `seed` alone.
 
     An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
@@ -29,15 +29,15 @@ def portable(seed: int, places: Iterator[int] | None = None) -> Iterator[None]:
 
     Args:
         seed: the run's seed.
-        places: numbers the random variables and the seed generators in the order in which they are created.
+        indices: numbers the random variables and the seed generators in the order in which they are created.
     """
-    places = itertools.count() if places is None else places
+    indices = itertools.count() if indices is None else indices
 
     def in_numpy(initializer: keras.initializers.Initializer) -> Callable[..., Any]:
-        return _in_numpy(initializer, seed, next(places))
+        return _in_numpy(initializer, seed, next(indices))
 
     def make_seed() -> int:
-        return int(np.random.RandomState([seed, next(places)]).randint(2**31 - 1))
+        return int(np.random.RandomState([seed, next(indices)]).randint(2**31 - 1))
 
     # For user-defined initializers: what they draw from keras.random.
     with creating_weights(in_numpy, make_seed), random_numbers.portable_draws("of initial weights"):

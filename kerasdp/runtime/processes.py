@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -52,6 +53,12 @@ def call_in_new_process(
     if isinstance(result, RunError):
         raise result
     return result
+
+
+def peak_memory_of_process() -> int:
+    """Returns the most bytes that this process has used."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, else kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def how_it_ended(exit_code: int) -> str:

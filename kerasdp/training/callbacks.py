@@ -187,7 +187,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._end_training_part()
         self.state.end_epoch()
         numbers = as_numbers(logs)
-        super().on_epoch_end(epoch, numbers)
+        for callback in self.callbacks:  # of one dictionary: what one adds, the next ones and the checkpoint see
+            callback.on_epoch_end(epoch, numbers)
         if self._rank_sync:
             self._rank_sync.after_epoch(self._trained)
         if self.checkpointer:

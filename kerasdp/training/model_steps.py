@@ -38,7 +38,7 @@ class ModelSteps:
                 setattr(model, f"{name}_function", function)
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
-        # A model that is compiled anew needs new functions; compiling makes new objects of all of these.
+        # A model that is compiled again needs new functions; compiling makes new objects of all of these.
         stages = self._strategy.stages
         plan = None if stages is None else stages.engine_of(model).plan
         optimizer = getattr(model, "optimizer", None)

@@ -59,7 +59,7 @@ def prepare(
     for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
         raise UserError(
             f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
-            "would part between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
+            "would diverge between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
         )
 
 

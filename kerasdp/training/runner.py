@@ -43,7 +43,7 @@ class Runner:
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
-        self._places: Iterator[int] = itertools.count()
+        self._indices: Iterator[int] = itertools.count()
         self.state = RunState()
         self.num_fits = 0
         self._steps = ModelSteps(strategy, self.state)
@@ -68,13 +68,13 @@ class Runner:
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Returns the context in which models are built and compiled, with weights that depend on the seed."""
-        self._places = itertools.count()
+        self._indices = itertools.count()
         with self._scope():
             yield
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        with self.strategy.scope(), initial_weights.portable(self.config.seed, self._places):
+        with self.strategy.scope(), initial_weights.portable(self.config.seed, self._indices):
             yield
 
     def fit(

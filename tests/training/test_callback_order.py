@@ -68,7 +68,7 @@ def new_model():
     return model
 
 
-def train(folder, order, *, stop_at=None, resume=False, nan_at=None):
+def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
     """Goes through Keras' events with a model whose "training" adds the sum of a batch to its weights."""
     config = Config(backend="jax", workdir=str(folder), resume=resume, checkpoint_every="2", log_every=2, batch_size=4)
     config = dataclasses.replace(config, max_steps=stop_at)
@@ -81,7 +81,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None):
         global_batch_size=4,
     )  # fmt: skip
     callbacks = RunCallbacks(
-        config, OneDevice(), state, model, feed, [SumOfBatches()], facts=facts, folder=str(folder),
+        config, OneDevice(), state, model, feed, [SumOfBatches(), *extra], facts=facts, folder=str(folder),
         heartbeat=heartbeat, verbose=2,
     )  # fmt: skip
     callbacks.callbacks = [callbacks.callbacks[place] for place in order]
@@ -157,3 +157,17 @@ def test_a_loss_that_is_not_a_number_is_in_no_checkpoint(order, tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"the loss became nan at step 4 \(epoch 1\) with learning rate 0.5"):
         train(tmp_path / "run", order, nan_at=4)
     assert [path[-20:] for path in files.paths_in(tmp_path / "run" / "checkpoints")] == ["00000002.safetensors"]
+
+
+class Validation(keras.callbacks.Callback):
+    """Evaluates by itself, and writes into the logs, as user-defined callbacks do."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["val_loss"] = (3.0, 1.0, 2.0)[epoch]
+
+
+def test_what_a_callback_adds_to_the_logs_decides_which_checkpoint_is_best(tmp_path):
+    train(tmp_path / "run", (0, 1, 2, 3, 4), extra=[Validation()])
+    best = files.load(str(tmp_path / "run" / "checkpoints" / "best.safetensors"))
+    assert best.state["epoch"] == 2
+    assert best.state["best"] == {"name": "val_loss", "score": 1.0}

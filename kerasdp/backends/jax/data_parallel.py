@@ -13,7 +13,6 @@ from kerasdp.backends.jax.devices import (
     device_names,
     differing_variables,
     peak_memory_by_device,
-    peak_memory_bytes,
     start_jax,
     variables_not_on,
     without_distribution,
@@ -85,7 +84,3 @@ class DataParallel(Strategy):
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device has used; nothing if they share one process."""
         return peak_memory_by_device(self.devices)
-
-    def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return peak_memory_bytes(self.devices)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -143,11 +142,6 @@ def peak_memory_by_device(devices: Sequence[jax.Device]) -> list[int]:
     """Returns the most bytes that each device has used; nothing if they share one process."""
     statistics = [device.memory_stats() or {} for device in devices]
     return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
-
-
-def peak_memory_bytes(devices: Sequence[jax.Device]) -> int:
-    """Returns the most bytes that a device (on the CPU: this process) has used."""
-    return max(peak_memory_by_device(devices), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _take(arrays: Structure, rows: Tensor) -> Structure:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy
-from kerasdp.backends.jax.devices import differing_variables, peak_memory_by_device, peak_memory_bytes, start_jax
+from kerasdp.backends.jax.devices import differing_variables, peak_memory_by_device, start_jax
 from kerasdp.backends.jax.pipeline_engine import Pipeline
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.config import Config
@@ -76,7 +76,3 @@ class PipelineParallel(Strategy):
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device has used; nothing if they share one process."""
         return peak_memory_by_device(self.devices)
-
-    def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return peak_memory_bytes(self.devices)

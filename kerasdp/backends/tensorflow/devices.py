@@ -1,6 +1,5 @@
 """TensorFlow: makes the devices of a run, all driven by one process, and brings batches to them."""
 
-import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +42,6 @@ def peak_memory_by_device(names: list[str]) -> list[int]:
     if not names[0].startswith("GPU"):
         return []
     return [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
-
-
-def peak_memory_bytes(names: list[str]) -> int:
-    """Returns the most bytes that a device (on the CPU: this process) has used."""
-    return max(peak_memory_by_device(names), default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:

@@ -11,7 +11,6 @@ from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.tensorflow.devices import (
     device_names,
     peak_memory_by_device,
-    peak_memory_bytes,
     put_on_device,
 )
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
@@ -98,7 +97,3 @@ class PipelineParallel(Strategy):
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device has used; nothing if they share one process."""
         return peak_memory_by_device(self.device_names)
-
-    def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return peak_memory_bytes(self.device_names)

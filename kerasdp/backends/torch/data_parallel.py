@@ -1,7 +1,5 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,11 +36,6 @@ class DataParallel(Strategy):
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device)
         self.shard = self.processes.rank, devices.count
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Returns the context in which models are made."""
-        yield
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows of the inputs to its device, and all else of the batch."""

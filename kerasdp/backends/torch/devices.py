@@ -1,7 +1,6 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
 import os
-import resource
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
+from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Returns the most bytes that a device (on the CPU: this process) has used."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_memory_of_process()
 
 
 def _rank(devices: Devices) -> int:
