@@ -19,7 +19,8 @@ def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
         return result_of(run(PROGRAMS / "several_steps.py", name, count, steps, end, tmp_path / folder, backend=name))
 
     single, several = train(1, 0, "single"), train(3, 0, "several")
-    train(3, 10, "resumed")  # ends within what would be a call
+    stopped = train(3, 10, "resumed")  # ends within what would be a call
+    assert stopped["steps"] == list(range(1, 11))
     resumed = train(3, 0, "resumed")
     for other in (several, resumed):
         assert other["steps"] == single["steps"] == list(range(1, 25))
