@@ -51,9 +51,12 @@ class Net:
             self.weights[name]["bias"] = np.zeros(size, "float32")
         return self.weights[name]["bias"].astype(self.dtype)
 
-    def conv(self, name: str, x: jax.Array, filters: int, size: int, strides: int = 1, bias: bool = True) -> jax.Array:
-        """Applies a convolution that pads equally on all sides."""
-        pad = (size - 1) // 2
+    def conv(
+        self, name: str, x: jax.Array, filters: int, size: int, strides: int = 1, bias: bool = True,
+        is_padded: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """Applies a convolution that pads equally on all sides, or not at all."""
+        pad = (size - 1) // 2 if is_padded else 0
         kernel = self.kernel(name, size, size, x.shape[-1], filters)
         x = lax.conv_general_dilated(
             x, kernel, (strides, strides), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -96,7 +99,7 @@ class Net:
 def convnet(net: Net, x: jax.Array) -> jax.Array:
     """Builds what kerasdp/models/convnet.py builds."""
     x = jax.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
-    x = jax.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False), scale=False))
+    x = jax.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False, is_padded=False), scale=False))
     x = jax.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
     x = jax.nn.relu(net.dense("dense1", x.mean((1, 2)), 256))
     return net.dense("logits", net.dropout(x, 0.5), protocol.NUM_CLASSES)

@@ -49,12 +49,15 @@ class Net:
             )  # fmt: skip
         return self.statistics[name]
 
-    def conv(self, name: str, x: tf.Tensor, filters: int, size: int, strides: int = 1, bias: bool = True) -> tf.Tensor:
-        """Applies a convolution that pads equally on all sides."""
+    def conv(
+        self, name: str, x: tf.Tensor, filters: int, size: int, strides: int = 1, bias: bool = True,
+        is_padded: bool = True,
+    ) -> tf.Tensor:  # fmt: skip
+        """Applies a convolution that pads equally on all sides, or not at all."""
         # Not by the operation's own explicit padding, which is slow on the CPU; "SAME" with a stride pads an odd
         # kernel's images more on one side.
-        is_same = strides == 1 or size % 2 == 0
-        if not is_same:
+        is_same = is_padded and (strides == 1 or size % 2 == 0)
+        if is_padded and not is_same:
             x = tf.pad(x, [[0, 0], [size // 2] * 2, [size // 2] * 2, [0, 0]])
         kernel = tf.cast(self.weight(f"{name}/kernel", size, size, x.shape[-1], filters), self.dtype)
         x = tf.nn.conv2d(x, kernel, strides, "SAME" if is_same else "VALID")
@@ -95,7 +98,7 @@ class Net:
 def convnet(net: Net, x: tf.Tensor) -> tf.Tensor:
     """Builds what kerasdp/models/convnet.py builds."""
     x = tf.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
-    x = tf.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False), scale=False))
+    x = tf.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False, is_padded=False), scale=False))
     x = tf.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
     x = tf.nn.relu(net.dense("dense1", tf.reduce_mean(x, (1, 2)), 256))
     return net.dense("logits", net.dropout(x, 0.5), protocol.NUM_CLASSES)

@@ -34,7 +34,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(1, 12, 3, padding=1, bias=False), norm(12, scale=False)
-        self.conv2, self.norm2 = nn.Conv2d(12, 24, 6, 2, padding=2, bias=False), norm(24, scale=False)
+        self.conv2, self.norm2 = nn.Conv2d(12, 24, 6, 2, bias=False), norm(24, scale=False)
         self.conv3, self.norm3 = nn.Conv2d(24, 32, 6, 2, padding=2), norm(32, scale=False)
         self.dense1, self.logits = nn.Linear(32, 256), nn.Linear(256, protocol.NUM_CLASSES)
         self.dropout = nn.Dropout(0.5)

@@ -19,12 +19,12 @@ def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: 
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = image_input(input_shape)
-    # The guide gives a bias to the third convolution alone.
-    for number, (filters, size, strides, bias) in enumerate(
-        [(12, 3, 1, False), (24, 6, 2, False), (32, 6, 2, True)], 1
+    # As in the guide: the second convolution does not pad, and the third one alone has a bias.
+    for number, (filters, size, strides, padding, bias) in enumerate(
+        [(12, 3, 1, "same", False), (24, 6, 2, "valid", False), (32, 6, 2, "same", True)], 1
     ):
         x = layers.Conv2D(
-            filters, size, strides=strides, padding="same", use_bias=bias, name=f"conv{number}", **kernels
+            filters, size, strides=strides, padding=padding, use_bias=bias, name=f"conv{number}", **kernels
         )(x)
         x = layers.BatchNormalization(scale=False, name=f"norm{number}")(x)
         x = layers.ReLU(name=f"relu{number}")(x)
