@@ -51,6 +51,10 @@ class DeviceScalar:
 
         return float(keras.ops.convert_to_numpy(self.values)[self.index])
 
+    def is_ready(self) -> bool:
+        """Returns whether the device has computed it, which of the backends only jax tells."""
+        return getattr(self.values, "is_ready", lambda: True)()
+
     @classmethod
     def each(cls, values: Any, number: int) -> list[Any]:
         """Returns all of them; Nones if there is no tensor."""

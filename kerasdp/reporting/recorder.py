@@ -46,9 +46,11 @@ class Recorder(keras.callbacks.Callback):
         self._saved, self._describe, self._peak_memory_bytes = saved, describe, peak_memory_bytes
         recorded = saved["recorder"] if saved else {"last_logs": {}, "history": []}
         self.last_logs: dict[str, Any] = recorded["last_logs"]
-        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
-        # When the last line was written, at how many images of the epoch; steps and rates of the lines to come.
-        self._line = (0.0, 0)
+        # Steps whose loss was not read yet: their number, loss, and the images of the epoch before them.
+        self._waiting: collections.deque[tuple[int, Any, int]] = collections.deque()
+        # Since when, and since how many images of the epoch, the speed is measured, and what it was before.
+        self._start, self._speed = (0.0, 0), 0.0
+        # Steps and rates of the lines to come.
         self._due: list[tuple[int, Any]] = []
         self._last_step = run_state.step
         self.files = None
@@ -69,7 +71,7 @@ class Recorder(keras.callbacks.Callback):
 
     def _on_step(self, loss: Any, learning_rate: Any, num_rows: int) -> None:
         step = self.run_state.step
-        self._waiting.append((step, loss))
+        self._waiting.append((step, loss, self.run_state.epoch_images - num_rows))
         if step % self.facts.config.log_every == 0:
             self._due.append((step, learning_rate))
 
@@ -86,7 +88,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Measures the speed from here on."""
-        self._line = (time.perf_counter(), self.run_state.epoch_images)
+        self._start = (time.perf_counter(), self.run_state.epoch_images)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes a line every `log_every` steps, when the next step is on its way: the device need not wait."""
@@ -130,24 +132,29 @@ class Recorder(keras.callbacks.Callback):
         self._read_losses(self.run_state.step)
 
     def _write_lines(self, last_step: int) -> None:
-        """Writes the lines up to this step; one call may train several steps, which share a speed."""
+        """Writes the lines up to this step; steps that were done when the last line was written share its speed."""
         lines = [(step, self._read_losses(step), float(rate)) for step, rate in self._due if step <= last_step]
         if not lines:
             return
         del self._due[: len(lines)]
-        now = time.perf_counter()
-        num_images = self.run_state.epoch_images
-        seconds, images = now - self._line[0], num_images - self._line[1]
-        self._line = (now, num_images)
+        now, num_images = time.perf_counter(), self._num_images_done()
+        if num_images > self._start[1]:
+            self._speed = (num_images - self._start[1]) / (now - self._start[0])
+            self._start = (now, num_images)
         if self.files:
             for step, loss, rate in lines:
-                self.files.add_step(step, self.run_state.epoch, loss, rate, images / seconds)
+                self.files.add_step(step, self.run_state.epoch, loss, rate, self._speed)
+
+    def _num_images_done(self) -> int:
+        """Returns the images of the epoch's steps that are over: of jax the newest one may still be computed."""
+        running = (before for _, loss, before in self._waiting if not getattr(loss, "is_ready", lambda: True)())
+        return next(running, self.run_state.epoch_images)
 
     def _read_losses(self, last_step: int) -> float:
         """Returns the loss of a step; stops the run at the first one up to there that is not a number."""
         last = math.nan
         while self._waiting and self._waiting[0][0] <= last_step:
-            step, loss = self._waiting.popleft()
+            step, loss, _ = self._waiting.popleft()
             if loss is None:  # a user-defined train_step that does not tell it
                 continue
             last = float(loss)

@@ -24,6 +24,7 @@ def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
     resumed = train(3, 0, "resumed")
     for other in (several, resumed):
         assert other["steps"] == single["steps"] == list(range(1, 25))
+        assert min(other["speeds"] + single["speeds"]) > 0
         np.testing.assert_allclose(other["losses"], single["losses"], rtol=2e-5)
         np.testing.assert_allclose(other["rates"], single["rates"], rtol=1e-6)
         np.testing.assert_allclose(other["history"], single["history"], rtol=2e-5)

@@ -37,6 +37,7 @@ def train(steps_per_execution, runner):
     return {
         "losses": [line["loss"] for line in lines],
         "rates": [line["learning_rate"] for line in lines],
+        "speeds": [line["images_per_second"] for line in lines],
         "steps": [line["step"] for line in lines],
         "history": [[float(value) for value in line.split(",")[:-2]] for line in history[1:]],
         "outputs": outputs.tolist(),

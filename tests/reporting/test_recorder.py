@@ -8,13 +8,14 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import NonFiniteLossError
+from kerasdp.reporting import recorder as recorder_module
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.reporting.report import Facts
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Position, RunState
 
 
-def recorder_for(folder, **fit):
-    config = Config(backend=keras.backend.backend(), workdir=str(folder), log_every=2)
+def recorder_for(folder, log_every=2, resume=None, **fit):
+    config = Config(backend=keras.backend.backend(), workdir=str(folder), log_every=log_every)
     facts = Facts(
         config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1, model="m",
         global_batch_size=4,
@@ -25,6 +26,8 @@ def recorder_for(folder, **fit):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.25), "mse")
     recorder.set_model(model)
+    if resume:
+        state.resume(**resume)
     state.begin_epoch(0)
     recorder.on_epoch_begin(0)
     return state, recorder
@@ -61,6 +64,81 @@ def test_steps_of_one_call_share_a_speed(tmp_path):
     first, second = lines(tmp_path)
     assert (first["loss"], second["loss"]) == (2.0, 4.0)
     assert first["images_per_second"] == second["images_per_second"] > 0
+
+
+class Device:
+    """A clock, and a device that takes a second for a step: the host waits for each, or runs ahead until it asks."""
+
+    def __init__(self, runs_ahead):
+        self.runs_ahead = runs_ahead
+        self.now = self.free_at = 0.0
+
+    def steps(self, number):
+        """The losses of a call of so many steps."""
+        self.free_at = max(self.free_at, self.now) + number
+        if not self.runs_ahead:
+            self.now = self.free_at
+        return [Loss(self, self.free_at) for _ in range(number)]
+
+
+class Loss:
+    """Of a step, over at a certain time."""
+
+    def __init__(self, device, ready_at):
+        self.device, self.ready_at = device, ready_at
+
+    def is_ready(self):
+        return self.ready_at <= self.device.now
+
+    def __float__(self):
+        self.device.now = max(self.device.now, self.ready_at)
+        return 1.0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("log_every", "calls", "resumed"),
+    [
+        (1, [1, 1, 1, 1, 1], 0),
+        (2, [1, 1, 1, 1, 1], 0),  # ends between two lines
+        (2, [1, 1, 1, 1], 0),
+        (1, [1], 0),
+        (1, [3, 2], 0),
+        (1, [5], 0),
+        (2, [3, 1], 0),
+        (1, [1, 1], 3),
+        (1, [2], 3),
+        (1, [1], 4),
+    ],
+)
+def test_each_line_has_the_speed_of_its_steps(runs_ahead, log_every, calls, resumed, tmp_path, monkeypatch):
+    """Four images a step and a second: at both ends of an epoch, for one step or several a call, after a resume."""
+    device = Device(runs_ahead)
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: device.now)
+    resume = {"step": resumed, "position": Position(0, resumed), "images": 4 * resumed, "seconds": 99.0}
+    state, recorder = recorder_for(tmp_path, log_every, resume if resumed else None)
+    for number in calls:
+        call(state, recorder, *device.steps(number))
+    recorder.catch_up()
+    recorder.close()
+    end = resumed + sum(calls)
+    assert [line["step"] for line in lines(tmp_path)] == [n for n in range(resumed + 1, end + 1) if n % log_every == 0]
+    assert {line["images_per_second"] for line in lines(tmp_path)} == {4.0}
+
+
+def test_lines_around_a_checkpoint_have_their_speed(tmp_path, monkeypatch):
+    """It reads all losses, and the time that it takes counts."""
+    device = Device(runs_ahead=False)
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: device.now)
+    state, recorder = recorder_for(tmp_path, 1)
+    for step in (1, 2, 3, 4, 5):
+        call(state, recorder, *device.steps(1))
+        if step == 2:
+            recorder.catch_up()
+            device.now += 1
+    recorder.catch_up()
+    recorder.close()
+    assert [line["images_per_second"] for line in lines(tmp_path)] == [4.0, 4.0, pytest.approx(8 / 3), 4.0, 4.0]
 
 
 class OnDevice:
