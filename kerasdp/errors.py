@@ -1,10 +1,66 @@
 """Defines the errors that end a run: each is one line for the user, and an exit code."""
 
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+# Flags that are named otherwise than their field of `Config`.
+FIELDS_OF_FLAGS = {"gpus": "num_devices", "stages": "num_stages"}
+
+# In the environment while a recipe runs from the command line, so that its worker processes know, too.
+_FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
+_SWITCHES = ("resume", "tensorboard")
+_FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
+
+
+@contextlib.contextmanager
+def from_command_line() -> Iterator[None]:
+    """Lets all messages name flags within the `with` block: the run was started by a command line."""
+    kept = os.environ.get(_FROM_COMMAND_LINE)
+    os.environ[_FROM_COMMAND_LINE] = "1"
+    try:
+        yield
+    finally:
+        if kept is None:
+            del os.environ[_FROM_COMMAND_LINE]
+        else:
+            os.environ[_FROM_COMMAND_LINE] = kept
+
+
+def addressed(message: str) -> str:
+    """Returns a message in which choices are written as whoever started the run writes them.
+
+    Args:
+        message: with flags, as `--gpus=2`. They stay on the command line, and become arguments, as `num_devices=2`, for
+            people in Python. What has several lines is another program's text, and stays as it is.
+    """
+    if _FROM_COMMAND_LINE in os.environ or "\n" in message:
+        return message
+    return _FLAG.sub(_as_argument, message)
+
+
+def _as_argument(flag: re.Match[str]) -> str:
+    name, value, colon = flag.groups()
+    if value is None and name in _SWITCHES and not colon:
+        value = "True"
+    elif value is not None and not (value[0].isdecimal() or value in ("True", "False", "None")):
+        value = f'"{value}"'
+    field = FIELDS_OF_FLAGS.get(name, name)
+    return (field if value is None else f"{field}={value}") + colon
+
 
 class RunError(Exception):
-    """A run that has to end. Its text is a whole message: what was expected, what was received, what to do."""
+    """A run that has to end. Its text is a whole message: what was expected, what was received, what to do.
+
+    Args:
+        message: names choices as flags; see `addressed`.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str):
+        super().__init__(addressed(message))
 
 
 class UserError(RunError, ValueError):

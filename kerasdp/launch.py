@@ -10,6 +10,8 @@ from typing import Any
 
 from kerasdp import config
 from kerasdp.config import Config
+from kerasdp.config.names import meant
+from kerasdp.errors import UserError
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
@@ -35,10 +37,12 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         What `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        UserError: if a choice cannot be had on this machine.
+        UserError: if there is no such choice, or it cannot be had on this machine.
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
+    for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
+        raise UserError(_unknown(unknown, changes[unknown]))
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
@@ -47,6 +51,12 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         if settings.max_restarts or settings.hang_timeout:
             return supervise(_start, settings, train)
         return _start(settings, train)
+
+
+def _unknown(name: str, value: Any) -> str:
+    field = meant(name)
+    instead = f"did you mean {field}={value!r}?" if field else "help(kerasdp.Config) lists all of them"
+    return f"launch: there is no argument {name!r}; {instead}"
 
 
 def _start(settings: Config, train: Callable[..., Any], folder: str | None = None) -> Any:

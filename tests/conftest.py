@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from kerasdp.errors import from_command_line
 from tests.helpers import BACKENDS
 
 # For the tests of code that is the same on every backend, which run in this process.
@@ -15,6 +16,13 @@ os.environ["KERAS_BACKEND"] = BACKENDS[0]
 def backend(request: pytest.FixtureRequest) -> str:
     """Each installed backend in turn."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def messages_with_flags():
+    """What is raised in this process names flags, as its text in the code does; programs choose for themselves."""
+    with from_command_line():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,7 +33,8 @@ def _define_flags_of_devices() -> None:
         "backend",
         text,
         None,
-        f"{', '.join(validation.BACKENDS)}. Default: $KERAS_BACKEND, else the first installed.",
+        f"{', '.join(validation.BACKENDS)}. Default: $KERAS_BACKEND, else that of keras.json, else the first "
+        "installed.",
     )
     _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs, or 1. "
             "Without a GPU: that many virtual CPU devices.")  # fmt: skip

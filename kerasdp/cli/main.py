@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_study
-from kerasdp.errors import PreemptedError, RunError
+from kerasdp.errors import PreemptedError, RunError, from_command_line
 from kerasdp.launch import launch
 
 _PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
@@ -31,10 +31,11 @@ def main(function: Callable[..., Any], flags: str = "train") -> None:
         SystemExit: where the exit code is not 0.
     """
     try:
-        if flags == "train":
-            launch(function, parse(sys.argv))
-        elif function(*_PARSERS[flags](sys.argv)) is False:
-            sys.exit(1)
+        with from_command_line():
+            if flags == "train":
+                launch(function, parse(sys.argv))
+            elif function(*_PARSERS[flags](sys.argv)) is False:
+                sys.exit(1)
     except PreemptedError as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

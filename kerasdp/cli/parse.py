@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import difflib
 import os
 from typing import Any
 
@@ -10,7 +11,8 @@ from absl import flags
 from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, STUDY, help_text
 from kerasdp.config import Config
-from kerasdp.errors import UserError
+from kerasdp.config.names import meant
+from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
 _OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
@@ -126,6 +128,8 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
         FLAGS[name].present = 0
     try:
         rest = FLAGS(arguments, known_only=False)
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(_unknown(error.flagname, without)) from error
     except flags.Error as error:
         raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
     if _value("help"):
@@ -138,6 +142,17 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
             raise UserError(f"--{name} has no effect here: {instead}")
 
 
+def _unknown(name: str, without: dict[str, str]) -> str:
+    """Returns what to say of a flag that there is not."""
+    fields = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
+    field = meant(name)
+    near = [fields.get(field, field)] if field else difflib.get_close_matches(name, list(FLAGS), n=1)
+    instead = f"; did you mean --{near[0]}?" if near and near[0] not in without else "."
+    if near and near[0] in without:
+        instead = f", and --{near[0]} has no effect here: {without[near[0]]};"
+    return f"there is no flag --{name}{instead} --help lists all flags"
+
+
 def _value(flag: str) -> Any:
     return FLAGS[flag].value
 
@@ -145,8 +160,7 @@ def _value(flag: str) -> Any:
 def _config(**choices: Any) -> Config:
     of_recipes = (COMPARISON, STUDY, BENCHMARK)
     values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
-    values["num_devices"] = values.pop("gpus")
-    values["num_stages"] = values.pop("stages")
+    values = {FIELDS_OF_FLAGS.get(name, name): value for name, value in values.items()}
     if values["workdir"] is None and not values["resume"]:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")

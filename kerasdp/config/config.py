@@ -19,7 +19,8 @@ class Config:
     `kerasdp.launch` reads the fields on devices, batch norm, precision, seed and output; the main job reads all.
 
     Args:
-        backend: `"torch"`, `"jax"` or `"tensorflow"`. None: $KERAS_BACKEND, else the first installed.
+        backend: `"torch"`, `"jax"` or `"tensorflow"`. None: that of Keras if it is imported, else $KERAS_BACKEND,
+            else that of keras.json, else the first installed.
         num_devices: devices of the run. None: all GPUs there are, or 1.
         device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from kerasdp.config import Config
+from kerasdp.errors import addressed
 
 PACKAGES = ("kerasdp", "keras", "torch", "jax", "tensorflow", "numpy")
 
@@ -47,7 +48,7 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
 
 def warn(text: str) -> None:
     """Prints a line that people must see, whatever --verbose says."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {addressed(text)}", file=sys.stderr, flush=True)
 
 
 @functools.cache  # a checkpoint needs them, too

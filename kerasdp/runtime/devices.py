@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import sys
@@ -10,6 +11,13 @@ import sys
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
+
+_WRITTEN_BY_KERAS = {
+    "floatx": "float32",
+    "epsilon": 1e-07,
+    "backend": "tensorflow",
+    "image_data_format": "channels_last",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,27 +47,35 @@ def is_installed(backend: str) -> bool:
 
 
 def choose_backend(name: str | None) -> str:
-    """Returns the backend to use: `name`, else $KERAS_BACKEND, else the first installed.
+    """Returns the backend to use: `name`, else that of a Keras that is already imported, else what Keras would take.
+
+    Which is $KERAS_BACKEND, else keras.json. With none of these: the first installed. Keras is not imported to find
+    out.
 
     Raises:
         UserError: if it is unknown or not installed; the text holds the command that installs it.
     """
-    source = "--backend"
-    if name is None and os.environ.get("KERAS_BACKEND"):
-        name, source = os.environ["KERAS_BACKEND"], "KERAS_BACKEND"
+    choices = [("--backend", name)]
     if name is None:
-        name = next((backend for backend in BACKENDS if is_installed(backend)), None)
-        if name is None:
-            raise UserError("no backend is installed; add one: pip install 'kerasdp[jax]' (or torch, or tensorflow)")
-    if name not in BACKENDS:
-        raise UserError(f"{source}: expected one of {', '.join(BACKENDS)}. Received: {name!r}")
-    if not is_installed(name):
+        choices = [
+            ("the Keras that is already imported", _backend_of_imported_keras()),
+            ("KERAS_BACKEND", os.environ.get("KERAS_BACKEND")),
+            (_keras_json(), _backend_of_file()),
+            ("", next((backend for backend in BACKENDS if is_installed(backend)), None)),
+        ]
+    source, found = next(((source, choice) for source, choice in choices if choice), ("", None))
+    if found is None:
+        raise UserError("no backend is installed; add one: pip install 'kerasdp[jax]' (or torch, or tensorflow)")
+    if found not in BACKENDS:
+        instead = "" if source == "--backend" else "; choose one of them with --backend=NAME"
+        raise UserError(f"{source}: expected one of {', '.join(BACKENDS)} as backend. Received: {found!r}{instead}")
+    if not is_installed(found):
         have = ", ".join(backend for backend in BACKENDS if is_installed(backend)) or "none"
         raise UserError(
-            f"{source}: {name} is not installed (installed: {have}); add it: pip install 'kerasdp[{name}]' "
-            f"(in a checkout: pip install -c constraints.txt -e '.[{name}]')"
+            f"{source}: {found} is not installed (installed: {have}); add it: pip install 'kerasdp[{found}]' "
+            f"(in a checkout: pip install -c constraints.txt -e '.[{found}]')"
         )
-    return name
+    return found
 
 
 def set_backend(name: str) -> None:
@@ -68,16 +84,39 @@ def set_backend(name: str) -> None:
     Raises:
         UserError: if Keras has been imported with another one, which nothing can change any more.
     """
-    if "keras" in sys.modules:
-        current = sys.modules["keras"].config.backend()
-        if current != name:
-            raise UserError(
-                f"Keras is already imported with the {current} backend, expected {name}: call kerasdp.launch before "
-                f"anything imports Keras, or set KERAS_BACKEND={name}"
-            )
+    current = _backend_of_imported_keras()
+    if current not in (None, name):
+        raise UserError(
+            f"Keras is already imported with the {current} backend, expected {name}: leave out --backend, call "
+            f"kerasdp.launch before anything imports Keras, or set KERAS_BACKEND={name}"
+        )
     os.environ["KERAS_BACKEND"] = name
     # Warnings and errors of TensorFlow only.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def _backend_of_imported_keras() -> str | None:
+    return sys.modules["keras"].config.backend() if "keras" in sys.modules else None
+
+
+def _keras_json() -> str:
+    return os.path.join(os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras"), "keras.json")
+
+
+def _backend_of_file() -> str | None:
+    """Returns the backend in keras.json, None where nobody has chosen it.
+
+    Keras (3.15) writes the file when it is first imported, whatever the backend then is, with all its defaults. As a
+    choice that would be another backend for the second run than for the first, and maybe one that is not installed.
+    """
+    try:
+        with open(_keras_json()) as file:
+            chosen = json.load(file)
+    except (OSError, ValueError):  # which Keras ignores, too
+        return None
+    if not isinstance(chosen, dict) or chosen == _WRITTEN_BY_KERAS:
+        return None
+    return chosen.get("backend")
 
 
 def choose_devices(config: Config, num_gpus: int) -> Devices:

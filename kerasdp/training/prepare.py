@@ -10,7 +10,7 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.feed import Batch
-from kerasdp.errors import UserError
+from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import build_compiled
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 
@@ -55,7 +55,8 @@ def prepare(
     portable(model, config.batch_norm)
     if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
-        warnings.warn(f"--batch_norm=replica has no effect on {model.name}, which has no batch norm", stacklevel=4)
+        text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
+        warnings.warn(addressed(text), stacklevel=4)
     for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
         raise UserError(
             f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "

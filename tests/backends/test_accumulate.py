@@ -43,5 +43,5 @@ def test_it_learns_as_with_the_whole_batch(backend):
         elif backend == "jax":  # forward and backward in one program
             assert received["order"] == [["accumulate", number] for number in 2 * [*2 * [0, 1, 2], 0]]
     assert re.fullmatch(
-        r"the loss dice of functional_?\d* needs the whole batch at once; leave out --accumulate", refused
+        r"the loss dice of functional_?\d* needs the whole batch at once; leave out accumulate", refused
     )

@@ -39,7 +39,13 @@ def test_flags_and_flagfile(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--nosuch=1", "Unknown command line flag 'nosuch'"),
+        ("--nosuch=1", "there is no flag --nosuch. --help lists all flags"),
+        ("--num_devices=2", "there is no flag --num_devices; did you mean --gpus? --help lists all flags"),
+        ("--lr=0.1", "did you mean --learning_rate?"),
+        ("--batchsize=3", "did you mean --batch_size?"),
+        ("--num_epochs=3", "did you mean --epochs?"),
+        ("--num_stages=3", "did you mean --stages?"),
+        ("--flagfil=3", "did you mean --flagfile?"),
         ("--gpus=two", "--gpus=two"),
         ("--learning_rate=fast", "--learning_rate=fast"),
         ("--flagfile=/nowhere/none.flags", "none.flags"),
@@ -101,6 +107,10 @@ def test_a_comparison():
     ("flag", "words"),
     [
         ("--backend=torch", "--backend has no effect here: use --backends"),
+        (
+            "--num_devices=2",
+            "no flag --num_devices, and --gpus has no effect here: use --backends and --device_counts;",
+        ),
         ("--gpus=2", "--gpus has no effect here"),
         ("--accumulate=2", "--accumulate has no effect here: what is compared differs in backend and number of"),
         ("--gradient_precision=bfloat16", "--gradient_precision has no effect here"),

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import sys
+import types
 
 import pytest
 
 from kerasdp import config
 from kerasdp.config import Config, spec, validation
+from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
 from kerasdp.runtime import devices as backend
 from kerasdp.runtime.devices import Devices
@@ -162,9 +164,11 @@ def test_the_users_own_functions(tmp_path):
             spec.load_user_function(name, "model")
 
 
-def test_choice_of_backend(monkeypatch):
+def test_choice_of_backend(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "is_installed", lambda name: name != "torch")
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     assert backend.choose_backend(None) == "jax"
     assert backend.choose_backend("tensorflow") == "tensorflow"
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
@@ -179,6 +183,50 @@ def test_choice_of_backend(monkeypatch):
     monkeypatch.delenv("KERAS_BACKEND")
     with pytest.raises(UserError, match="no backend is installed"):
         backend.choose_backend(None)
+
+
+WRITTEN_BY_KERAS = {"floatx": "float32", "epsilon": 1e-07, "image_data_format": "channels_last"}
+
+
+@pytest.mark.parametrize(
+    ("imported", "variable", "file", "expected"),
+    [
+        ("jax", "tensorflow", '{"backend": "tensorflow"}', "jax"),
+        (None, "jax", '{"backend": "tensorflow"}', "jax"),
+        (None, None, '{"backend": "jax"}', "jax"),
+        (None, None, '{"backend": "tensorflow"}', "tensorflow"),
+        (None, None, json.dumps(WRITTEN_BY_KERAS | {"backend": "tensorflow"}), "torch"),  # nobody's choice
+        (None, None, json.dumps(WRITTEN_BY_KERAS | {"backend": "jax"}), "jax"),
+        (None, None, "{", "torch"),
+        (None, "", None, "torch"),
+        ("openvino", None, None, "the Keras that is already imported: expected one of torch, jax, tensorflow as"),
+        (None, None, '{"backend": "openvino"}', "keras.json: expected one of torch, jax, tensorflow as backend. Rec"),
+    ],
+)
+def test_the_backend_of_a_run_that_names_none(imported, variable, file, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "is_installed", lambda name: True)
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    if imported:
+        monkeypatch.setitem(sys.modules, "keras", keras_with(imported))
+    if variable is not None:
+        monkeypatch.setenv("KERAS_BACKEND", variable)
+    if file:
+        (tmp_path / "keras.json").write_text(file)
+    if expected in BACKENDS:
+        assert backend.choose_backend(None) == expected
+        assert backend.choose_backend("torch") == "torch"
+    else:
+        with pytest.raises(UserError) as caught:
+            backend.choose_backend(None)
+        assert expected in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def keras_with(name):
+    """What `keras.config.backend()` needs."""
+    return types.SimpleNamespace(config=types.SimpleNamespace(backend=lambda: name))
 
 
 @pytest.mark.parametrize(
@@ -224,11 +272,7 @@ def test_devices_in_words():
 
 
 def test_keras_with_another_backend_cannot_be_changed(monkeypatch):
-    class Keras:
-        class config:  # noqa: N801 (the name of Keras' own module)
-            backend = staticmethod(lambda: "jax")
-
-    monkeypatch.setitem(sys.modules, "keras", Keras)
+    monkeypatch.setitem(sys.modules, "keras", keras_with("jax"))
     with pytest.raises(UserError, match="Keras is already imported with the jax backend, expected torch"):
         backend.set_backend("torch")
 

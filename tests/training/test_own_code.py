@@ -1,5 +1,7 @@
 """Models and data of the user's own: they work as in Keras, or are refused with a way out."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,24 @@ def test_refused_where_it_would_be_wrong(outcomes, case, refusing, words):
         if refused:
             assert words in part[case]
     assert_all_equal(numbers_of(outcomes, case))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_keras_imported_at_the_top(backend, count):
+    assert_trains_with(backend, run(PROGRAMS / "keras_at_top.py", count, backend=backend))
+
+
+@pytest.mark.proof
+def test_keras_imported_at_the_top_of_a_new_process(backend, tmp_path):
+    """As users start it: with torch each worker runs the top of the script again. The backend is that of keras.json."""
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": backend}))
+    assert_trains_with(backend, run(PROGRAMS / "keras_at_top.py", 2, KERAS_HOME=str(tmp_path)))
+
+
+def assert_trains_with(backend, done):
+    name, losses = result_of(done)
+    assert name == backend
+    np.testing.assert_allclose(losses, [1.762786, 1.74624], rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="needs a second backend")

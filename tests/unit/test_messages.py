@@ -1,0 +1,71 @@
+"""Messages name flags to people on the command line, and arguments to people in Python."""
+
+import pickle
+
+import pytest
+
+import kerasdp
+from kerasdp import errors
+from kerasdp.config import Config
+from kerasdp.errors import UserError, WorkerError
+
+# As the code has them, and as people in Python read them.
+MESSAGES = [
+    ("--gpus: there are 2. Received: 4; use --device=cpu", 'num_devices: there are 2. Received: 4; use device="cpu"'),
+    ("--stages: expected 2, with --gpus=2 or more", "num_stages: expected 2, with num_devices=2 or more"),
+    ("--learning_rate=0.5; try a lower --learning_rate", "learning_rate=0.5; try a lower learning_rate"),
+    ("saved in x; resume with --resume", "saved in x; resume with resume=True"),
+    ("--resume: cannot read it", "resume: cannot read it"),
+    ("--tensorboard needs a folder: add --workdir=FOLDER", 'tensorboard=True needs a folder: add workdir="FOLDER"'),
+    ("pip install -c constraints.txt -e '.[jax]'", "pip install -c constraints.txt -e '.[jax]'"),
+    ("--parity-devices, a--b and -- are no flags", "--parity-devices, a--b and -- are no flags"),
+]
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    monkeypatch.delenv("KERASDP_FROM_COMMAND_LINE")
+
+
+@pytest.mark.parametrize(("flags", "arguments"), MESSAGES)
+def test_to_whom_a_message_speaks(flags, arguments, monkeypatch):
+    assert str(UserError(flags)) == errors.addressed(flags) == flags
+    monkeypatch.delenv("KERASDP_FROM_COMMAND_LINE")
+    error = UserError(flags)
+    assert str(error) == errors.addressed(flags) == arguments
+    # It may cross a process border, in either way.
+    assert str(pickle.loads(pickle.dumps(error))) == str(errors.from_name("UserError", str(error))) == arguments
+
+
+def test_the_text_of_another_program_stays(in_python):
+    text = "rank 1 failed\nusage: --gpus=2"
+    assert str(WorkerError(text)) == text
+
+
+def test_only_while_the_command_line_runs(in_python, monkeypatch, capsys):
+    def train(config, backends, device_counts):
+        raise UserError("use --gpus=2")
+
+    monkeypatch.setattr("sys.argv", ["parity.py"])
+    with pytest.raises(SystemExit):
+        kerasdp.main(train, flags="parity")
+    assert capsys.readouterr().err == "error: use --gpus=2\n"
+    with pytest.raises(UserError, match="^num_devices: expected a whole number of at least 1. Received: 0$"):
+        Config(num_devices=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gpus": 2}, "launch: there is no argument 'gpus'; did you mean num_devices=2?"),
+        ({"lr": 0.1}, "did you mean learning_rate=0.1?"),
+        ({"batch": 8}, "did you mean batch_size=8?"),
+        ({"epoch": 8}, "did you mean epochs=8?"),
+        ({"bakend": "jax"}, "did you mean backend='jax'?"),
+        ({"nosuch": 1}, "there is no argument 'nosuch'; help(kerasdp.Config) lists all of them"),
+    ],
+)
+def test_arguments_by_another_name(arguments, words, in_python):
+    with pytest.raises(UserError) as caught:
+        kerasdp.launch(print, **arguments)
+    assert words in str(caught.value)
