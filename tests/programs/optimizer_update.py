@@ -23,7 +23,7 @@ def updated(optimizer, is_one):
     @tf.function
     def step():
         gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
-        answers.append(optimizer_update.can_be_one(model, gradients))
+        answers.append(optimizer_update.can_be_one(model))
 
         def update():
             optimizer.apply(gradients, model.trainable_variables)

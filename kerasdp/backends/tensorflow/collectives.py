@@ -59,13 +59,12 @@ def mean(
     """Averages gradients over the replicas, and sums other tensors, in one collective per type.
 
     A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
-    summed in it; but not those of an embedding, which are rows and their indices: TensorFlow (2.21) gathers no
-    bfloat16.
+    summed in it. They are dense.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     sent = present
     if precision != "float32":
-        sent = [tf.cast(each, precision) if isinstance(each, tf.Tensor) else each for each in present]
+        sent = [tf.cast(each, precision) for each in present]
     num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
     received = [*sent, *shared.values()]
     for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor

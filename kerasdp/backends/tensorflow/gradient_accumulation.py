@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import Structure, Tensor
+from kerasdp.backends.tensorflow.optimizer_update import dense
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
 from kerasdp.portability.replica_context import ReplicaContext, use
 
@@ -53,12 +54,12 @@ class Accumulation(Pipeline):
                 with keras.StatelessScope():  # the losses of several outputs are metrics, too
                     loss = tf.zeros(()) if loss_of is None else loss_of(own[0], self.plan.outputs(outputs), own[1])
                 scaled_loss = optimizer.scale_loss(loss * share + penalty)
-            return outputs, (penalty, [_dense(gradient) for gradient in tape.gradient(scaled_loss, weights)])
+            return outputs, (penalty, dense(tape.gradient(scaled_loss, weights)))
 
         outputs, (penalty, gradients) = self._sum_over_micro_batches(num_rows, work)
         with tf.GradientTape() as tape:
             of_weights = optimizer.scale_loss(sum(weight_penalties(self.model), tf.zeros(())))
-        for index, gradient in enumerate(tape.gradient(of_weights, weights)):
+        for index, gradient in enumerate(dense(tape.gradient(of_weights, weights))):
             if gradient is not None:
                 gradients[index] = gradient if gradients[index] is None else gradients[index] + gradient
         batch = (inputs, targets, outputs, sample_weight)
@@ -127,8 +128,3 @@ def _rows(leaf: Tensor | None, first: Tensor, rows: int) -> Tensor | None:
     if leaf is None:
         return None
     return tf.slice(leaf, [first] + [0] * (len(leaf.shape) - 1), [rows, *leaf.shape[1:]])
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    """Returns a gradient that can be added to others; that of an embedding is rows and their indices."""
-    return None if gradient is None else tf.convert_to_tensor(gradient)

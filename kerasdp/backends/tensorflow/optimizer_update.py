@@ -1,11 +1,39 @@
-"""TensorFlow: compiles a replica's update of its variables into one operation."""
+"""TensorFlow: makes gradients dense, and compiles a replica's update of its variables into one operation."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kerasdp.backends.steps import all_variables
+
+
+def dense(gradients: list[Any]) -> list[Any]:
+    """Returns gradients as tensors of their weights' shapes; None stays None.
+
+    That of an embedding is rows and their indices (`tf.IndexedSlices`), a row for each token. Keras (3.15) squares,
+    clips and scales these rows one by one, though a token that occurs twice has two: an optimizer with state would get
+    other numbers than on other backends, and others again on several devices. Here they are summed.
+    """
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+@contextlib.contextmanager
+def taking_dense() -> Iterator[None]:
+    """Lets all optimizers make the gradients that they are given dense, for a user-defined training step."""
+    import keras
+
+    optimizer_class = keras.optimizers.Optimizer
+
+    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+        super(optimizer_class, self).apply(dense(list(grads)), trainable_variables)
+
+    optimizer_class.apply = apply
+    try:
+        yield
+    finally:
+        del optimizer_class.apply
 
 
 def as_one(model: Any, update: Callable[[], None]) -> None:
@@ -36,11 +64,11 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
         tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=new)
 
 
-def can_be_one(model: Any, gradients: list[Any]) -> bool:
+def can_be_one(model: Any) -> bool:
     """Returns whether the update can be compiled.
 
-    Not with user-defined Python, loss scaling or rows of an embedding, nor where Keras assigns in one of two branches,
-    nor (Nadam) where a class extends what would be taken back.
+    Not with user-defined Python or loss scaling, nor where Keras assigns in one of two branches, nor (Nadam) where a
+    class extends what would be taken back.
     """
     from kerasdp.keras_compat import (
         inner_optimizer,
@@ -59,6 +87,5 @@ def can_be_one(model: Any, gradients: list[Any]) -> bool:
         and not optimizer.gradient_accumulation_steps
         and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
         and overrides_nothing_of_tensorflow(optimizer)
-        and all(gradient is None or isinstance(gradient, tf.Tensor) for gradient in gradients)
         and not tf.executing_eagerly()
     )

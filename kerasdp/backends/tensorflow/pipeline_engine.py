@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor, Work
+from kerasdp.backends.tensorflow.optimizer_update import dense
 from kerasdp.config import Config
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.ranks import Processes
@@ -141,14 +142,14 @@ class Pipeline:
             batch = (inputs, targets, outputs, sample_weight)
             loss = self._loss(batch, penalties, training=True)
             scaled_loss = self.model.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled_loss, [*self.model.trainable_weights, *self._watched])
+        gradients = dense(tape.gradient(scaled_loss, [*self.model.trainable_weights, *self._watched]))
         own = gradients[: len(self.model.trainable_weights)]
         with tf.control_dependencies([leaf for leaf in gradients[len(own) :] if leaf is not None]):
             return tf.identity(loss), batch, own
 
-    def _dense(self, *data: Structure) -> list[Tensor]:
-        """Returns the gradients, dense; that of an embedding is rows and their indices."""
-        return [tf.convert_to_tensor(gradient) for gradient in self._passes(*data)[-1] if gradient is not None]
+    def _gradients(self, *data: Structure) -> list[Tensor]:
+        """Returns the gradients of a step."""
+        return [gradient for gradient in self._passes(*data)[-1] if gradient is not None]
 
     def _marked(self, values: list[Tensor], stage: int, number: int, is_begin: bool) -> list[Tensor]:
         """Returns the tensors; records in the timeline when they, and later their gradients, are ready."""
@@ -185,7 +186,7 @@ class Pipeline:
         saved = [(variable, tf.identity(variable.value)) for variable in variables]
         passes = self._timed.get(self.plan.size)
         if passes is None:
-            step = tf.autograph.experimental.do_not_convert(self._dense)
+            step = tf.autograph.experimental.do_not_convert(self._gradients)
             passes = self._timed[self.plan.size] = tf.function(step, jit_compile=False)
         begin = time.perf_counter()
         for gradient in passes(*batch):

@@ -34,7 +34,8 @@ class ReplicaSteps:
 
         model, strategy = self.model, self.strategy
         if "train_step" in self.own:
-            logs = model.train_step((inputs, targets, sample_weight))
+            with optimizer_update.taking_dense():
+                logs = model.train_step((inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
             with use(strategy.context(num_rows)) as context, forward_pass(detail, inputs) as recorded:
@@ -46,7 +47,7 @@ class ReplicaSteps:
             loss = self._loss(batch, num_rows, context, training=True, is_shard_loss=is_shard_loss)
             scaled_loss = model.optimizer.scale_loss(loss)
         variables = model.trainable_weights
-        gradients = tape.gradient(scaled_loss, variables)
+        gradients = optimizer_update.dense(tape.gradient(scaled_loss, variables))
         if context is not None:
             # In one collective with the gradients: what each replica has a share of.
             shared = {"loss": loss / strategy.num_replicas}
@@ -56,16 +57,14 @@ class ReplicaSteps:
                 shared["outputs"] = collectives.zero_pad_to_global_batch(outputs)
             gradients, sums = collectives.mean(gradients, shared, strategy.gradient_precision)
             loss, outputs = sums["loss"], sums.get("outputs", outputs)
-        # The gradient of an embedding is rows and their indices; an index may occur twice. Dense, they are summed.
-        dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-        observed_values, rate = observed(detail, dense, recorded), learning_rate(model.optimizer)
+        observed_values, rate = observed(detail, gradients, recorded), learning_rate(model.optimizer)
 
         def update() -> None:
             if context is not None and context.moving:
                 move_together(context.moving, sums["moving"])
             model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-        if optimizer_update.can_be_one(model, gradients):
+        if optimizer_update.can_be_one(model):
             optimizer_update.as_one(model, update)
         else:
             update()
