@@ -12,7 +12,6 @@ from kerasdp.keras_compat.layers import (
     has_weights_of_its_own,
     is_of_keras,
     raw_value,
-    seed_of,
     seed_variables,
     set_raw_value,
     weight_penalties,
@@ -46,7 +45,7 @@ from kerasdp.keras_compat.optimizers import (
     weights_without_decay,
     wrapped_optimizers,
 )
-from kerasdp.keras_compat.random import creating_weights, next_seed, wrap_draws
+from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, next_seed, seed_of, wrap_draws
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
 from kerasdp.keras_compat.settings import set_precision, set_seed, without_tensorflow
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
@@ -63,6 +62,7 @@ __all__ = [
     "copy_decay_exclusions",
     "creating_weights",
     "global_clipnorm",
+    "has_drawn_seed",
     "has_mask",
     "has_seed_generators",
     "has_weights_of_its_own",

@@ -86,12 +86,3 @@ def is_of_keras(kind: type) -> bool:
     Keras 3.15: all of its classes are defined in `keras.src`. The public modules do not list those that a backend adds.
     """
     return kind.__module__.startswith("keras.src.")
-
-
-def seed_of(initializer: keras.initializers.Initializer) -> int | None:
-    """Returns the seed that the user gave an initializer; None if there is none.
-
-    Keras 3.15: `RandomInitializer._init_seed`. The public `get_config()["seed"]` serializes, for which Keras imports
-    TensorFlow where it is installed; `seed` is one drawn at random if none was given.
-    """
-    return getattr(initializer, "_init_seed", None)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 from keras.src.backend import random as keras_random
@@ -38,40 +38,100 @@ def wrap_draws(kinds: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]],
             setattr(keras_random, kind, wrapped)
 
 
+class WeightHooks(Protocol):
+    """Decides what new weights and random layers begin with."""
+
+    def replace_initializer(self, initializer: Any, layer: keras.layers.Layer) -> Callable[..., Any]:
+        """Gets the initializer of a layer's new weight of floats; gives the one to use."""
+
+    def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
+        """Draws what one of Keras' random initializers is asked for; gives a tensor of floats."""
+
+    def make_seed(self) -> int:
+        """Gives the seed of a new `SeedGenerator` that was given none."""
+
+    def make_default_seed(self) -> int:
+        """Gives the seed that stands in for one that was not given, elsewhere: in an initializer, in `RandomCrop`."""
+
+
 @contextlib.contextmanager
-def creating_weights(
-    replace_initializer: Callable[[keras.initializers.Initializer], Callable[..., Any]],
-    make_seed: Callable[[], int],
-) -> Iterator[None]:
-    """Lets others decide what new weights and random layers begin with.
+def creating_weights(hooks: WeightHooks) -> Iterator[None]:
+    """Lets others decide what new weights and random layers begin with. Of nested contexts the innermost counts.
 
-    Keras 3.15: exchanges `Layer.add_weight` and `SeedGenerator.__init__`, both public, but for all layers there are. No
-    public hook does that.
-
-    Args:
-        replace_initializer: gets the initializer of a new weight of floats, if it has a seed; gives the one to use.
-        make_seed: gives the seed of a new `SeedGenerator` that was given none.
+    Keras 3.15: exchanges `Layer.add_weight`, `SeedGenerator.__init__` and the `__call__` of the random initializers,
+    all public, but for all objects there are; and `keras.src.backend.random.make_default_seed`, which takes a number
+    from Python's `random`, so that it depends on all that the process did before. No public hook does that.
     """
     layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
-    original, make_generator = layer_class.add_weight, seed_class.__init__
+    original, make_generator = _of_keras(layer_class.add_weight), _of_keras(seed_class.__init__)
 
     def add_weight(
         layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
     ) -> keras.Variable:
         # The three that Keras also takes by position.
         shape, initializer, dtype = (*args, *(shape, initializer, dtype)[len(args) :])
-        floating = "float" in keras.backend.standardize_dtype(dtype or layer.variable_dtype)
+        floating = _is_floating(dtype or layer.variable_dtype)
         initializer = keras.initializers.get(initializer or ("glorot_uniform" if floating else "zeros"))
-        if floating and hasattr(initializer, "seed"):
-            initializer = replace_initializer(initializer)
+        if floating:
+            initializer = hooks.replace_initializer(initializer, layer)
         return original(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
 
     def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
         own_seed = kwargs.pop("seed", own_seed)
-        make_generator(generator, make_seed() if own_seed is None else own_seed, *args, **kwargs)
+        make_generator(generator, hooks.make_seed() if own_seed is None else own_seed, *args, **kwargs)
 
-    layer_class.add_weight, seed_class.__init__ = add_weight, init
+    def drawing_for(call: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(initializer: Any, shape: Any, dtype: Any = None) -> Any:
+            dtype = keras.backend.standardize_dtype(dtype)
+            return hooks.draw(initializer, shape, dtype) if _is_floating(dtype) else call(initializer, shape, dtype)
+
+        return draw
+
+    def make_default_seed() -> int:
+        return hooks.make_default_seed()
+
+    kinds = keras.initializers
+    drawing = (kinds.VarianceScaling, kinds.RandomNormal, kinds.TruncatedNormal, kinds.RandomUniform, kinds.Orthogonal)
+    with contextlib.ExitStack() as exchanged:
+        exchanged.enter_context(_exchanged(layer_class, "add_weight", add_weight))
+        exchanged.enter_context(_exchanged(seed_class, "__init__", init))
+        exchanged.enter_context(_exchanged(keras_random, "make_default_seed", make_default_seed))
+        for kind in drawing:
+            exchanged.enter_context(_exchanged(kind, "__call__", drawing_for(_of_keras(kind.__call__))))
+        yield
+
+
+@contextlib.contextmanager
+def _exchanged(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    found = getattr(owner, name)
+    vars(function)["of_keras"] = _of_keras(found)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        layer_class.add_weight, seed_class.__init__ = original, make_generator
+        setattr(owner, name, found)
+
+
+def _of_keras(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, "of_keras", function)
+
+
+def _is_floating(dtype: Any) -> bool:
+    return "float" in keras.backend.standardize_dtype(dtype)
+
+
+def seed_of(initializer: Any) -> Any:
+    """Returns the seed that the user gave an initializer, an int or a `SeedGenerator`; None if there is none.
+
+    Keras 3.15: `RandomInitializer._init_seed`. The public `get_config()["seed"]` serializes, for which Keras imports
+    TensorFlow where it is installed; `seed` is one drawn at random if none was given.
+    """
+    return None if has_drawn_seed(initializer) else getattr(initializer, "seed", None)
+
+
+def has_drawn_seed(initializer: Any) -> bool:
+    """Returns whether Keras has drawn an initializer's seed, since none was given.
+
+    Keras 3.15: `RandomInitializer._init_seed`; see `seed_of`.
+    """
+    return getattr(initializer, "_init_seed", 0) is None

@@ -58,8 +58,11 @@ def _initializer(text: str) -> Any:
     import keras
 
     name, arguments = spec.parse(text, "kernel_initializer")
+    # Not the initializer: one that several layers share draws the same values for each.
+    identifier = {"class_name": name, "config": arguments} if arguments else name
     try:
-        return keras.initializers.get({"class_name": name, "config": arguments} if arguments else name)
+        keras.initializers.get(identifier)
+        return identifier
     except (ValueError, TypeError) as error:
         raise UserError(
             f"--kernel_initializer: Keras has no such initializer: {text!r} ({str(error).splitlines()[0]})"

@@ -5,59 +5,183 @@ Here they are drawn in NumPy, from the distribution of the layer's own initializ
 """
 
 import contextlib
+import contextvars
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import creating_weights, seed_of
+from kerasdp.keras_compat import creating_weights, has_drawn_seed, is_of_keras, seed_of
 from kerasdp.portability import random as random_numbers
 
 # The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
+# Keys of draws are `[seed, place]` for a weight and `[user's seed]`; these at the end keep all others apart.
+_FUNCTION, _OUTSIDE, _UNSEEDED, _WITHIN, _GENERATOR, _DEFAULT_SEED = range(6)
+
+
+class _Weight(NamedTuple):
+    """A weight that is being drawn: by which initializer, with which key, and what numbers the draws within it."""
+
+    initializer: Any
+    has_own_seed: bool
+    key: list[int]
+    key_within: list[int]
+    indices: Iterator[int]
+
+
+_current: contextvars.ContextVar[_Weight | None] = contextvars.ContextVar("kerasdp_weight", default=None)
+
+
+class WeightNumbering:
+    """Numbers random weights and seed generators in the order in which they are made, from 0.
+
+    An initializer without a seed has, as in Keras, one seed for all weights that it draws: here that of the first. One
+    with a seed of its own keeps to it.
+
+    Args:
+        seed: the run's seed.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins at 0 again, and forgets which initializer drew what."""
+        self._indices = itertools.count()
+        # Not numbered with the weights: a model's weights do not depend on whether something else draws.
+        self._counts = {kind: itertools.count() for kind in (_FUNCTION, _OUTSIDE, _UNSEEDED, _DEFAULT_SEED)}
+        # By `id`, with the object, so that no other gets its id.
+        self._first_keys: dict[int, tuple[Any, list[int]]] = {}
+        self._uses: dict[int, tuple[Any, Iterator[int]]] = {}
+
+    def replace_initializer(self, initializer: Any, layer: keras.layers.Layer) -> Callable[..., Any]:
+        """Returns what draws a new weight of a layer."""
+        if hasattr(initializer, "seed"):
+            place = [self.seed, next(self._indices)]
+            source = _copied_from(initializer, layer)
+            has_own_seed, key = not has_drawn_seed(source), self._key_of(source, place)
+        elif is_of_keras(type(initializer)):  # constants
+            return initializer
+        else:
+            place = key = self._next_key(_FUNCTION)
+            has_own_seed = True
+        within = _Weight(initializer, has_own_seed, key, place, itertools.count())
+
+        def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
+            # Drawn once more, as Keras does for a weight that is made in a trace, it is the same.
+            weight = within._replace(indices=itertools.count())
+            token = _current.set(weight)
+            try:
+                with self.portable_draws(), _seeded(weight):
+                    return initializer(shape, dtype=dtype)
+            finally:
+                _current.reset(token)
+
+        return draw_values
+
+    def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
+        """Draws what one of Keras' random initializers is asked for, by `add_weight` or by anybody."""
+        weight = _current.get()
+        if weight is None:
+            key = self._key_of(initializer, self._next_key(_OUTSIDE))
+        elif weight.initializer is initializer:
+            key = weight.key
+        else:  # one that the weight's own initializer calls
+            key = self._key_of(initializer, [*weight.key_within, next(weight.indices), _WITHIN])
+        return keras.ops.convert_to_tensor(draw(initializer, tuple(shape), key).astype("float32"), dtype=dtype)
+
+    def make_seed(self) -> int:
+        """Returns the seed of a `SeedGenerator` that was given none."""
+        return _whole_number([self.seed, next(self._indices)])
+
+    def make_default_seed(self) -> int:
+        """Returns a seed where Keras would take one from Python's `random`."""
+        return _whole_number(self._next_key(_DEFAULT_SEED))
+
+    def portable_draws(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which `keras.random` draws portably, also for initializers that the user wrote."""
+        return random_numbers.portable_draws("of initial weights", self._unseeded_words)
+
+    def _unseeded_words(self) -> tuple[int, int]:
+        weight = _current.get()
+        key = self._next_key(_UNSEEDED) if weight is None else [*weight.key_within, next(weight.indices), _UNSEEDED]
+        first, second = np.random.RandomState(key).randint(-(2**31), 2**31 - 1, 2)
+        return int(first), int(second)
+
+    def _next_key(self, kind: int) -> list[int]:
+        return [self.seed, next(self._counts[kind]), kind]
+
+    def _key_of(self, initializer: Any, place: list[int]) -> list[int]:
+        """Returns the key of an initializer's draw: of its own seed, else of the place where it drew first."""
+        seed = seed_of(initializer)
+        if isinstance(seed, keras.random.SeedGenerator):
+            own = seed.get_config()["seed"]
+            first = self._first_key(seed, place) if own is None else [_word(own)]
+            _, uses = self._uses.setdefault(id(seed), (seed, itertools.count()))
+            return [*first, next(uses), _GENERATOR]
+        return [_word(seed)] if isinstance(seed, int) else self._first_key(initializer, place)
+
+    def _first_key(self, source: Any, place: list[int]) -> list[int]:
+        return self._first_keys.setdefault(id(source), (source, place))[1]
+
 
 @contextlib.contextmanager
-def portable(seed: int, indices: Iterator[int] | None = None) -> Iterator[None]:
-    """Makes every random weight that a layer creates, and the seed of every random layer, depend on `seed` alone.
+def portable(seed: int, numbering: WeightNumbering | None = None) -> Iterator[None]:
+    """Makes every random weight that is created, and the seed of every random layer, depend on `seed` alone.
 
     An initializer or a layer with a seed of its own keeps to that seed, as in Keras. Weights that are loaded later
     (a pretrained model) are not touched: only the first value of a new variable is drawn here.
 
     Args:
         seed: the run's seed.
-        indices: numbers the random variables and the seed generators in the order in which they are created.
+        numbering: continues where it is. None: a new one.
     """
-    indices = itertools.count() if indices is None else indices
-
-    def in_numpy(initializer: keras.initializers.Initializer) -> Callable[..., Any]:
-        return _in_numpy(initializer, seed, next(indices))
-
-    def make_seed() -> int:
-        return int(np.random.RandomState([seed, next(indices)]).randint(2**31 - 1))
-
-    # For user-defined initializers: what they draw from keras.random.
-    with creating_weights(in_numpy, make_seed), random_numbers.portable_draws("of initial weights"):
+    numbering = WeightNumbering(seed) if numbering is None else numbering
+    with creating_weights(numbering), numbering.portable_draws():
         yield
 
 
-def _in_numpy(initializer: Any, seed: int, place: int) -> Callable[..., Any]:
-    own_seed = seed_of(initializer)
-    key = [seed, place] if own_seed is None else [own_seed]
+def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
+    """Returns the initializer of which a layer uses a copy, else the one that is given.
 
-    def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
-        values = draw(initializer, tuple(shape), key)
-        if values is None:
-            return initializer(shape, dtype=dtype)
-        return keras.ops.convert_to_tensor(values.astype("float32"), dtype=dtype)
+    `EinsumDense` of Keras 3.15 copies its own together with the seed that Keras has drawn for it, which then looks like
+    one that the user gave.
+    """
+    for other in vars(layer).values():
+        if isinstance(other, type(initializer)) and has_drawn_seed(other) and other.seed == seed_of(initializer):
+            return other
+    return initializer
 
-    return draw_values
+
+@contextlib.contextmanager
+def _seeded(weight: _Weight) -> Iterator[None]:
+    """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it."""
+    if weight.has_own_seed:
+        yield
+        return
+    initializer = weight.initializer
+    drawn, initializer.seed = initializer.seed, _whole_number(weight.key)
+    try:
+        yield
+    finally:
+        initializer.seed = drawn
 
 
-def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray | None:
+def _whole_number(key: list[int]) -> int:
+    return int(np.random.RandomState(key).randint(2**31 - 1))
+
+
+def _word(seed: int) -> int:
+    return seed % 2**32
+
+
+def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray:
     """Draws from the distribution of a Keras initializer.
 
     `numpy.random.RandomState` is used because NumPy promises never to change its streams (NEP 19).
@@ -68,7 +192,7 @@ def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray
         key: whole numbers from 0 to 2**32 - 1 that seed the draw.
 
     Returns:
-        Float64 array of that shape, or None for an initializer of an unknown kind.
+        Float64 array of that shape.
     """
     random = np.random.RandomState(key)
     kinds = keras.initializers
@@ -80,13 +204,11 @@ def draw(initializer: Any, shape: tuple[int, ...], key: list[int]) -> np.ndarray
         return initializer.mean + initializer.stddev * _truncated_normal(shape, random)
     if isinstance(initializer, kinds.RandomUniform):
         return random.uniform(initializer.minval, initializer.maxval, shape)
-    if isinstance(initializer, kinds.Orthogonal):
-        return initializer.gain * _orthogonal(shape, random)
-    return None
+    return initializer.gain * _orthogonal(shape, random)
 
 
 def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
-    fan_in, fan_out = _fans(shape)
+    fan_in, fan_out = _fans(shape, initializer.input_axes, initializer.output_axes)
     fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[initializer.mode]
     variance = initializer.scale / max(1.0, fan)
     if initializer.distribution == "uniform":
@@ -97,8 +219,12 @@ def _variance_scaling(initializer: Any, shape: tuple[int, ...], random: np.rando
     return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, random)
 
 
-def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
+def _fans(
+    shape: tuple[int, ...], input_axes: list[int] | None = None, output_axes: list[int] | None = None
+) -> tuple[float, float]:
     """Counts inputs and outputs of a kernel as Keras does (keras/src/initializers/random_initializers.py)."""
+    if input_axes is not None and output_axes is not None:
+        return math.prod(shape[axis] for axis in input_axes), math.prod(shape[axis] for axis in output_axes)
     if len(shape) < 2:
         size = shape[0] if shape else 1
         return size, size
@@ -116,6 +242,8 @@ def _truncated_normal(shape: tuple[int, ...], random: np.random.RandomState) -> 
 
 def _orthogonal(shape: tuple[int, ...], random: np.random.RandomState) -> np.ndarray:
     """Draws the Q of a QR decomposition with unique signs (Saxe et al. 2014, arXiv:1312.6120)."""
+    if len(shape) < 2:
+        raise ValueError(f"Orthogonal: expected a shape of at least two axes. Received: {shape}")
     rows, columns = math.prod(shape[:-1]), shape[-1]
     q, r = np.linalg.qr(random.standard_normal((max(rows, columns), min(rows, columns))))
     q *= np.sign(np.diag(r))

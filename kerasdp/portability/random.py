@@ -126,20 +126,28 @@ _PORTABLE = {function.__name__: function for function in (dropout, uniform, norm
 _NOT_PORTABLE = ("beta", "binomial", "categorical", "gamma", "shuffle")
 # A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
 _drawing_layer: contextvars.ContextVar[str | None] = contextvars.ContextVar("kerasdp_drawing_layer", default=None)
+_unseeded_words: contextvars.ContextVar[Callable[[], tuple[int, int]] | None] = contextvars.ContextVar(
+    "kerasdp_unseeded_words", default=None
+)
 
 
 @contextlib.contextmanager
-def portable_draws(name: str) -> Iterator[None]:
+def portable_draws(name: str, unseeded_words: Callable[[], tuple[int, int]] | None = None) -> Iterator[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
     What it does not know is drawn by the backend, with a warning that names the layer `name`.
+
+    Args:
+        name: of the layer.
+        unseeded_words: gives two int32 to draw with where no seed is given. None: Keras' global generator does.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
-    token = _drawing_layer.set(name)
+    token, words_token = _drawing_layer.set(name), _unseeded_words.set(unseeded_words)
     try:
         yield
     finally:
         _drawing_layer.reset(token)
+        _unseeded_words.reset(words_token)
 
 
 def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +168,8 @@ def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[.
 
 def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> tuple[Any, Any]:
     """Draws two arrays of words, each of shape `(rows, half of the numbers of a sample)`."""
-    state = ops.cast(next_seed(seed), "int32")
+    words = _unseeded_words.get() if seed is None else None
+    state = ops.cast(next_seed(seed), "int32") if words is None else ops.convert_to_tensor(words(), "int32")
     rows, per_sample = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     context = replica_context.current()
     first_row = 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +42,7 @@ class Runner:
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
-        self._indices: Iterator[int] = itertools.count()
+        self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = 0
         self._steps = ModelSteps(strategy, self.state)
@@ -68,13 +67,13 @@ class Runner:
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Returns the context in which models are built and compiled, with weights that depend on the seed."""
-        self._indices = itertools.count()
+        self._numbering.restart()
         with self._scope():
             yield
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        with self.strategy.scope(), initial_weights.portable(self.config.seed, self._indices):
+        with self.strategy.scope(), initial_weights.portable(self.config.seed, self._numbering):
             yield
 
     def fit(

@@ -126,11 +126,20 @@ def test_raw_values():
 def test_seeds_of_initializers_and_layers():
     assert keras_compat.seed_of(keras.initializers.GlorotUniform(seed=3)) == 3
     assert keras_compat.seed_of(keras.initializers.GlorotUniform()) is None
+    assert keras_compat.has_drawn_seed(keras.initializers.GlorotUniform())
+    assert not keras_compat.has_drawn_seed(keras.initializers.Zeros())
     assert keras_compat.has_seed_generators(keras.layers.Dropout(0.5))
     assert len(keras_compat.next_seed(keras.random.SeedGenerator(1))) == 2
 
 
-@pytest.mark.parametrize("kind", ["dropout", "uniform", "normal", "truncated_normal", "randint", "shuffle"])
+@pytest.mark.parametrize("name", ["VarianceScaling", "RandomNormal", "TruncatedNormal", "RandomUniform", "Orthogonal"])
+def test_initializers_draw_by_themselves(name):
+    assert "__call__" in vars(getattr(keras.initializers, name))
+
+
+@pytest.mark.parametrize(
+    "kind", ["dropout", "uniform", "normal", "truncated_normal", "randint", "shuffle", "make_default_seed"]
+)
 def test_draws(kind):
     assert callable(getattr(keras_random, kind))
 
