@@ -30,6 +30,7 @@ from kerasdp.keras_compat.models import (
     outputs_structure,
     update_loss_metric,
 )
+from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.optimizers import (
     copy_decay_exclusions,
     global_clipnorm,
@@ -83,6 +84,7 @@ __all__ = [
     "public_optimizer_names",
     "raw_value",
     "rebind_weights",
+    "same_on_all_backends",
     "saved_as_keras",
     "seed_of",
     "seed_variables",

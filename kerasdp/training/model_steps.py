@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from kerasdp.backends.base import StepFunctions, Strategy
-from kerasdp.keras_compat import made_by_compile
+from kerasdp.keras_compat import made_by_compile, same_on_all_backends
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import RunState
 
@@ -31,7 +31,7 @@ class ModelSteps:
         for name in names:
             setattr(model, f"{name}_function", getattr(functions, name))
         try:
-            with self._strategy.running(model):
+            with self._strategy.running(model), same_on_all_backends():
                 yield
         finally:
             for name, function in kept.items():

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras.src import api_export
+from keras.src import backend as keras_backend
 from keras.src.backend import random as keras_random
 from keras.src.backend.common import dtypes
 from keras.src.losses import loss as loss_module
@@ -165,6 +166,19 @@ def test_losses_of_whole_batch(name):
         assert wrapped(2.0) == 2.0
     with keras_compat.losses_of_whole_batch():
         assert getattr(loss_module, name) is wrapped  # once, for good
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["categorical_crossentropy", "binary_crossentropy", "sparse_categorical_crossentropy", "dot_product_attention"],
+)
+def test_functions_that_differ_between_backends(name):
+    original = getattr(keras_backend.nn, name)
+    with keras_compat.same_on_all_backends():
+        replaced = {"torch": ["dot_product_attention"], "jax": []}.get(keras.backend.backend(), [])
+        is_replaced = name in replaced or (keras.backend.backend() == "tensorflow" and "crossentropy" in name)
+        assert (getattr(keras_backend.nn, name) is not original) == is_replaced
+    assert getattr(keras_backend.nn, name) is original
 
 
 @pytest.mark.parametrize("name", ["get_numpy_iterator", "get_jax_iterator", "get_torch_dataloader", "get_tf_dataset"])

@@ -1,0 +1,93 @@
+"""Makes functions of Keras that compute otherwise on one backend compute alike on all."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src import backend
+
+
+@contextlib.contextmanager
+def same_on_all_backends() -> Iterator[None]:
+    """Replaces the functions of the present backend that give other losses or gradients than those of the others.
+
+    Keras 3.15: functions of `keras.src.backend.nn`, which the public `keras.ops` and the losses, metrics and layers
+    call. No public switch. Their values are the same functions of their arguments elsewhere.
+    """
+    replacements = _REPLACEMENTS.get(keras.backend.backend(), {})
+    originals = {name: getattr(backend.nn, name) for name in replacements}
+    for name, replace in replacements.items():
+        setattr(backend.nn, name, replace(originals[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(backend.nn, name, original)
+
+
+def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a crossentropy of the values that it is given.
+
+    On TensorFlow, Keras looks where they come from: if from a softmax or sigmoid, it takes the logits behind that, also
+    with `from_logits=True`. On other backends it clips the probabilities, and the gradients of what is clipped are 0.
+    """
+
+    def crossentropy(target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
+        return original(target, ops.copy(output), from_logits=from_logits, **axis)
+
+    return crossentropy
+
+
+def _sparse_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the crossentropy of classes, of the values that it is given.
+
+    On TensorFlow, Keras normalizes probabilities after it has clipped them, on other backends before: where the
+    probability of the class is clipped, gradients are others.
+    """
+
+    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
+        output = ops.copy(output)
+        if from_logits or axis not in (-1, len(output.shape) - 1):  # which Keras refuses
+            return original(target, output, from_logits=from_logits, axis=axis)
+        epsilon = keras.backend.epsilon()
+        target = ops.cast(target, "int32")
+        if len(target.shape) < len(output.shape):
+            target = ops.expand_dims(target, -1)
+        logs = ops.log(ops.clip(output / ops.sum(output, -1, keepdims=True), epsilon, 1 - epsilon))
+        return -ops.squeeze(ops.take_along_axis(logs, target, axis=-1), -1)
+
+    return crossentropy
+
+
+def _without_empty_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an attention whose gradients are right where all keys of a query are masked.
+
+    On torch, Keras adds a large negative number to what is masked. Torch's fused kernels (2.13) then give gradients
+    that are wrong for such a query: they keep the logarithm of the sum of exponentials, in which all but that number is
+    lost. On other backends all scores of such a query are equal, as here with a query of zeros and no mask.
+    """
+
+    def attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Any:
+        if mask is None:
+            return original(query, key, value, bias=bias, mask=mask, **options)
+        mask = ops.cast(mask, "bool")
+        if options.pop("is_causal", False):
+            mask = ops.logical_and(mask, ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool")))
+        mask = ops.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(mask.shape))
+        is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))  # batch, heads, queries, 1
+        query = ops.where(ops.transpose(is_empty, (0, 2, 1, 3)), ops.zeros_like(query), query)
+        return original(query, key, value, bias=bias, mask=ops.logical_or(mask, is_empty), **options)
+
+    return attention
+
+
+_REPLACEMENTS: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "tensorflow": {
+        "categorical_crossentropy": _of_values,
+        "binary_crossentropy": _of_values,
+        "sparse_categorical_crossentropy": _sparse_of_values,
+    },
+    "torch": {"dot_product_attention": _without_empty_rows},
+}

@@ -1,0 +1,43 @@
+"""The promise: losses and gradients that Keras computes otherwise on each backend are one in a run."""
+
+import functools
+import json
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+
+@functools.cache
+def numbers(backend, fields, *cases):
+    return result_of(run(PROGRAMS / "same_numbers.py", backend, fields, *cases, backend=backend))
+
+
+def assert_same_numbers(backend, ways, *cases):
+    expected, received = numbers(BACKENDS[0], "{}", *cases), numbers(backend, json.dumps(ways), *cases)
+    assert expected.keys() == received.keys() and expected
+    for name, results in received.items():
+        (whole,) = expected[name]
+        for own in results:
+            for kind, values in whole.items():
+                assert own[kind] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, kind)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_losses_of_probabilities_and_masked_attention(backend):
+    """Clipped probabilities; softmax outputs under a loss of logits; attention whose keys are all masked."""
+    assert_same_numbers(backend, {})
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("ways", [{"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "strategy": "pipeline"}],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_other_ways(backend, ways):
+    assert_same_numbers(backend, ways)
+
+
+@pytest.mark.proof
+@pytest.mark.skipif("torch" not in BACKENDS, reason="compiled steps are torch's")
+def test_compiled_steps():
+    assert_same_numbers("torch", {"compile": "on"})

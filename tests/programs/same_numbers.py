@@ -1,0 +1,85 @@
+"""Trains small models whose losses or gradients Keras computes otherwise on each backend; prints what came out.
+
+python same_numbers.py BACKEND FIELDS [CASE ...]: FIELDS of kerasdp.Config, as JSON
+"""
+
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+
+def probabilities(keras, numbers):
+    """Softmax and sigmoid outputs, most of which are so sure that Keras clips them."""
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(6, "tanh")(inputs)
+    outputs = {
+        "kind": keras.layers.Dense(4, "softmax", name="kind")(hidden),
+        "coded": keras.layers.Softmax(name="coded")(keras.layers.Dense(4, name="coded_logits")(hidden)),
+        "is": keras.layers.Dense(3, "sigmoid", name="is")(hidden),
+        "twice": keras.layers.Dense(4, "softmax", name="twice")(hidden),
+    }
+    losses = {
+        "kind": keras.losses.SparseCategoricalCrossentropy(),
+        "coded": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
+        "is": keras.losses.BinaryCrossentropy(),
+        "twice": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    }
+    kinds = numbers.randint(0, 4, 24)
+    y = {"kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"), "twice": kinds,
+         "is": numbers.randint(0, 2, (24, 3)).astype("float32")}  # fmt: skip
+    return keras.Model(inputs, outputs), losses, numbers.randn(24, 5).astype("float32"), y
+
+
+def attention(keras, numbers):
+    """Tokens of which some samples have none at all: all keys of these are masked."""
+    tokens = np.where(np.arange(6) < numbers.randint(0, 7, 24)[:, None], numbers.randint(1, 9, (24, 6)), 0)
+    tokens[::5] = 0
+    inputs = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 8, mask_zero=True)(inputs)
+    attended = keras.layers.MultiHeadAttention(2, 4)(embedded, embedded)
+    causal = keras.layers.MultiHeadAttention(2, 4)(attended, attended, use_causal_mask=True)
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(causal))
+    return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 1).astype("float32")
+
+
+CASES = {"probabilities": probabilities, "attention": attention}
+
+
+def train(runner):
+    import keras
+    from learn_classes import StepLosses
+
+    def result(name, is_eager):
+        with runner.scope():
+            numbers = np.random.RandomState(0)
+            model, losses, x, y = CASES[name](keras, numbers)
+            # No sigmoid near 1: float32 knows too little of 1 - p there. Softmax outputs may be as sure as they like.
+            scales = {"kind": 12.0, "coded_logits": 12.0, "is": 1.0}
+            for layer in model.layers:
+                for weight in layer.weights:
+                    weight.assign(numbers.standard_normal(weight.shape) * scales.get(layer.name, 0.4))
+            if name == "probabilities":
+                model.get_layer("is").bias.assign([-40.0, -2.0, -30.0])
+            model.compile(keras.optimizers.SGD(0.01), losses, run_eagerly=is_eager, metrics=None)
+        before, steps = model.get_weights(), StepLosses(runner)
+        evaluated = runner.evaluate(model, x, y)
+        runner.fit(model, x, y, epochs=1, shuffle=False, callbacks=[steps])
+        updates = [float(np.linalg.norm(own - old)) for own, old in zip(model.get_weights(), before, strict=True)]
+        return {"losses": steps.values, "evaluated": float(np.ravel(evaluated)[0]), "updates": updates}
+
+    is_eager = [False, True] if runner.config.backend == "tensorflow" else [False]
+    names = sys.argv[3:] or CASES
+    return {name: [result(name, each) for each in is_eager] for name in names}
+
+
+def main():
+    backend, fields = sys.argv[1], json.loads(sys.argv[2])
+    result = kerasdp.launch(train, **{"backend": backend, "device": "cpu", "batch_size": 12, "verbose": 0} | fields)
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
