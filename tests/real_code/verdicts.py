@@ -1,0 +1,129 @@
+"""Judges what was recorded: which models train alike in all ways, which are refused, which differ."""
+
+import dataclasses
+import math
+import pathlib
+from typing import Any
+
+from tests.real_code.run import OPTIMIZERS, WAYS, read_results, results_file
+
+FLOAT32, FLOAT64 = 1e-5, 1e-9
+# Of the way that all weights went. Adam moves a weight whose gradient is round-off (a key's bias in attention) by the
+# sign of that, so in float32 it says less than the loss.
+LEARNED = {"float32": 1e-2, "float64": 1e-6}
+# Why what is refused cannot be trained, by a part of the message.
+REASONS: dict[str, str] = {
+    "add_loss": "A layer's added loss is made of the rows that it sees; how a sum of such losses over devices relates "
+    "to that of the global batch, only the layer knows.",
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Cell:
+    """One model with one optimizer in one way, beside the reference, torch on one device."""
+
+    way: str
+    result: dict[str, Any]
+    losses: float = math.inf
+    learned: float = math.inf
+    same_start: bool = False
+
+    @property
+    def refusal(self) -> str:
+        return self.result.get("refused", "")
+
+    @property
+    def error(self) -> str:
+        return self.result.get("error", "")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Verdict:
+    """One model with one optimizer in all ways."""
+
+    model: str
+    optimizer: str
+    cells: dict[str, list[Cell]]  # by precision
+
+    @property
+    def word(self) -> str:
+        """`alike`, `alike in float64`, `refused`, `error`, `differs`, or `not run`."""
+        cells = self.cells["float32"]
+        if any(cell.error for cell in cells):
+            return "error"
+        if not cells or any(not cell.result for cell in cells):
+            return "not run"
+        trained = [cell for cell in cells if not cell.refusal]
+        if not trained or self._agree("float32"):
+            return "refused" if len(trained) < len(cells) else "alike"
+        if self.cells["float64"] and self._agree("float64"):
+            return "refused" if len(trained) < len(cells) else "alike in float64"
+        return "differs"
+
+    def __str__(self) -> str:
+        parts = []
+        for precision, cells in self.cells.items():
+            for cell in cells:
+                words = cell.error or cell.refusal or f"loss {cell.losses:.1e}, weights {cell.learned:.1e}"
+                words += "" if cell.same_start or "losses" not in cell.result else ", other initial weights"
+                parts.append(f"{cell.way} {precision}: {words}")
+        return f"{self.model}, {self.optimizer}: {self.word}: " + "; ".join(parts)
+
+    @property
+    def refusals(self) -> list[str]:
+        return sorted({cell.refusal for cell in self.cells["float32"] if cell.refusal})
+
+    def largest(self, precision: str) -> float:
+        """The largest relative difference of a loss."""
+        return max((cell.losses for cell in self.cells[precision] if "losses" in cell.result), default=math.nan)
+
+    def _agree(self, precision: str) -> bool:
+        limit = FLOAT32 if precision == "float32" else FLOAT64
+        cells = [cell for cell in self.cells[precision] if not cell.refusal]
+        return all(
+            cell.same_start and cell.losses <= limit and cell.learned <= LEARNED[precision] for cell in cells
+        ) and bool(cells)
+
+
+def judge(out: pathlib.Path, names: list[str]) -> list[Verdict]:
+    """A verdict for each model and optimizer."""
+    results = {
+        (way, precision): read_results(results_file(out, way, precision))
+        for way in WAYS
+        for precision in ("float32", "float64")
+    }
+    verdicts = []
+    for name in names:
+        for optimizer in OPTIMIZERS:
+            cells: dict[str, list[Cell]] = {}
+            for precision in ("float32", "float64"):
+                found = {way: results[way, precision].get((name, optimizer), {}) for way in WAYS}
+                cells[precision] = compare(found) if precision == "float32" or any(found.values()) else []
+            verdicts.append(Verdict(model=name, optimizer=optimizer, cells=cells))
+    return verdicts
+
+
+def compare(found: dict[str, dict[str, Any]]) -> list[Cell]:
+    """Each way beside the first that trained."""
+    trained = [result for result in found.values() if "losses" in result]
+    cells = []
+    for way, result in found.items():
+        cell = Cell(way=way, result=result)
+        if "losses" in result:
+            first = trained[0]
+            cell.losses = relative(first["losses"], result["losses"])
+            way_length = first["learned"][0]
+            apart = [abs(a - b) for a, b in zip(first["learned"], result["learned"], strict=True)]
+            cell.learned = max(apart) / way_length if way_length else max(apart)
+            cell.same_start = result["initial"] == first["initial"] and result["weights"] == first["weights"]
+        cells.append(cell)
+    return cells
+
+
+def relative(expected: list[float], received: list[float]) -> float:
+    """The largest difference, relative to the larger number; infinite if there are not as many, or any is NaN."""
+    if len(expected) != len(received) or not all(map(math.isfinite, expected + received)):
+        return math.inf
+    return max(
+        (abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in zip(expected, received, strict=True)), default=math.inf
+    )
