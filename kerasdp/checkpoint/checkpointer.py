@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.checkpoint import files
+from kerasdp.checkpoint import files, old_format
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
 from kerasdp.errors import PreemptedError
 from kerasdp.keras_compat import set_monitor_direction
@@ -37,6 +38,7 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
     if step < 0:
         return None
     path, saved = found or (files.path_of(folder, int(step)), files.load(files.path_of(folder, int(step))))
+    saved = old_format.converted(saved, model, identity)
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
         files.set_aside(folder, path)
@@ -91,7 +93,8 @@ class Checkpointer:
             for name in [name for name in known if after.get(name) != known[name]]:
                 del known[name]
         if self._resumed:
-            training_state.restore_callbacks(self.stateful, self._resumed.state["callbacks"], self._resumed.arrays)
+            states = self._resumed.state["callbacks"]
+            training_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
 
     def begin_epoch(self) -> None:
         """Gives the metrics the values of a resumed epoch's first part, which Keras has just reset."""
@@ -130,7 +133,7 @@ class Checkpointer:
         if self.processes.any_rank(signals.noted() is not None):
             self._end(None)
 
-    def _gather(self, groups: Iterable[str] = training_state.GROUPS) -> dict[str, np.ndarray]:
+    def _gather(self, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
         if hasattr(self.model, "jax_state_sync"):  # with jax, the running step has the values, not the model
             self.model.jax_state_sync()
         return training_state.gather(self.model, groups)
@@ -184,7 +187,7 @@ class Checkpointer:
             "best": self.best,
             "identity": self.identity,
             "recorder": self.recorder.saved_state(),
-            "callbacks": training_state.callback_states(self.stateful, self._begin, arrays),
+            "callbacks": training_state.callback_states(self.stateful, self._begin, arrays, self.model),
             "saved_by": {
                 "backend": self.config.backend,
                 "devices": self.num_devices,

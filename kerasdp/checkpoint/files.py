@@ -22,8 +22,9 @@ import safetensors.numpy
 
 from kerasdp.errors import CheckpointError, UserError
 
-# Increased when today's reader would misread what is written.
-FORMAT = 1
+# Increased when the reader of before would misread, or wrongly refuse, what is written. 2: variables are named by their
+# place in the model, no longer by their number.
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 
@@ -34,10 +35,12 @@ class Checkpoint:
     Args:
         arrays: by name; floats and whole numbers of any size.
         state: all else, as JSON can hold it; `step` is the number of updates made.
+        format: of the file that it was read from.
     """
 
     arrays: dict[str, np.ndarray]
     state: dict[str, Any]
+    format: int = FORMAT
 
 
 def path_of(folder: str, step: int) -> str:
@@ -92,7 +95,7 @@ def load(path: str) -> Checkpoint:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         if metadata["sha256"] != _checksum(metadata["state"], arrays):
             raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
-        return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]))
+        return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]), format=number)
     except PermissionError as error:
         raise UserError(f"--resume: cannot read {path} ({error.strerror})") from error
     except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:

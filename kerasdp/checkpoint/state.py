@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 import numpy as np
 
+from kerasdp.checkpoint.names import GROUPS, is_unsure, named, names_in
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import all_layers, inner_optimizer, learning_rate_schedule, without_tensorflow
+from kerasdp.keras_compat import inner_optimizer, learning_rate_schedule, without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
 # What two runs must have in common for one to resume the other.
@@ -20,16 +20,12 @@ _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_bas
 _NOT_STATE = ("_model", "params", "validation_data")
 
 
-GROUPS = ("model", "optimizer", "loss_scale", "metrics")
-
-
 def gather(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
-    """Copies of all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
+    """Returns copies of all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
 
-    The names are `group/place path`, the path without the numbers by which Keras tells instances apart.
+    They are named as in `kerasdp.checkpoint.names`.
     """
-    variables = _groups(model)
-    return {key: _to_numpy(variable) for group in groups for key, variable in _keyed(group, variables[group])}
+    return {name: _to_numpy(variable) for group in groups for name, variable in named(model, group)}
 
 
 def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str]) -> None:
@@ -41,48 +37,28 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
         groups: of `GROUPS`; `"loss_scale"` is skipped where there is none.
 
     Raises:
-        UserError: if the model or the optimizer has other variables than were saved.
+        UserError: if the model or the optimizer has other variables than were saved, or some that share a name.
     """
-    variables = _groups(model)
     for group in groups:
-        known = {key: array for key, array in arrays.items() if key.startswith(f"{group}/")}
-        keyed = _keyed(group, variables[group])
-        if group == "loss_scale" and not (known and keyed):
+        known = {name: array for name, array in arrays.items() if name.startswith(f"{group}/")}
+        variables = named(model, group)
+        if group == "loss_scale" and not (known and variables):
             continue
-        own = {key: tuple(variable.shape) for key, variable in keyed}
-        odd = next((key for key in (*own, *known) if key not in known or own.get(key) != known[key].shape), None)
+        own = {name: tuple(variable.shape) for name, variable in variables}
+        odd = next((name for name in (*own, *known) if name not in known or own.get(name) != known[name].shape), None)
         if odd is not None:
             raise UserError(
                 f"the checkpoint is of another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "
                 f"there, {own.get(odd, 'none')} here"
             )
-        for key, variable in keyed:
-            variable.assign(known[key].astype(keras.backend.standardize_dtype(variable.dtype)))
-
-
-def _groups(model: keras.Model) -> dict[str, list[Any]]:
-    groups = {"model": model.variables, "optimizer": [], "loss_scale": [], "metrics": model.metrics_variables}
-    optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        groups["optimizer"] = optimizer.inner_optimizer.variables
-        inner = {id(variable) for variable in groups["optimizer"]}
-        groups["loss_scale"] = [variable for variable in optimizer.variables if id(variable) not in inner]
-    elif optimizer is not None:
-        groups["optimizer"] = optimizer.variables
-    return groups
-
-
-def _keyed(group: str, variables: list[Any]) -> list[tuple[str, Any]]:
-    keyed = []
-    for place, variable in enumerate(variables):
-        # A slot's path holds its optimizer's name, and, in one word, that of the variable it belongs to.
-        path = variable.path.rpartition("/")[2] if group in ("optimizer", "loss_scale") else variable.path
-        keyed.append((f"{group}/{place:04d} {_without_numbers(path)}", variable))
-    return keyed
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"_\d+(?=$|/|_)", "", name)
+        unsure = next(filter(is_unsure, own), None)
+        if unsure is not None:
+            raise UserError(
+                f"the checkpoint has several {unsure.rpartition(' ')[0]}, and {model.name} too: which is which cannot "
+                "be told; give each layer a name or an attribute of its own, and train anew"
+            )
+        for name, variable in variables:
+            variable.assign(known[name].astype(keras.backend.standardize_dtype(variable.dtype)))
 
 
 def _to_numpy(variable: Any) -> np.ndarray:
@@ -147,11 +123,16 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _architecture(model: keras.Model) -> str:
-    """Returns a digest of layers and their arguments, without what depends on names, precision and process."""
+    """Returns a digest of layers and their arguments, without what depends on precision, process and backend."""
+    return digest_of_layers(sorted(names_in(model).layers, key=lambda pair: pair[0]))
+
+
+def digest_of_layers(layers: Iterable[tuple[str, keras.layers.Layer]]) -> str:
+    """Returns a digest of layers with their names and arguments."""
     parts = []
-    for layer in all_layers(model, include_self=False):
+    for name, layer in layers:
         arguments = {} if isinstance(layer, keras.Model) else _arguments(layer)
-        parts.append([type(layer).__name__, _comparable(arguments)])
+        parts.append([*([name] if name else []), type(layer).__name__, _comparable(arguments)])
     return _digest([np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")])
 
 
@@ -184,7 +165,10 @@ def _digest(arrays: Iterable[Any]) -> str:
 
 
 def callback_states(
-    callbacks: list[keras.callbacks.Callback], begin: list[dict[str, str]], arrays: dict[str, np.ndarray]
+    callbacks: list[keras.callbacks.Callback],
+    begin: list[dict[str, str]],
+    arrays: dict[str, np.ndarray],
+    model: keras.Model,
 ) -> dict[str, dict[str, Any]]:
     """Returns the state of each callback: its attributes that changed, if they are numbers, text, arrays, or lists or
     dictionaries of such.
@@ -193,6 +177,8 @@ def callback_states(
         callbacks: of the run.
         begin: of each, what `plain_attributes` gave when the run began.
         arrays: takes the arrays, which the result then names.
+        model: of the run. Lists of arrays that are like its weights, as the best ones of `EarlyStopping`, are saved in
+            an order that is the same on all backends.
     """
     states = {}
     for key, callback, known in zip(_callback_keys(callbacks), callbacks, begin):
@@ -202,11 +188,13 @@ def callback_states(
                 continue
             found: dict[str, np.ndarray] = {}
             try:
-                encoded = _encode(value, f"callbacks/{key}/{name}", found)
+                order = _canonical_order(model, value)
+                ordered = value if order is None else [value[place] for place in order]
+                encoded = _encode(ordered, f"callbacks/{key}/{name}", found)
             except TypeError:
                 continue
             if found or json.dumps(encoded) != known.get(name):
-                state[name] = encoded
+                state[name] = encoded if order is None else {"weights": encoded}
                 arrays.update(found)
         if state:
             states[key] = state
@@ -214,12 +202,36 @@ def callback_states(
 
 
 def restore_callbacks(
-    callbacks: list[keras.callbacks.Callback], states: dict[str, dict[str, Any]], arrays: dict[str, np.ndarray]
+    callbacks: list[keras.callbacks.Callback],
+    states: dict[str, dict[str, Any]],
+    arrays: dict[str, np.ndarray],
+    model: keras.Model,
 ) -> None:
     """Gives callbacks the state that `callback_states` took; one that is new keeps its own."""
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
-            setattr(callback, name, _decode(value, arrays))
+            if isinstance(value, dict) and value.keys() == {"weights"}:
+                saved = _decode(value["weights"], arrays)
+                order = _order_of_names(model)
+                setattr(callback, name, [saved[order.index(place)] for place in range(len(order))])
+            else:
+                setattr(callback, name, _decode(value, arrays))
+
+
+def _order_of_names(model: keras.Model) -> list[int]:
+    """Returns the places of a model's weights in `model.weights`, by the order of their names."""
+    names = names_in(model).variables
+    weights = model.weights
+    return sorted(range(len(weights)), key=lambda place: names[id(weights[place])])
+
+
+def _canonical_order(model: keras.Model, value: Any) -> list[int] | None:
+    """Returns `_order_of_names` if a value is a list of arrays like the weights of a model; else None."""
+    if not (isinstance(value, list) and value and all(isinstance(array, np.ndarray) for array in value)):
+        return None
+    if [array.shape for array in value] != [tuple(weight.shape) for weight in model.weights]:
+        return None
+    return _order_of_names(model)
 
 
 def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:

@@ -22,7 +22,10 @@ from kerasdp.keras_compat.models import (
     calls,
     compiled_loss,
     compute_loss,
+    distinct_names,
+    input_conversions,
     inputs_structure,
+    is_called_as_keras_does,
     leave_ranks_to_us,
     loss_options,
     made_by_compile,
@@ -39,6 +42,7 @@ from kerasdp.keras_compat.optimizers import (
     no_gradient_sum,
     overrides_nothing_of_tensorflow,
     rebind_weights,
+    slots_by_weight,
     slots_of,
     updating_one_by_one,
     updating_some,
@@ -49,10 +53,12 @@ from kerasdp.keras_compat.optimizers import (
 from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, next_seed, seed_of, wrap_draws
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
 from kerasdp.keras_compat.settings import set_precision, set_seed, without_tensorflow
+from kerasdp.keras_compat.tracking import Parts, parts_of
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
 
 __all__ = [
     "DataAdapter",
+    "Parts",
     "added_losses",
     "all_layers",
     "as_functional",
@@ -62,13 +68,16 @@ __all__ = [
     "compute_loss",
     "copy_decay_exclusions",
     "creating_weights",
+    "distinct_names",
     "global_clipnorm",
     "has_drawn_seed",
     "has_mask",
     "has_seed_generators",
     "has_weights_of_its_own",
     "inner_optimizer",
+    "input_conversions",
     "inputs_structure",
+    "is_called_as_keras_does",
     "is_of_keras",
     "jit_compile_left_open",
     "leave_ranks_to_us",
@@ -81,6 +90,7 @@ __all__ = [
     "output_losses",
     "outputs_structure",
     "overrides_nothing_of_tensorflow",
+    "parts_of",
     "public_optimizer_names",
     "raw_value",
     "rebind_weights",
@@ -92,6 +102,7 @@ __all__ = [
     "set_precision",
     "set_raw_value",
     "set_seed",
+    "slots_by_weight",
     "slots_of",
     "update_loss_metric",
     "updating_one_by_one",

@@ -1,8 +1,9 @@
 """Reads what a Keras model knows of its graph, and of what `compile` made."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -29,6 +30,55 @@ def calls(model: keras.Model) -> list[Any] | None:
     if by_depth is None:
         return None
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+
+
+def is_called_as_keras_does(model: keras.Model) -> bool:
+    """Returns whether calling a functional or Sequential model does no more than calling its layers.
+
+    Keras 3.15: `Functional.call` and `Sequential.call`; a subclass, or one instance, may have its own.
+    """
+    if "call" in vars(model) or model.activity_regularizer is not None:
+        return False
+    base = keras.Sequential if isinstance(model, keras.Sequential) else Functional
+    return all(getattr(type(model), name) is getattr(base, name) for name in ("call", "__call__"))
+
+
+def input_conversions(model: keras.Model, given: str, expected: str) -> tuple[str, ...]:
+    """Returns the types to which a functional or Sequential model converts what it gets, one after the other.
+
+    Keras 3.15: a Sequential model first converts to its `input_dtype`, as layers do (`Layer._convert_input_args`).
+
+    Args:
+        model: that is called.
+        given: the type of the tensor that it gets.
+        expected: the type of its input.
+    """
+    found = []
+    if model._convert_input_args and model.autocast and "float" in given and given != model.input_dtype:
+        found.append(model.input_dtype)
+    if (found or [given])[-1] != expected:
+        found.append(expected)
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def distinct_names(operations: Iterable[Any]) -> Iterator[None]:
+    """Gives layers that share a name others, as long as a functional model is made of them.
+
+    Keras 3.15: it wants each name once, since its files know layers by name. Layers of two models may share one. The
+    public `name` is set past `Layer.__setattr__`, for which each new value would be a change of the layer.
+    """
+    known: dict[str, list[Any]] = {}
+    for operation in {id(operation): operation for operation in operations}.values():
+        known.setdefault(operation.name, []).append(operation)
+    renamed = [(name, place, one) for name, same in known.items() for place, one in enumerate(same) if place]
+    for name, place, operation in renamed:
+        object.__setattr__(operation, "name", f"{name} ({place + 1})")
+    try:
+        yield
+    finally:
+        for name, _, operation in renamed:
+            object.__setattr__(operation, "name", name)
 
 
 def inputs_structure(model: keras.Model) -> Any:

@@ -45,6 +45,32 @@ def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Va
     }  # fmt: skip
 
 
+def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
+    """Returns, by the `id` of each variable that an optimizer keeps for a weight, the name of its kind and the weight.
+
+    Keras 3.15: `Optimizer._trainable_variables`, in the order in which the optimizer was built. A user-defined
+    optimizer may keep them elsewhere than in lists; `add_variable_from_reference` names them by the path of the weight.
+    """
+    weights = optimizer._trainable_variables
+    slots = {
+        id(variable): (name.lstrip("_"), weights[place])
+        for (name, place), variable in slots_of(optimizer, len(weights)).items()
+    }
+    by_path: dict[str, list[Any]] = {}
+    for weight in weights:
+        by_path.setdefault(weight.path.replace("/", "_"), []).append(weight)
+    num_found: dict[str, int] = {}
+    for variable in optimizer.variables:
+        path = max((path for path in by_path if variable.name.startswith(f"{path}_")), key=len, default=None)
+        if id(variable) in slots or path is None:
+            continue
+        place = num_found.get(variable.name, 0)  # of weights that share a path
+        num_found[variable.name] = place + 1
+        if place < len(by_path[path]):
+            slots[id(variable)] = variable.name.removeprefix(f"{path}_"), by_path[path][place]
+    return slots
+
+
 def global_clipnorm(optimizer: Any) -> float | None:
     """Returns the norm to which an optimizer clips all gradients together, whoever holds them."""
     return inner_optimizer(optimizer).global_clipnorm

@@ -133,11 +133,11 @@ def test_callbacks_keep_what_changed():
     begin = [training_state.plain_attributes(callback) for callback in (first, second)]
     second.count, second.seen, second.arrays = 5, {"best": np.float32(0.5)}, [np.arange(3.0)]
     arrays = {}
-    states = json.loads(json.dumps(training_state.callback_states([first, second], begin, arrays)))
+    states = json.loads(json.dumps(training_state.callback_states([first, second], begin, arrays, build())))
     assert states.keys() == {"Counting/1"}
     restored = [Counting(), Counting()]
     restored[1].limit = 4  # the user thought better of it
-    training_state.restore_callbacks(restored, states, arrays)
+    training_state.restore_callbacks(restored, states, arrays, build())
     assert vars(restored[0]) == vars(Counting())
     assert (restored[1].limit, restored[1].count, restored[1].seen) == (4, 5, {"best": 0.5})
     np.testing.assert_array_equal(restored[1].arrays[0], np.arange(3.0))

@@ -31,7 +31,8 @@ def model():
 OF_MODELS = (
     "_flatten_layers", "_trainable_variables", "_non_trainable_variables", "_seed_generators", "_get_own_losses",
     "_nodes_by_depth", "_inputs_struct", "_outputs_struct", "_symbolic_build", "_compile_loss", "_compile_metrics",
-    "_loss_tracker", "_compile_config", "call_signature_parameters",
+    "_loss_tracker", "_compile_config", "call_signature_parameters", "_layers", "_metrics", "_operations",
+    "_convert_input_args",
 )  # fmt: skip
 OF_OPTIMIZERS = (
     "_learning_rate", "_var_key", "_use_weight_decay", "_trainable_variables", "_trainable_variables_indices",
@@ -67,6 +68,33 @@ def test_slots(model):
     slots = keras_compat.slots_of(model.optimizer, len(model.trainable_variables))
     assert {name for name, _ in slots} == {"_momentums", "_velocities"}
     assert len(slots) == 2 * len(model.trainable_variables)
+
+
+def test_slots_and_their_weights(model):
+    """Also those that a user-defined optimizer keeps elsewhere than in a list."""
+
+    class Own(keras.optimizers.Adam):
+        def build(self, variables):
+            super().build(variables)
+            self.own = {variable.path: self.add_variable_from_reference(variable, "own") for variable in variables}
+
+    optimizer = Own()
+    optimizer.build(model.trainable_variables)
+    found = keras_compat.slots_by_weight(optimizer)
+    assert {kind for kind, _ in found.values()} == {"momentums", "velocities", "own"}
+    for weight in model.trainable_variables:
+        assert found[id(optimizer.own[weight.path])] == ("own", weight)
+        assert sum(of is weight for _, of in found.values()) == 3
+
+
+def test_what_a_layer_holds(model):
+    parts = keras_compat.parts_of(model)
+    assert [type(layer).__name__ for layer in parts.in_order] == ["InputLayer", "Dense", "Dropout", "Dense"]
+    assert parts.other_layers == parts.metrics == parts.variables == []
+    dense, dropout = parts.in_order[1], keras_compat.parts_of(parts.in_order[2])
+    found = keras_compat.parts_of(dense)
+    assert [found.attributes[id(variable)].lstrip("_") for variable, _ in found.variables] == ["kernel", "bias"]
+    assert [dropout.attributes[id(holder)] for _, holder in dropout.variables] == ["seed_generator"]
 
 
 @pytest.mark.parametrize("name", ["operation", "arguments", "input_tensors", "outputs", "is_input"])

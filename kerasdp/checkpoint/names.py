@@ -1,0 +1,164 @@
+"""Names the variables of a model and its optimizer by their place in it: the same on every backend.
+
+Neither the order of `model.weights` will do, which depends on the order in which attributes were set and so, with some
+libraries, on the backend; nor a variable's path, in which Keras numbers what has no name by what the process made
+before, and which two variables may share.
+"""
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from kerasdp.keras_compat import Parts, inner_optimizer, parts_of, slots_by_weight
+
+GROUPS = ("model", "optimizer", "loss_scale", "metrics")
+# What stands behind the names of variables that cannot be told apart.
+_UNSURE = "?"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names of what a model holds, as paths from the model down.
+
+    Args:
+        layers: all layers but the model itself.
+        variables: by `id`.
+        metrics: those that layers hold as attributes, by `id`.
+    """
+
+    layers: list[tuple[str, keras.layers.Layer]]
+    variables: dict[int, str]
+    metrics: dict[int, str]
+
+
+def names_in(model: keras.Model) -> Names:
+    """Names the layers, variables and metrics of a model.
+
+    A name holds those of the layers above, without the numbers by which Keras tells instances apart; where two in a
+    layer share one, also the place in the graph or the attribute. Of several ways to a shared layer the one through the
+    graph counts, then the shortest, then the first by its letters. What no graph and no attribute holds may share a
+    name with others.
+    """
+    names = Names(layers=[], variables={}, metrics={})
+    seen: set[int] = set()
+    numbers = itertools.count()
+    # (Ways without a place, ways by an attribute past a graph), length, path, and a number that decides between equals.
+    heap: list[tuple[tuple[int, int], int, tuple[str, ...], int, keras.layers.Layer]] = []
+    heap.append(((0, 0), 0, (), next(numbers), model))
+    while heap:
+        (hidden, outside), depth, path, _, layer = heapq.heappop(heap)
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        parts = parts_of(layer)
+        has_new = any(id(variable) not in names.variables for variable, _ in parts.variables)
+        # A layer that no graph calls may be known on one backend only, unless it brings variables.
+        if layer is not model and (has_new or not (hidden or outside)):
+            names.layers.append(("/".join(path), layer))
+        for label, (variable, _) in zip(_variable_labels(parts), parts.variables):
+            names.variables.setdefault(id(variable), "/".join((*path, label)))
+        for metric in parts.metrics:
+            where = parts.attributes.get(id(metric), without_numbers(metric.name))
+            names.metrics.setdefault(id(metric), "/".join((*path, where)))
+        for is_hidden, is_outside, label, child in _ways(parts):
+            rank = hidden + is_hidden, outside + is_outside
+            heapq.heappush(heap, (rank, depth + 1, (*path, label), next(numbers), child))
+    return names
+
+
+def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
+    """Returns the variables of a group with their names, which begin with that of the group.
+
+    Args:
+        model: built and, for groups other than `"model"`, compiled.
+        group: of `GROUPS`.
+    """
+    names = names_in(model)
+    if group == "model":
+        pairs = [(names.variables[id(variable)], variable) for variable in model.variables]
+    elif group == "metrics":
+        pairs = _named_metrics(model, names)
+    else:
+        pairs = _named_in_optimizer(getattr(model, "optimizer", None), names, group)
+    counts = collections.Counter(name for name, _ in pairs)
+    numbers: dict[str, int] = collections.defaultdict(int)
+    result = []
+    for name, variable in pairs:
+        unsure = f" {_UNSURE}{numbers[name]}" if counts[name] > 1 else ""
+        numbers[name] += 1
+        result.append((f"{group}/{name}{unsure}", variable))
+    return result
+
+
+def is_unsure(name: str) -> bool:
+    """Returns whether a name is that of one of several variables that cannot be told apart."""
+    return re.search(rf" \{_UNSURE}\d+$", name) is not None
+
+
+def without_numbers(name: str) -> str:
+    """Returns a name without the numbers by which Keras tells instances apart."""
+    return re.sub(r"_\d+(?=$|/|_)", "", name)
+
+
+def _numbered(things: Sequence[Any]) -> list[str]:
+    """Returns the names of layers or variables in their order, those that several share with a number."""
+    names = [without_numbers(thing.name) for thing in things]
+    return [
+        name if names.count(name) == 1 else f"{name}.{names[:place].count(name)}" for place, name in enumerate(names)
+    ]
+
+
+def _variable_labels(parts: Parts) -> list[str]:
+    """Returns a name for each of a layer's own variables; among equal ones without attributes their order counts."""
+    own = [variable for variable, _ in parts.variables]
+    names = [without_numbers(variable.name) for variable in own]
+    return [
+        name if names.count(name) == 1 else f"{name}.{parts.attributes.get(id(holder), names[:place].count(name))}"
+        for place, (name, (_, holder)) in enumerate(zip(names, parts.variables))
+    ]
+
+
+def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
+    """Yields the layers in a layer: whether each has no place there, or one outside of its graph, its name, and it."""
+    for label, layer in zip(_numbered(parts.in_order), parts.in_order):
+        yield False, False, label, layer
+    for layer in parts.other_layers:
+        where, name = parts.attributes.get(id(layer)), without_numbers(layer.name)
+        yield where is None, bool(parts.in_order), name if where is None else f"{name}.{where}", layer
+
+
+def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
+    metrics = list({id(metric): metric for metric in model.metrics}.values())  # of inner layers Keras has some twice
+    of_compile = [metric for metric in metrics if id(metric) not in names.metrics]
+    pairs: dict[int, tuple[str, Any]] = {}
+    for metric in metrics:
+        name = names.metrics.get(id(metric)) or f"compiled.{of_compile.index(metric)}"
+        for label, variable in zip(_numbered(metric.variables), metric.variables):
+            pairs.setdefault(id(variable), (f"{name}/{label}", variable))
+    return list(pairs.values())
+
+
+def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[str, Any]]:
+    """Names what an optimizer keeps for a weight by that weight, and the rest by its own name."""
+    if optimizer is None:
+        return []
+    inner = inner_optimizer(optimizer)
+    if group == "loss_scale":
+        known = {id(variable) for variable in inner.variables}
+        rest = [variable for variable in optimizer.variables if id(variable) not in known]
+        return list(zip(_numbered(rest), rest))
+    slots = slots_by_weight(inner)
+    rest = [variable for variable in inner.variables if id(variable) not in slots]
+    pairs = dict(zip(map(id, rest), zip(_numbered(rest), rest)))
+    for variable in inner.variables:
+        if id(variable) in slots:
+            kind, weight = slots[id(variable)]
+            name = names.variables.get(id(weight)) or without_numbers(weight.path)
+            pairs[id(variable)] = f"{kind} {name}", variable
+    return list(pairs.values())
