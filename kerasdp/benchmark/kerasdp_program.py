@@ -68,11 +68,12 @@ def train(steps: int, started: float, folder: str | None, runner: "kerasdp.Runne
 
 def forward_flops(model: Any) -> float | None:
     """Operations of a sample's forward pass; None where the layers' calls are not known."""
-    from kerasdp.keras_compat import calls
+    from kerasdp.keras_compat import as_functional
     from kerasdp.pipeline.cost_model import costs_of
+    from kerasdp.pipeline.graph import graph_of
 
-    nodes = calls(model)
-    return None if nodes is None else sum(costs_of(nodes, model.inputs, "flops", 1))
+    known = as_functional(model)
+    return None if known is None else sum(costs_of(graph_of(known), "flops", 1))
 
 
 def _say(runner: "kerasdp.Runner", **values: Any) -> None:

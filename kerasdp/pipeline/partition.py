@@ -9,8 +9,12 @@ import numpy as np
 
 from kerasdp.config.validation import BALANCES
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import as_functional, calls, has_mask, outputs_structure
+from kerasdp.keras_compat import as_functional, distinct_names, has_mask
 from kerasdp.pipeline.cost_model import costs_of
+from kerasdp.pipeline.graph import Call, graph_of
+
+# From this share of the cost on, in one of several stages, the run says why.
+_HOPELESS = 0.8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +25,9 @@ class Stage:
         model: functional; its inputs are the tensors that the stage before gives (of the first one: the whole model's
             inputs), its outputs those that the next one takes (of the last one: the whole model's outputs). Its layers
             are those of the whole model, so that their weights are, too.
-        layers: names, in the order of their work.
+        layers: names, in the order of their work; of those in a model within the model, after its name and `/`.
         share: of the cost of the whole model, from 0 to 1.
+        costliest: the layer that costs most, and its share of the cost of the whole model.
         num_bytes: of the tensors that go to the next stage, for a sample; 0 for the last stage.
     """
 
@@ -30,6 +35,7 @@ class Stage:
     layers: list[str]
     share: float
     num_bytes: int
+    costliest: tuple[str, float] = ("", 0.0)
 
     def __call__(self, inputs: list[Any], training: bool = False) -> list[Any]:
         """Computes the outputs, for a list of inputs."""
@@ -70,9 +76,10 @@ def split(
     not use it. Not cut are layers with weights that are used on both sides, and tensors that carry a mask.
 
     Args:
-        model: functional or Sequential, built; a model within it counts as one layer.
+        model: functional or Sequential, built. Such models within it are cut, too, but for those that are called
+            more than once, get a mask, or have a `call` of their own.
         num_stages: if `cut_at` is not given.
-        cut_at: names of the layers after which to cut, in their order.
+        cut_at: names of the layers after which to cut, in their order; `backbone/block_3` is in the model `backbone`.
         balance: what is to be equal in all stages: `"time"`, measured here, `"flops"` or `"parameters"`.
         batch_size: samples with which the time is measured.
         broadcast_from_rank0: gives all ranks the costs that rank 0 measured.
@@ -85,22 +92,24 @@ def split(
     """
     if balance not in BALANCES:
         raise UserError(f"balance: expected one of {', '.join(BALANCES)}. Received: {balance!r}")
-    graph = _Graph(functional(model))
-    costs = broadcast_from_rank0(costs_of(graph.nodes, graph.inputs, balance, batch_size))
+    graph = _Graph(functional(model), is_opened=num_stages > 1 or cut_at is not None)
+    costs = broadcast_from_rank0(costs_of(graph.graph, balance, batch_size))
     if cut_at is None:
         places = _balanced(graph, costs, num_stages)
     else:
         places = [graph.place_after(name) for name in cut_at]
         if places != sorted(set(places)):
             raise UserError(f"--cut_at: expected layers in the order of their work. Received: {', '.join(cut_at)}")
-    bounds = [0, *places, len(graph.nodes)]
+    bounds = [0, *places, len(graph.calls)]
     total = sum(costs) or 1.0
+    names = [call.name for call in graph.calls]
     return [
         Stage(
             model=graph.stage(start, end, f"stage_{number}"),
-            layers=[node.operation.name for node in graph.nodes[start:end]],
+            layers=names[start:end],
             share=sum(costs[start:end]) / total,
-            num_bytes=graph.num_bytes(end) if end < len(graph.nodes) else 0,
+            num_bytes=graph.num_bytes(end) if end < len(names) else 0,
+            costliest=max(zip(names[start:end], (cost / total for cost in costs[start:end])), key=lambda pair: pair[1]),
         )
         for number, (start, end) in enumerate(zip(bounds, bounds[1:]))
     ]
@@ -123,6 +132,19 @@ def table(stages: list[Stage]) -> str:
     )  # fmt: skip
 
 
+def imbalance(stages: list[Stage]) -> str:
+    """Returns a line on a stage that has nearly all of the cost; empty if none has, or there is only one."""
+    for number, stage in enumerate(stages):
+        if len(stages) > 1 and stage.share > _HOPELESS:
+            name, share = stage.costliest
+            return (
+                f"stage {number} has {stage.share:.0%} of the cost, and {name} in it {share:.0%}: the other stages "
+                "hardly help; cut elsewhere, or give the model layers that can be cut apart (a layer is one piece, and "
+                "so is a model that is not functional)"
+            )
+    return ""
+
+
 def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
     """Returns the model, or the functional one in a Sequential; `user` names, in the error, what needs it.
 
@@ -141,78 +163,78 @@ def functional(model: keras.Model, user: str = "a pipeline") -> keras.Model:
 class _Graph:
     """The calls of a model's layers in an order in which they can be made."""
 
-    def __init__(self, model: keras.Model):
-        self.inputs, self.outputs = model.inputs, model.outputs
-        self.structure = outputs_structure(model)
-        self.nodes = calls(model) or []  # a functional model's are known
-        made = {id(tensor): 0 for tensor in self.inputs}
-        for place, node in enumerate(self.nodes):
-            made |= {id(tensor): place + 1 for tensor in node.outputs}
+    def __init__(self, model: keras.Model, *, is_opened: bool = True):
+        self.graph = graph_of(model, is_opened=is_opened)
+        self.calls: list[Call] = self.graph.calls
+        self._tensors = dict(self.graph.inputs)
+        made = dict.fromkeys(self._tensors, 0)
+        for place, call in enumerate(self.calls):
+            self._tensors |= call.outputs
+            made |= dict.fromkeys(call.outputs, place + 1)
         # For each tensor: after how many calls it exists, and until how many it is needed.
         self._spans: dict[int, tuple[int, int]] = dict.fromkeys(made, (0, 0))
-        self._tensors = {id(tensor): tensor for tensor in self.inputs}
-        self._tensors |= {id(tensor): tensor for node in self.nodes for tensor in node.outputs}
-        uses = [(tensor, place) for place, node in enumerate(self.nodes) for tensor in node.input_tensors]
-        uses += [(tensor, len(self.nodes)) for tensor in self.outputs]
-        for tensor, place in uses:
-            self._spans[id(tensor)] = made[id(tensor)], max(place, self._spans[id(tensor)][1])
+        uses = [(key, place) for place, call in enumerate(self.calls) for key, _ in call.inputs.values()]
+        uses += [(key, len(self.calls)) for key in self.graph.outputs]
+        for key, place in uses:
+            self._spans[key] = made[key], max(place, self._spans[key][1])
 
-    def crossing(self, place: int) -> list[Any]:
-        """Returns the tensors that are made before a place, and used after it."""
-        return [self._tensors[key] for key, (made, used) in self._spans.items() if made <= place <= used]
+    def crossing(self, place: int) -> dict[int, Any]:
+        """Returns the tensors that are made before a place, and used after it, by key."""
+        return {key: self._tensors[key] for key, (made, used) in self._spans.items() if made <= place <= used}
 
     def num_bytes(self, place: int) -> int:
         """Returns the bytes of the tensors that cross a place, for a sample."""
         return sum(
             int(np.prod([size or 1 for size in tensor.shape[1:]])) * _item_size(tensor.dtype)
-            for tensor in self.crossing(place)
+            for tensor in self.crossing(place).values()
         )
 
     def why_not(self, place: int) -> str:
         """Returns why the model cannot be cut at a place; empty if it can."""
 
-        def holders(nodes: list[Any]) -> dict[int, str]:
-            return {
-                id(variable): node.operation.name
-                for node in nodes
-                for variable in getattr(node.operation, "variables", [])
-            }
+        def holders(made: list[Call]) -> dict[int, str]:
+            return {id(variable): call.name for call in made for variable in getattr(call.operation, "variables", [])}
 
-        before, after = holders(self.nodes[:place]), holders(self.nodes[place:])
+        before, after = holders(self.calls[:place]), holders(self.calls[place:])
         for variable in before.keys() & after.keys():
             if before[variable] == after[variable]:
                 return f"layer {before[variable]} has weights and is used on both sides"
             return f"layers {before[variable]} and {after[variable]}, on both sides, share weights"
-        if any(has_mask(tensor) for tensor in self.crossing(place)):
+        if any(has_mask(tensor) for tensor in self.crossing(place).values()):
             return "a tensor with a mask would cross it, and lose the mask"
         return ""
 
     def places(self) -> list[int]:
         """Returns where the model can be cut: after how many calls."""
-        return [place for place in range(1, len(self.nodes)) if not self.why_not(place)]
+        return [place for place in range(1, len(self.calls)) if not self.why_not(place)]
 
     def place_after(self, name: str) -> int:
-        """Returns the place after the last call of a layer."""
-        names = [node.operation.name for node in self.nodes]
-        if name not in names:
+        """Returns the place after the last call of a layer, or of the last one in a model.
+
+        The models that it is in may be left out of its name, if there is one such layer.
+        """
+        names = [call.name for call in self.calls]
+        longer = {known for known in names if known.endswith(f"/{name}")}
+        if name not in names and len(longer) == 1:
+            (name,) = longer
+        found = [place + 1 for place, known in enumerate(names) if known == name or known.startswith(f"{name}/")]
+        if not found:
             raise UserError(f"--cut_at: expected names of layers. Received: {name!r}; they are {', '.join(names)}")
-        place = len(names) - names[::-1].index(name)
-        reason = "nothing would be left after it" if place == len(names) else self.why_not(place)
+        reason = "nothing would be left after it" if found[-1] == len(names) else self.why_not(found[-1])
         if reason:
             raise UserError(f"--cut_at: the model cannot be cut after {name}: {reason}")
-        return place
+        return found[-1]
 
     def stage(self, start: int, end: int, name: str) -> keras.Model:
         """Builds a model of the calls from one place to another, by calling the layers again on new inputs."""
-        incoming = self.inputs if start == 0 else self.crossing(start)
-        inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in incoming]
-        known = {id(tensor): value for tensor, value in zip(incoming, inputs)}
-        for node in self.nodes[start:end]:
-            args, kwargs = node.arguments.fill_in(known)
-            outputs = node.operation(*args, **kwargs)
-            known |= {id(tensor): value for tensor, value in zip(node.outputs, keras.tree.flatten(outputs))}
-        outgoing = self.outputs if end == len(self.nodes) else self.crossing(end)
-        return keras.Model(inputs, [known[id(tensor)] for tensor in outgoing], name=name)
+        incoming = self.graph.inputs if start == 0 else self.crossing(start)
+        known = {key: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for key, tensor in incoming.items()}
+        inputs = list(known.values())
+        for call in self.calls[start:end]:
+            call.run(known)
+        outgoing = self.graph.outputs if end == len(self.calls) else self.crossing(end)
+        with distinct_names(call.operation for call in self.calls[start:end]):
+            return keras.Model(inputs, [known[key] for key in outgoing], name=name)
 
 
 def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:

@@ -10,7 +10,7 @@ import keras
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import has_mask, inner_optimizer, inputs_structure, output_losses, outputs_structure
-from kerasdp.pipeline.partition import Stage, functional, split, table
+from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,12 @@ class Plan:
         if self.is_whole_model:
             return f"gradients are summed over micro-batches of {self.size} samples"
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
-        return f"{table(self.stages)}\nmicro-batches of {self.size}{pipelines}, {self.schedule}"
+        lines = [
+            table(self.stages),
+            imbalance(self.stages),
+            f"micro-batches of {self.size}{pipelines}, {self.schedule}",
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def make_plan(

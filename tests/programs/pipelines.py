@@ -32,13 +32,16 @@ def norms(keras):
 
 
 def random(keras):
+    """Models in a model, each of which is cut."""
     layers = keras.layers
-    inputs = x = keras.Input((12, 12, 3), dtype="uint8")
-    x = layers.Rescaling(1 / 255)(x)
+    tensor = keras.Input((12, 12, 3))
+    x = layers.Rescaling(1 / 255)(tensor)
     x = layers.Conv2D(6, 3, kernel_regularizer=keras.regularizers.L2(1e-3), activation="gelu")(x)
-    x = layers.SpatialDropout2D(0.3)(x)
-    x = layers.Flatten()(layers.MaxPooling2D()(x))
-    x = layers.Dropout(0.3)(layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(1e-3))(x))
+    body = keras.Model(tensor, layers.SpatialDropout2D(0.3)(x), name="body")
+    dense = layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(1e-3))
+    head = keras.Sequential([layers.MaxPooling2D(), layers.Flatten(), dense, layers.Dropout(0.3)], name="head")
+    inputs = keras.Input((12, 12, 3), dtype="uint8")
+    x = head(body(inputs))
     return keras.Model(inputs, {"kind": layers.Dense(5, name="kind")(x), "size": layers.Dense(1, name="size")(x)})
 
 
