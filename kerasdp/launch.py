@@ -94,7 +94,9 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         from kerasdp.training.runner import Runner
 
         heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout and folder else None
-        result = train(Runner(settings, devices, strategy, heartbeat))
+        runner = Runner(settings, devices, strategy, heartbeat)
+        with runner.drawing_weights():
+            result = train(runner)
     in_own_process = folder is not None or strategy.processes.num_processes > 1
     if in_own_process and hasattr(result, "set_model"):
         result.set_model(None)  # a Keras `History` holds its model, which cannot travel from a worker process

@@ -13,7 +13,7 @@ from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.sources import split_off
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError
-from kerasdp.keras_compat import set_precision, set_seed
+from kerasdp.keras_compat import creating_weights, set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -70,6 +70,10 @@ class Runner:
         self._numbering.restart()
         with self._scope():
             yield
+
+    def drawing_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which weights depend on the seed wherever they are made; `launch` trains within it."""
+        return creating_weights(self._numbering)
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
