@@ -95,7 +95,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
 
         heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout and folder else None
         runner = Runner(settings, devices, strategy, heartbeat)
-        with runner.drawing_weights():
+        with runner.training_function():
             result = train(runner)
     in_own_process = folder is not None or strategy.processes.num_processes > 1
     if in_own_process and hasattr(result, "set_model"):

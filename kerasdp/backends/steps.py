@@ -135,6 +135,47 @@ def all_variables(model: Any) -> list[Any]:
     return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]
 
 
+class TrainedWeights:
+    """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
+
+    Keras (3.15) heeds that at once on torch, not before the next `compile` on TensorFlow, and fails on JAX.
+    """
+
+    def __init__(self, model: Any):
+        """Made once for each set of variables: asking the model itself, in each step, would walk through its layers."""
+        from kerasdp.keras_compat import all_layers
+
+        self._model = model
+        self._parts = [*all_layers(model), *model.weights]
+        self._known: set[tuple[bool, ...]] = set()
+
+    def key(self) -> tuple[bool, ...]:
+        """Returns what differs where other weights are trained.
+
+        Raises:
+            UserError: if the optimizer was not built for some of them.
+        """
+        key = tuple(part.trainable for part in self._parts)
+        if key not in self._known:
+            require_known_weights(self._model)
+            self._known.add(key)
+        return key
+
+
+def require_known_weights(model: Any) -> None:
+    """Raises `UserError` if there are weights to train that the optimizer was not built for."""
+    from kerasdp.keras_compat import weights_unknown_to
+
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not optimizer.built:
+        return
+    for weight in weights_unknown_to(optimizer, model.trainable_weights)[:1]:
+        raise UserError(
+            f"{weight.path} of {model.name} is to be trained, but was frozen or not there yet when the optimizer was "
+            "built: call model.compile again, with a new optimizer"
+        )
+
+
 def learning_rate(optimizer: Any) -> Any:
     """Returns the learning rate of the next step as a tensor, to be read within the step, without a wait."""
     import keras

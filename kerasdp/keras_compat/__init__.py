@@ -11,6 +11,7 @@ from kerasdp.keras_compat.layers import (
     has_seed_generators,
     has_weights_of_its_own,
     is_of_keras,
+    living_variables,
     raw_value,
     seed_variables,
     set_raw_value,
@@ -19,6 +20,7 @@ from kerasdp.keras_compat.layers import (
 from kerasdp.keras_compat.models import (
     as_functional,
     build_compiled,
+    building_nothing,
     calls,
     compiled_loss,
     compute_loss,
@@ -31,6 +33,7 @@ from kerasdp.keras_compat.models import (
     made_by_compile,
     output_losses,
     outputs_structure,
+    replaced_methods,
     update_loss_metric,
 )
 from kerasdp.keras_compat.numerics import same_on_all_backends
@@ -47,6 +50,7 @@ from kerasdp.keras_compat.optimizers import (
     updating_one_by_one,
     updating_some,
     updating_values,
+    weights_unknown_to,
     weights_without_decay,
     wrapped_optimizers,
 )
@@ -63,6 +67,7 @@ __all__ = [
     "all_layers",
     "as_functional",
     "build_compiled",
+    "building_nothing",
     "calls",
     "compiled_loss",
     "compute_loss",
@@ -81,6 +86,7 @@ __all__ = [
     "is_of_keras",
     "jit_compile_left_open",
     "leave_ranks_to_us",
+    "living_variables",
     "learning_rate_schedule",
     "loss_options",
     "losses_of_whole_batch",
@@ -94,6 +100,7 @@ __all__ = [
     "public_optimizer_names",
     "raw_value",
     "rebind_weights",
+    "replaced_methods",
     "same_on_all_backends",
     "saved_as_keras",
     "seed_of",
@@ -109,6 +116,7 @@ __all__ = [
     "updating_some",
     "updating_values",
     "weight_penalties",
+    "weights_unknown_to",
     "weights_without_decay",
     "without_tensorflow",
     "wrap_draws",

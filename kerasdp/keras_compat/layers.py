@@ -1,5 +1,6 @@
 """Reads what layers and variables of Keras hold."""
 
+import gc
 from typing import Any
 
 import keras
@@ -36,6 +37,14 @@ def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
     Keras 3.15: `Layer._trainable_variables`, `_non_trainable_variables`; the public lists include inner layers'.
     """
     return bool(layer._trainable_variables or layer._non_trainable_variables)
+
+
+def living_variables() -> list[keras.Variable]:
+    """Returns all variables that there are in this process, a model's or not.
+
+    Asks Python's garbage collector: Keras (3.15) keeps no list.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), keras.Variable)]
 
 
 def added_losses(layer: keras.layers.Layer) -> list[Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
+from kerasdp.keras_compat.layers import all_layers
+
 
 def as_functional(model: keras.Model) -> keras.Model | None:
     """Returns the model whose graph of calls is known: itself, or that within a Sequential one; else None.
@@ -106,7 +108,49 @@ def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
         model: compiled.
         data: `KerasTensor`s of inputs, targets and sample weights.
     """
+    if not all(layer.built for layer in all_layers(model)) and "training" in model.call_signature_parameters:
+        model.compute_output_spec(data[0], training=True)  # Keras asks for `training=False` alone
     model._symbolic_build(data_batch=data)
+
+
+@contextlib.contextmanager
+def replaced_methods(kind: type, replacements: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Exchanges methods of `keras.Model`, for all models there are; `super()` of those that override them finds it.
+
+    Keras 3.15: `Model` has `fit` and its like from the trainer of the backend. No public hook does that.
+
+    Args:
+        kind: `keras.Model`.
+        replacements: by name of the method, a function that gets Keras' own and gives the one in its place.
+    """
+    kept = {name: vars(kind)[name] for name in replacements if name in vars(kind)}
+    for name, replace in replacements.items():
+        setattr(kind, name, replace(getattr(kind, name)))
+    try:
+        yield
+    finally:
+        for name in replacements:
+            if name in kept:
+                setattr(kind, name, kept[name])
+            else:
+                delattr(kind, name)
+
+
+@contextlib.contextmanager
+def building_nothing(model: keras.Model) -> Iterator[None]:
+    """Keeps `fit`, `evaluate` and `predict` from building the model by their first batch, which is none of Keras'.
+
+    They would if any layer is not built: one that the model's `call` never uses never is. Keras 3.15: they ask
+    `Layer.built` of all of `_flatten_layers`. No public switch.
+    """
+    unbuilt = [layer for layer in all_layers(model) if not layer.built]
+    for layer in unbuilt:
+        object.__setattr__(layer, "built", True)
+    try:
+        yield
+    finally:
+        for layer in unbuilt:
+            object.__setattr__(layer, "built", False)
 
 
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:

@@ -29,6 +29,16 @@ def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.Learnin
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
+def weights_unknown_to(optimizer: Any, weights: list[Any]) -> list[Any]:
+    """Returns those of some weights that a built optimizer was not built for.
+
+    Keras 3.15: `Optimizer._trainable_variables`. The public `apply` raises, after a step's work, with all values of the
+    weight in the text.
+    """
+    known = {id(weight) for weight in inner_optimizer(optimizer)._trainable_variables}
+    return [weight for weight in weights if id(weight) not in known]
+
+
 def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Variable]:
     """Returns the variables that an optimizer keeps for single weights, by name of their kind and the weight's number.
 

@@ -132,13 +132,13 @@ _unseeded_words: contextvars.ContextVar[Callable[[], tuple[int, int]] | None] = 
 
 
 @contextlib.contextmanager
-def portable_draws(name: str, unseeded_words: Callable[[], tuple[int, int]] | None = None) -> Iterator[None]:
+def portable_draws(name: str | None, unseeded_words: Callable[[], tuple[int, int]] | None = None) -> Iterator[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
     What it does not know is drawn by the backend, with a warning that names the layer `name`.
 
     Args:
-        name: of the layer.
+        name: of the layer. None: the backend draws everything, without a warning.
         unseeded_words: gives two int32 to draw with where no seed is given. None: Keras' global generator does.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)

@@ -1,13 +1,17 @@
 """Lends models the step functions of a run, for Keras' `fit`, `evaluate` and `predict`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from kerasdp.backends.base import StepFunctions, Strategy
-from kerasdp.keras_compat import made_by_compile, same_on_all_backends
+from kerasdp.backends.steps import TrainedWeights
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import building_nothing, made_by_compile, same_on_all_backends
+from kerasdp.portability.random import portable_draws
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import RunState
 
@@ -17,7 +21,9 @@ class ModelSteps:
 
     def __init__(self, strategy: Strategy, state: RunState):
         """`strategy` makes the functions, which tell `state` of each training step."""
+        # Calls of Keras' `fit`, `evaluate` and `predict` that have not returned.
         self._strategy, self._state = strategy, state
+        self.num_running = 0
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
 
     @contextlib.contextmanager
@@ -27,13 +33,21 @@ class ModelSteps:
         `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
         """
         functions = self._functions_of(model)
+        self.num_running += 1
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:
             setattr(model, f"{name}_function", getattr(functions, name))
         try:
-            with self._strategy.running(model), same_on_all_backends():
+            # Where models are made, user-defined initializers draw portably; layers say which of them do.
+            with (
+                self._strategy.running(model),
+                same_on_all_backends(),
+                building_nothing(model),
+                portable_draws(None),
+            ):
                 yield
         finally:
+            self.num_running -= 1
             for name, function in kept.items():
                 setattr(model, f"{name}_function", function)
 
@@ -43,9 +57,27 @@ class ModelSteps:
         plan = None if stages is None else stages.engine_of(model).plan
         optimizer = getattr(model, "optimizer", None)
         is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        made_for = (optimizer, is_built, *made_by_compile(model), plan)
+        # Variables come and go without a `compile`, too: `quantize`, `enable_lora`.
+        made_for = (optimizer, is_built, *made_by_compile(model), plan, *model.variables)
         known = self._functions.get(model)
-        if known is None or any(old is not new for old, new in zip(known[0], made_for, strict=True)):
-            known = made_for, self._strategy.step_functions(model, self._state)
+        if known is None or list(map(id, known[0])) != list(map(id, made_for)):
+            functions = self._strategy.step_functions(model, self._state)
+            known = made_for, functions if stages is None else _training_the_same_weights(model, functions)
             self._functions.put(model, known)
         return known[1]
+
+
+def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
+    """Refuses to train once other layers are frozen: what trains in stages is made for those of `compile`."""
+    weights = TrainedWeights(model)
+    key = weights.key()
+
+    def train(*args: Any) -> Any:
+        if weights.key() != key:
+            raise UserError(
+                f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline or "
+                "accumulation cannot heed: call model.compile again"
+            )
+        return functions.train(*args)
+
+    return dataclasses.replace(functions, train=train)

@@ -1,6 +1,7 @@
 """Prepares a model for the devices before its first step."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,11 +9,29 @@ from typing import Any
 import keras
 
 from kerasdp.backends.base import Strategy
+from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
 from kerasdp.data.feed import Batch
 from kerasdp.errors import UserError, addressed
-from kerasdp.keras_compat import build_compiled
+from kerasdp.keras_compat import build_compiled, living_variables
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+
+
+class MadeBefore:
+    """The variables that there are before a run: on one device, with values that its seed does not determine."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Any] = {id(variable): weakref.ref(variable) for variable in living_variables()}
+
+    def refuse(self, model: keras.Model) -> None:
+        """Raises `UserError` if model, optimizer or a metric has one of them."""
+        for variable in all_variables(model):
+            found = self._found.get(id(variable))
+            if found is not None and variable is found():
+                raise UserError(
+                    f"{variable.path} of {model.name} was made before kerasdp.launch: make (or load) the model, the "
+                    "optimizer and the metrics in the function that launch calls, for the run's devices and seed"
+                )
 
 
 def prepare(
@@ -46,6 +65,7 @@ def prepare(
             build_compiled(model, _symbols(batch))
         elif not model.built:
             model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
+    require_known_weights(model)
     outside = strategy.variables_outside_scope(model)
     if outside:
         raise UserError(

@@ -13,7 +13,7 @@ from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.sources import split_off
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError
-from kerasdp.keras_compat import creating_weights, set_precision, set_seed
+from kerasdp.keras_compat import set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -21,8 +21,9 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
+from kerasdp.training.model_calls import calls_meant_for, through_model
 from kerasdp.training.model_steps import ModelSteps
-from kerasdp.training.prepare import prepare
+from kerasdp.training.prepare import MadeBefore, prepare
 from kerasdp.training.readers import make_reader
 
 
@@ -38,14 +39,17 @@ class Runner:
         state: where the training is.
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
+        steps: the step functions of the models.
+        num_calls: of a model's own methods that came to this runner.
     """
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
-        self.num_fits = 0
-        self._steps = ModelSteps(strategy, self.state)
+        self.num_fits = self.num_calls = 0
+        self.steps = ModelSteps(strategy, self.state)
+        self._made_before = MadeBefore()
         set_seed(config.seed)
         set_precision(config.precision)
 
@@ -65,21 +69,25 @@ class Runner:
         return self.strategy.processes.rank == 0
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Returns the context in which models are built and compiled, with weights that depend on the seed."""
-        self._numbering.restart()
-        with self._scope():
+    def training_function(self) -> Iterator[None]:
+        """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
+        with self._scope(), calls_meant_for(self):
             yield
 
-    def drawing_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which weights depend on the seed wherever they are made; `launch` trains within it."""
-        return creating_weights(self._numbering)
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which models built alike begin alike, whatever was made before.
+
+        Models, optimizers and metrics made elsewhere in `train` have weights of the seed, too, but of other places.
+        """
+        self._numbering.restart()
+        return self._scope()
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
         with self.strategy.scope(), initial_weights.portable(self.config.seed, self._numbering):
             yield
 
+    @through_model
     def fit(
         self,
         model: keras.Model,
@@ -128,8 +136,9 @@ class Runner:
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self._training(run_callbacks), self._steps.running(model, "train", "test"):
-            history = model.fit(
+        with self._training(run_callbacks), self.steps.running(model, "train", "test"):
+            history = keras.Model.fit(
+                model,
                 self._adapter(feed, batch_size),
                 callbacks=run_callbacks,
                 validation_data=validation_data,
@@ -193,10 +202,10 @@ class Runner:
 
     def next_folder(self) -> str | None:
         """Returns the folder of the next `fit`: a second one leaves the first one's files alone."""
-        self.num_fits += 1
-        folder = self.config.workdir
+        self.num_fits, folder = self.num_fits + 1, self.config.workdir
         return folder if folder is None or self.num_fits == 1 else os.path.join(folder, f"fit-{self.num_fits}")
 
+    @through_model
     def evaluate(
         self,
         model: keras.Model,
@@ -213,14 +222,16 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
         self._prepare(model, reader)
-        with self._steps.running(model, "test"):
-            return model.evaluate(
+        with self.steps.running(model, "test"):
+            return keras.Model.evaluate(
+                model,
                 self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
                 verbose=verbose if self.is_chief else 0,
                 callbacks=callbacks,
                 return_dict=return_dict,
             )
 
+    @through_model
     def predict(
         self,
         model: keras.Model,
@@ -235,10 +246,11 @@ class Runner:
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader, with_targets=False)
         several = model.steps_per_execution
-        with self._steps.running(model, "predict"), contextlib.ExitStack() as stack:
+        with self.steps.running(model, "predict"), contextlib.ExitStack() as stack:
             model.steps_per_execution = 1  # the predict functions take a batch at a time
             stack.callback(setattr, model, "steps_per_execution", several)
-            return model.predict(
+            return keras.Model.predict(
+                model,
                 self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
                 verbose=verbose if self.is_chief else 0,
                 callbacks=callbacks,
@@ -263,6 +275,7 @@ class Runner:
 
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
         """Prepares the model for the reader's first batch; returns that batch's rows."""
+        self._made_before.refuse(model)
         batch = reader.first()
         prepare(model, batch, self.config, self.strategy, self._scope, with_targets)
         return len(batch.indices)
@@ -279,8 +292,5 @@ class Runner:
                     raise
                 checkpointer.close()
                 kept = checkpointer.last_good
-                raise NonFiniteLossError(
-                    f"{error}; the last good checkpoint is {kept}"
-                    if kept
-                    else f"{error}; there is no good checkpoint yet"
-                ) from None
+                known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
+                raise NonFiniteLossError(f"{error}; {known}") from None

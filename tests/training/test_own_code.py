@@ -28,7 +28,7 @@ def assert_all_equal(numbers):
         np.testing.assert_allclose(received, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["recompiled", "plain"])
+@pytest.mark.parametrize("case", ["recompiled", "plain", "layer_made_before"])
 def test_always_works(outcomes, case):
     numbers = numbers_of(outcomes, case)
     assert numbers.keys() == outcomes.keys()
@@ -45,7 +45,6 @@ def test_always_works(outcomes, case):
         ),
         ("add_loss", ("torch", "tensorflow"), "layer penalty calls add_loss"),
         ("own_batch_norm", ("torch", "tensorflow"), "layer norm is a Norm, a subclass of BatchNormalization"),
-        ("variables_outside_scope", ("jax", "tensorflow"), "made outside of runner.scope()"),
         ("batches", ("torch",), "expected arrays, a kerasdp.ArraySource"),
     ],
 )

@@ -231,3 +231,30 @@ def test_protected_names_of_layers_that_are_derived_from(kind):
     layer.build((None, 4, 4, 3))
     name = "_get_noise_shape" if kind is keras.layers.SpatialDropout2D else "_reduction_axes"
     assert hasattr(layer, name)
+
+
+def test_methods_are_replaced_for_all_models_and_put_back(model):
+    own = keras.Model.evaluate
+    with keras_compat.replaced_methods(keras.Model, {"evaluate": lambda original: lambda model: (model, original)}):
+        assert model.evaluate() == (model, own)
+    assert keras.Model.evaluate is own
+    assert "evaluate" not in vars(keras.Model)
+
+
+def test_weights_unknown_to_an_optimizer(model):
+    other = keras.Variable(np.ones(3, "float32"))
+    assert keras_compat.weights_unknown_to(model.optimizer, [*model.trainable_variables, other]) == [other]
+
+
+def test_living_variables():
+    variable = keras.Variable(np.ones(3, "float32"))
+    assert any(each is variable for each in keras_compat.living_variables())
+
+
+def test_building_nothing(model):
+    unused = keras.layers.Dense(3)
+    model.unused = unused
+    with keras_compat.building_nothing(model):
+        assert unused.built
+    assert not unused.built
+    del model.unused

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions
-from kerasdp.backends.steps import learning_rate, next_batches, require_device_batch, train_on_next_batches
+from kerasdp.backends.steps import (
+    TrainedWeights,
+    all_variables,
+    learning_rate,
+    next_batches,
+    require_device_batch,
+    train_on_next_batches,
+)
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail, RunState
 
@@ -20,7 +27,36 @@ if TYPE_CHECKING:
 def make_step_functions(
     model: "keras.Model", run_state: RunState, copied: NamedSharding, context: ReplicaContext | None
 ) -> StepFunctions:
-    """Makes jitted train, test and predict functions for Keras' `fit`.
+    """Makes jitted train, test and predict functions for Keras' `fit`, again for each set of weights that is trained.
+
+    Args:
+        model: built and compiled.
+        run_state: of the run.
+        copied: the sharding of variables that have none yet.
+        context: that of the layers in a training step.
+    """
+    made: dict[tuple[bool, ...], StepFunctions] = {}
+    weights = TrainedWeights(model)
+    # Now: within `fit`, Keras takes the values out of the variables.
+    shardings = {id(variable): _sharding_of(variable, copied) for variable in all_variables(model)}
+
+    def functions() -> StepFunctions:
+        key = weights.key()
+        if key not in made:
+            made[key] = _for_trained_weights(model, run_state, shardings, context)
+        return made[key]
+
+    return StepFunctions(
+        train=lambda state, iterator: functions().train(state, iterator),
+        test=lambda state, iterator: functions().test(state, iterator),
+        predict=lambda state, iterator: functions().predict(state, iterator),
+    )
+
+
+def _for_trained_weights(
+    model: "keras.Model", run_state: RunState, shardings: dict[int, NamedSharding], context: ReplicaContext | None
+) -> StepFunctions:
+    """Makes jitted train, test and predict functions for the weights that are trained now.
 
     Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
     padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
@@ -29,14 +65,14 @@ def make_step_functions(
     Args:
         model: built and compiled.
         run_state: of the run.
-        copied: the sharding of variables that have none yet.
+        shardings: of all variables, by their id.
         context: that of the layers in a training step.
     """
     import keras
 
     overrides_train_step = type(model).train_step is not keras.Model.train_step
-    shardings = _variable_shardings(model, copied)
-    trainable, non_trainable, _, metrics = shardings
+    state_shardings = _in_order_of_state(model, shardings)
+    trainable, non_trainable, _, metrics = state_shardings
 
     def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
         with use(context):
@@ -46,8 +82,10 @@ def make_step_functions(
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, data, detail)
 
-    jitted_train_steps = _jit(model, _several(functools.partial(train_step, Detail.NOTHING)), shardings)
-    jitted_train_step = {detail: _jit(model, functools.partial(train_step, detail), shardings) for detail in Detail}
+    jitted_train_steps = _jit(model, _several(functools.partial(train_step, Detail.NOTHING)), state_shardings)
+    jitted_train_step = {
+        detail: _jit(model, functools.partial(train_step, detail), state_shardings) for detail in Detail
+    }
     jitted_test_step = _jit(model, functools.partial(_test_step, model), (trainable, non_trainable, metrics))
     jitted_predict_step = _jit(model, functools.partial(_predict_step, model), (trainable, non_trainable))
 
@@ -102,12 +140,18 @@ def _jit(model: "keras.Model", step: Callable[..., Any], state_shardings: tuple[
     return run
 
 
-def _variable_shardings(model: "keras.Model", copied: NamedSharding) -> tuple[list[NamedSharding], ...]:
-    """Returns the shardings of a model's variables, in the four lists of Keras' state.
+def _sharding_of(variable: "keras.Variable", copied: NamedSharding) -> NamedSharding:
+    """Returns the sharding of a variable.
 
     For a value that is on one device without having been sent there, as that of a new variable or a reset metric,
     JAX (0.10.2) compiles another program: it would compile the first training step three times.
     """
+    sharding = variable.value.sharding
+    return sharding if isinstance(sharding, NamedSharding) else copied
+
+
+def _in_order_of_state(model: "keras.Model", shardings: dict[int, NamedSharding]) -> tuple[list[NamedSharding], ...]:
+    """Returns the shardings of a model's variables, in the four lists of Keras' state."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     lists = (
         model.trainable_variables,
@@ -115,10 +159,7 @@ def _variable_shardings(model: "keras.Model", copied: NamedSharding) -> tuple[li
         [] if optimizer is None else optimizer.variables,
         model.metrics_variables,
     )
-    found = ([variable.value.sharding for variable in variables] for variables in lists)
-    return tuple(
-        [sharding if isinstance(sharding, NamedSharding) else copied for sharding in shardings] for shardings in found
-    )
+    return tuple([shardings[id(variable)] for variable in variables] for variables in lists)
 
 
 def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,9 +204,15 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     (_, (updates, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
     loss, outputs, non_trainable, metrics = updates
     seen = observed(detail, gradients, found)
-    with keras.StatelessScope(zip(model.optimizer.variables, optimizer)):
+    known = [*zip(model.optimizer.variables, optimizer), *zip(model.trainable_variables, trainable)]
+    with keras.StatelessScope(known) as scope:
         rate = learning_rate(model.optimizer)
-    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+        # Not `stateless_apply`, which wants all weights that the optimizer was built for; some may be frozen since.
+        model.optimizer.apply(gradients, model.trainable_variables)
+    trainable, optimizer = (
+        [scope.get_current_value(variable) for variable in variables]
+        for variables in (model.trainable_variables, model.optimizer.variables)
+    )
     with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
         update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])
         logs = model.compute_metrics(inputs, targets, outputs, sample_weight)

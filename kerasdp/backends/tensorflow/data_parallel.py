@@ -9,7 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy, Structure
-from kerasdp.backends.steps import all_variables, next_batches, require_device_batch, train_on_next_batches
+from kerasdp.backends.steps import (
+    TrainedWeights,
+    all_variables,
+    next_batches,
+    require_device_batch,
+    train_on_next_batches,
+)
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
     device_names,
@@ -201,7 +207,7 @@ class DataParallel(Strategy):
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
-        graphs = {}
+        graphs, weights = {}, TrainedWeights(model)
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
@@ -214,7 +220,7 @@ class DataParallel(Strategy):
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
             first = tf.nest.flatten([shards[0] for shards in data[0]])
-            key = len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
+            key = weights.key(), len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
             if key not in graphs:
                 graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import Structure
 from kerasdp.config import Config
+from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices, choose_devices
 
 
@@ -20,7 +21,14 @@ def make_devices(config: Config) -> Devices:
         tf.config.experimental.enable_tensor_float_32_execution(False)
     elif devices.count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+        try:
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+        except RuntimeError as error:
+            if len(tf.config.list_logical_devices("CPU")) < devices.count:
+                raise UserError(
+                    f"TensorFlow has already started with {len(tf.config.list_logical_devices('CPU'))} CPU devices, "
+                    f"expected {devices.count}: call kerasdp.launch before anything uses TensorFlow, as a model does"
+                ) from error
     return devices
 
 

@@ -62,7 +62,8 @@ class ReplicaSteps:
         def update() -> None:
             if context is not None and context.moving:
                 move_together(context.moving, sums["moving"])
-            model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            if variables:
+                model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         if optimizer_update.can_be_one(model):
             optimizer_update.as_one(model, update)

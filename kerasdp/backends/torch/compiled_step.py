@@ -13,7 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp.backends.base import DeviceBatch
-from kerasdp.backends.steps import all_variables, learning_rate
+from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate
 from kerasdp.backends.torch.gradient_buckets import GradientBuckets
 from kerasdp.backends.torch.graph_passes import (
     fold_padding,
@@ -47,7 +47,7 @@ class CompiledSteps:
         from kerasdp.keras_compat import all_layers
 
         self.strategy, self.model, self.whole = strategy, model, whole
-        self.layers = all_layers(model)
+        self.layers, self.weights = all_layers(model), TrainedWeights(model)
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [variable.value.detach() for variable in self.variables]
@@ -63,8 +63,7 @@ class CompiledSteps:
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
         # On torch Keras freezes a layer at once, with or without `compile`.
-        trained = tuple(layer.trainable for layer in self.layers)
-        key = (detail, len(batch.indices), trained, *shapes)
+        key = (detail, len(batch.indices), self.weights.key(), *shapes)
         if key not in self.graphs:
             return self._first(key, data, detail)
         return self._run(self.graphs[key], data)
@@ -168,7 +167,7 @@ class CompiledSteps:
             scaled_loss = model.optimizer.scale_loss(loss)
         variables = model.trainable_weights[:]
         wanted = [leaves[id(variable)] for variable in variables]
-        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True)
+        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
         gradients, shared = buckets.mean(own, variables, shared)
         between = [
             (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy
-from kerasdp.backends.steps import all_variables, learning_rate, own_steps, require_device_batch
+from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate, own_steps, require_device_batch
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
 from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
 from kerasdp.backends.torch.processes import differing_variables
@@ -78,7 +78,7 @@ class DataParallel(Strategy):
         from kerasdp.backends.torch.train_step import GlobalBatch
 
         own = own_steps(model, self.num_replicas)
-        whole = GlobalBatch(self, model)
+        whole, weights = GlobalBatch(self, model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
 
         def train_function(data: Any) -> dict[str, Any]:
@@ -96,9 +96,8 @@ class DataParallel(Strategy):
                 compiled = compiled or CompiledSteps(self, model, whole)
                 done = compiled(batch, detail)
             if done is None:
-                # Not before: a model that is only evaluated may have nothing to train, which torch refuses. Again when
-                # a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
-                if parallel_for != (trained := [id(variable) for variable in model.trainable_weights]):
+                # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
+                if parallel_for != (trained := weights.key()):
                     parallel = None
                     parallel, parallel_for = self._parallel(model, batch), trained
                 done = self._train_eagerly(model, parallel, whole, batch, detail)
@@ -139,10 +138,12 @@ class DataParallel(Strategy):
         context = self.context(len(batch.indices))
         with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
             outputs = whole.forward(parallel, batch.inputs, context, training=True)
-        model.zero_grad()
+        for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
+            variable.value.grad = None
         loss, shared, finish = whole.training_loss(batch, outputs, context)
         shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
-        model.optimizer.scale_loss(loss).backward()
+        if variables:
+            model.optimizer.scale_loss(loss).backward()
         gradients = [variable.value.grad for variable in variables]
         with torch.no_grad():
             outputs, loss = finish(None if shared is None else wait(shared))
@@ -168,8 +169,10 @@ class DataParallel(Strategy):
         if self.num_replicas == 1:
             return model
         leave_ranks_to_us(model)
+        if not model.trainable_weights:  # which DistributedDataParallel refuses
+            return model
         parallel = torch.nn.parallel.DistributedDataParallel(
-            model,
+            _TrainedModel(model),
             device_ids=[self.device] if self.is_gpu else None,
             # Otherwise the second step fails. Finding them costs a walk through the graph in each step.
             find_unused_parameters=self._has_unused_weights(model, batch),
@@ -213,3 +216,20 @@ class DataParallel(Strategy):
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes that a device (on the CPU: this process) has used."""
         return peak_memory_bytes(self.device)
+
+
+class _TrainedModel(torch.nn.Module):
+    """Calls a model, and has its trainable weights as parameters: each once, and no others.
+
+    A Keras (3.15) model as a module knows its weights by their paths, of which two may be equal, and those that it had
+    when it was built, so that DistributedDataParallel would leave some alone and wait for others.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.weights = torch.nn.ParameterList([variable.value for variable in model.trainable_weights])
+        self._call = model.__call__  # not the model itself, whose parameters would be this module's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the model's outputs."""
+        return self._call(*args, **kwargs)

@@ -1,0 +1,104 @@
+"""Lets `model.fit`, `model.evaluate` and `model.predict` mean the runner's, and honours models that override them."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar, cast
+
+import keras
+
+from kerasdp.backends.base import Strategy
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import replaced_methods
+from kerasdp.training.model_steps import ModelSteps
+from kerasdp.training.preprocessing import has_preprocessing, preprocessed
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class CalledRunner(Protocol):
+    """What is used of a `kerasdp.Runner`, whose `fit`, `evaluate` and `predict` are looked up by name.
+
+    Attributes:
+        strategy: how the devices share the work.
+        steps: know whether Keras' own methods run.
+        num_calls: of a model's own methods that came to the runner.
+    """
+
+    strategy: Strategy
+    steps: ModelSteps
+    num_calls: int
+
+
+def through_model(method: Method) -> Method:
+    """Makes a method of `Runner` call the model's own method of that name, if its class overrides that of Keras.
+
+    Such a method hands changed arguments (more callbacks, say) to `super()`, which is the runner's again: see
+    `calls_meant_for`. One that preprocesses data (`kerasdp.training.preprocessing`) is not called, but its
+    preprocessing, on all data at once.
+    """
+    name, signature = method.__name__, inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        _, _, *names = signature.parameters
+        bound = signature.bind(runner, model, *args, **kwargs).arguments
+        given = {name: bound[name] for name in names if name in bound}
+        if has_preprocessing(model, name):
+            return method(runner, model, **preprocessed(model, given, runner.strategy.processes))
+        own = _own_method(model, name)
+        if own is None:
+            return method(runner, model, **given)
+        num_calls = runner.num_calls
+        try:
+            result = own(model, **given)
+        except NotImplementedError as error:  # what KerasHub's tasks for inference say
+            raise UserError(f"{type(model).__name__}.{name}: {error}") from error
+        if runner.num_calls == num_calls:
+            raise UserError(f"{type(model).__name__} has a {name} of its own, which does not call super().{name}")
+        return result
+
+    return cast(Method, call)
+
+
+def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
+    """Returns a method of a class that extends Keras' model; None if the model has Keras' own."""
+    kind = next(kind for kind in type(model).__mro__ if name in vars(kind))
+    return None if issubclass(keras.Model, kind) else vars(kind)[name]
+
+
+@contextlib.contextmanager
+def calls_meant_for(runner: CalledRunner) -> Iterator[None]:
+    """Lets the methods of all models mean those of a runner, until it is left.
+
+    They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
+    notice. While the runner runs Keras' own, they are Keras' own.
+    """
+    names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+    with replaced_methods(keras.Model, {name: functools.partial(_meaning, runner, name) for name in names}):
+        yield
+
+
+def _meaning(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what a method of all models is to be while a runner is there."""
+
+    @functools.wraps(original)
+    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if runner.steps.num_running:
+            return original(model, *args, **kwargs)
+        if name in ("train_on_batch", "test_on_batch"):
+            raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
+        if hasattr(model, "preprocess_samples"):
+            raise UserError(
+                f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which cuts "
+                "and preprocesses the data by itself"
+            )
+        if name == "predict_on_batch":
+            (x,) = inspect.signature(original).bind(model, *args, **kwargs).args[1:]
+            return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
+        runner.num_calls += 1
+        # Not the one of `through_model`: this may be the `super()` of a model's own method.
+        return inspect.unwrap(getattr(type(runner), name))(runner, model, *args, **kwargs)
+
+    return call
