@@ -14,6 +14,7 @@ from kerasdp.config import Config
 from kerasdp.data.feed import Batch
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import build_compiled, living_variables
+from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 
 
@@ -66,6 +67,8 @@ def prepare(
         elif not model.built:
             model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
     require_known_weights(model)
+    if model.compiled and with_targets and strategy.stages is not None:
+        try_losses(model, batch.targets)
     outside = strategy.variables_outside_scope(model)
     if outside:
         raise UserError(
