@@ -4,6 +4,7 @@ Each function says what it is for, the version of Keras whose source was read fo
 `tests/unit/test_keras_compat.py` names each private name, so that a new Keras says which of them are gone.
 """
 
+from kerasdp.keras_compat.graph_ends import calls_own_graph, last_activation, output_symbols
 from kerasdp.keras_compat.layers import (
     added_losses,
     all_layers,
@@ -69,6 +70,7 @@ __all__ = [
     "build_compiled",
     "building_nothing",
     "calls",
+    "calls_own_graph",
     "compiled_loss",
     "compute_loss",
     "copy_decay_exclusions",
@@ -85,6 +87,7 @@ __all__ = [
     "is_called_as_keras_does",
     "is_of_keras",
     "jit_compile_left_open",
+    "last_activation",
     "leave_ranks_to_us",
     "living_variables",
     "learning_rate_schedule",
@@ -94,6 +97,7 @@ __all__ = [
     "next_seed",
     "no_gradient_sum",
     "output_losses",
+    "output_symbols",
     "outputs_structure",
     "overrides_nothing_of_tensorflow",
     "parts_of",

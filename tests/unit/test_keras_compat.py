@@ -115,6 +115,45 @@ def test_functional_within_sequential(model):
     assert keras_compat.as_functional(type("Own", (keras.Model,), {})()) is None
 
 
+def test_what_a_model_says_of_its_outputs(model):
+    class Own(keras.Model):
+        def call(self, inputs):
+            return keras.ops.concatenate([inputs, inputs], axis=-1)
+
+    assert keras_compat.calls_own_graph(model)
+    assert keras_compat.calls_own_graph(keras.Sequential())
+    assert not keras_compat.calls_own_graph(Own())
+    symbols = keras.KerasTensor((6, 4))
+    assert keras_compat.output_symbols(Own(), symbols).shape == (6, 8)
+    assert keras_compat.output_symbols(type("No", (keras.Model,), {})(), symbols) is None
+    unbuilt = keras.Sequential([keras.layers.Dense(2, "softmax", name="last")])
+    found = keras_compat.output_symbols(unbuilt, symbols)
+    assert found.shape[1:] == (2,)
+    assert keras_compat.last_activation(found) == ("last", "softmax")
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([keras.layers.Dense(4, "sigmoid", name="a")], ("a", "sigmoid")),
+        ([keras.layers.Dense(4, name="a"), keras.layers.Softmax(name="b")], ("b", "softmax")),
+        ([keras.layers.Dense(4, name="a"), keras.layers.Activation("softmax", name="b")], ("b", "softmax")),
+        (
+            [keras.layers.Dense(4, name="a"), keras.layers.Activation("linear"), keras.layers.Reshape((2, 2))],
+            ("a", "linear"),
+        ),
+        ([keras.Sequential([keras.layers.Dense(4, "softmax", name="a")])], ("a", "softmax")),
+        ([keras.layers.Dropout(0.5, name="a")], ("a", None)),
+    ],
+)
+def test_the_activation_behind_an_output(layers, expected):
+    symbol = keras.Input((3,))
+    for layer in layers:
+        symbol = layer(symbol)
+    assert keras_compat.last_activation(symbol) == expected
+    assert keras_compat.last_activation(keras.KerasTensor((2, 3))) == ("", None)
+
+
 def test_losses_of_outputs(model):
     (loss,) = keras_compat.output_losses(model)
     assert loss.fn is keras.losses.mean_squared_error
