@@ -68,7 +68,7 @@ def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list
     if not keras.tree.is_nested(symbols):
         symbols, names = [symbols], names[:1]
     flat = list(symbols.values()) if isinstance(symbols, dict) else list(symbols)
-    if any(keras.tree.is_nested(symbol) for symbol in flat):
+    if any(keras.tree.is_nested(symbol) for symbol in flat) or (isinstance(targets, dict) and not names):
         return []
     if not isinstance(losses, (dict, list, tuple)):
         losses = [losses] * len(flat)
