@@ -4,7 +4,8 @@ Backends differ in what they do with it: labels that are out of range are an Ind
 TensorFlow, and another training, without a word, with JAX.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -28,9 +29,25 @@ from kerasdp.training.target_checks import (
 # of what is read while the run goes, each batch is looked at before it is trained.
 MOST_LOOKED_THROUGH = 2**30
 
+_VALIDATION = "validation data: "
+
+
+@contextlib.contextmanager
+def about_validation() -> Iterator[None]:
+    """Lets messages say that they are about the validation data."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{_VALIDATION}{error}") from None
+
 
 def check_data(
-    model: keras.Model, reader: SampleReader | BatchReader, batch: Batch, title: str = "", with_targets: bool = True
+    model: keras.Model,
+    reader: SampleReader | BatchReader,
+    batch: Batch,
+    *,
+    with_targets: bool = True,
+    is_validation: bool = False,
 ) -> None:
     """Raises `UserError` if a model cannot be trained on, or evaluated with, the data of a reader.
 
@@ -41,13 +58,18 @@ def check_data(
         model: may be not built yet; called in the scope in which it may be built.
         reader: gets the function that looks at the targets of each batch, if that is needed.
         batch: its first one.
-        title: whose data it is: empty, or `"validation data: "`.
         with_targets: False: the inputs alone matter.
+        is_validation: whether the model has been checked with the training data.
+
+    Raises:
+        UserError: also if the model is not compiled.
     """
-    _check_inputs(model, batch.inputs, title)
+    if with_targets and not model.compiled:
+        raise UserError(f"{model.name} is not compiled: call model.compile(...) within runner.scope() first")
+    _check_inputs(model, batch.inputs)
     # Each process has its own inputs, and all should name the same sample.
     whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
-    refuse_nan("inputs", whole.inputs, whole.indices, title, only_nan=True)
+    refuse_nan("inputs", whole.inputs, whole.indices, "", only_nan=True)
     if not with_targets or not _has_usual_loss(model):
         return
     symbols = output_symbols(model, keras.tree.map_structure(_symbol(len(batch.indices)), batch.inputs))
@@ -55,17 +77,18 @@ def check_data(
         return
     is_chief = reader.shard[0] == 0
     check = target_check(model, symbols, is_chief)
-    check(batch.targets, batch.sample_weight, batch.indices, title)
-    if not title:
+    check(batch.targets, batch.sample_weight, batch.indices, "")
+    if not is_validation:
         check_activations(model, symbols, batch.targets, is_chief)
     if isinstance(reader, SampleReader) and isinstance(reader.source, ArraySource):
         targets, sample_weight = reader.source.all_targets
         if _num_bytes((targets, sample_weight)) <= MOST_LOOKED_THROUGH:
-            check(targets, sample_weight, np.arange(reader.source.num_samples), title)
+            check(targets, sample_weight, np.arange(reader.source.num_samples), "")
             return
 
     def check_batch(batch: Batch, number: int) -> None:
-        check(batch.targets, batch.sample_weight, batch.indices, f"{title}batch {number + 1}: ")
+        title = f"{_VALIDATION if is_validation else ''}batch {number + 1}: "
+        check(batch.targets, batch.sample_weight, batch.indices, title)
 
     reader.check = check_batch
 
@@ -98,7 +121,7 @@ def _num_bytes(data: Any) -> int:
     return sum(leaf.nbytes for leaf in keras.tree.flatten(data) if leaf is not None)
 
 
-def _check_inputs(model: keras.Model, inputs: Any, title: str) -> None:
+def _check_inputs(model: keras.Model, inputs: Any) -> None:
     """Raises if inputs do not have the number and the shapes that a functional model says it takes."""
     functional = as_functional(model)
     if functional is None or not calls_own_graph(model):
@@ -113,15 +136,14 @@ def _check_inputs(model: keras.Model, inputs: Any, title: str) -> None:
         missing = [name for name in names if name not in inputs]
         if missing:
             raise UserError(
-                f"{title}inputs of {model.name}: expected {', '.join(names)}. Received: {', '.join(map(str, inputs))}; "
+                f"inputs of {model.name}: expected {', '.join(names)}. Received: {', '.join(map(str, inputs))}; "
                 f"add {', '.join(missing)}"
             )
         leaves = [inputs[name] for name in names]
     if len(leaves) != len(symbols):
         which = f" ({', '.join(names)})" if len(names) > 1 else ""
         raise UserError(
-            f"{title}inputs of {model.name}: expected {count_text(len(symbols), 'array')}{which}. "
-            f"Received: {len(leaves)}"
+            f"inputs of {model.name}: expected {count_text(len(symbols), 'array')}{which}. Received: {len(leaves)}"
         )
     for name, symbol, leaf in zip(names, symbols, leaves, strict=True):
         if leaf is None or keras.tree.is_nested(leaf):
@@ -131,6 +153,5 @@ def _check_inputs(model: keras.Model, inputs: Any, title: str) -> None:
         if not any(fits(one, allowed) for one in (shape, (*shape, 1), *([shape[:-1]] if shape[-1:] == (1,) else []))):
             which = f" {name}" if len(symbols) > 1 else ""
             raise UserError(
-                f"{title}inputs{which} of {model.name}: expected shape {shape_text(allowed)}. "
-                f"Received: {shape_text(shape)}"
+                f"inputs{which} of {model.name}: expected shape {shape_text(allowed)}. Received: {shape_text(shape)}"
             )

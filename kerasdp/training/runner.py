@@ -12,7 +12,7 @@ from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
 from kerasdp.data.sources import split_off
-from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, UserError
+from kerasdp.errors import NonFiniteLossError, ReplicasDifferError
 from kerasdp.keras_compat import set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
@@ -21,7 +21,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
-from kerasdp.training.data_checks import check_data, explained
+from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.model_calls import calls_meant_for, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, prepare
@@ -154,12 +154,9 @@ class Runner:
         if data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        title = "validation data: "
-        try:
+        with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
-        except UserError as error:
-            raise UserError(f"{title}{error}") from None
-        check_data(model, reader, reader.first(), title)
+            check_data(model, reader, reader.first(), is_validation=True)
         return self._adapter(Feed(reader, self.strategy.shard_batch), batch_size)
 
     def _begin_fit(
@@ -282,12 +279,8 @@ class Runner:
     def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
         """Prepares the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
-        if with_targets and not model.compiled:
-            raise UserError(f"{model.name} is not compiled: call model.compile(...) within runner.scope() first")
         batch = reader.first()
-        with self._scope():
-            check_data(model, reader, batch, with_targets=with_targets)
-        prepare(model, batch, self.config, self.strategy, self._scope, with_targets)
+        prepare(model, reader, batch, self.config, self.strategy, self._scope, with_targets)
         return len(batch.indices)
 
     @contextlib.contextmanager
