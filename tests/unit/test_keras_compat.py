@@ -184,6 +184,13 @@ def test_masks():
     assert not keras_compat.has_mask(keras.Input((3,)))
 
 
+def test_masks_go_where_their_tensors_go():
+    tensor, mask = keras.ops.ones((4, 2)), keras.ops.convert_to_tensor([True, False, True, True])
+    assert keras_compat.mask_of(keras_compat.with_mask(lambda rows: rows[:3], tensor)) is None
+    first = keras_compat.with_mask(lambda rows: rows[:3], keras_compat.set_mask(tensor, mask))
+    assert keras.ops.convert_to_numpy(keras_compat.mask_of(first)).tolist() == [True, False, True]
+
+
 def test_raw_values():
     variable = keras.Variable(np.ones(3, "float32"))
     assert keras_compat.raw_value(variable) is not None

@@ -109,4 +109,6 @@ class GlobalBatch:
 def _detached(outputs: Any) -> Any:
     import keras
 
-    return keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
+    from kerasdp.keras_compat import with_mask
+
+    return keras.tree.map_structure(lambda leaf: with_mask(torch.Tensor.detach, leaf), outputs)
