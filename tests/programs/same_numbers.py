@@ -45,7 +45,18 @@ def attention(keras, numbers):
     return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 1).astype("float32")
 
 
-CASES = {"probabilities": probabilities, "attention": attention}
+def zeros(keras, numbers):
+    """Inputs and biases of zeros, where activations and L1 have a kink."""
+    inputs = keras.Input((4,))
+    kinds = ("relu", "leaky_relu", "elu", "selu", "celu", "relu6", "hard_sigmoid", "soft_shrink")
+    hidden = [keras.layers.Dense(3, kind, bias_regularizer="l1")(inputs) for kind in kinds]
+    outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(hidden))
+    x = numbers.randn(24, 4).astype("float32")
+    x[::2] = 0
+    return keras.Model(inputs, outputs), "mse", x, numbers.randn(24, 1).astype("float32")
+
+
+CASES = {"probabilities": probabilities, "attention": attention, "zeros": zeros}
 
 
 def train(runner):
@@ -59,7 +70,7 @@ def train(runner):
             # No sigmoid near 1: float32 knows too little of 1 - p there. Softmax outputs may be as sure as they like.
             scales = {"kind": 12.0, "coded_logits": 12.0, "is": 1.0}
             for layer in model.layers:
-                for weight in layer.weights:
+                for weight in layer.weights[: 1 if name == "zeros" else None]:
                     weight.assign(numbers.standard_normal(weight.shape) * scales.get(layer.name, 0.4))
             if name == "probabilities":
                 model.get_layer("is").bias.assign([-40.0, -2.0, -30.0])
