@@ -108,12 +108,12 @@ def test_every_case_is_judged(outcomes):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_on_several_devices(outcomes, backend):
+def test_on_several_devices(backend):
     """What each process of torch sees is the whole batch's targets, and its own inputs."""
     answers = result_of(run(PROGRAMS / "wrong_data.py", backend, 2, backend=backend))
-    assert {case: answer[0] for case, answer in answers.items()} == {
-        case: expected(case)[0] for case in outcomes[backend]
-    }
+    if backend == "torch":  # each process would iterate a generator by itself
+        assert "would iterate by itself" in answers.pop("an empty generator")[0]
+    assert {case: answer[0] for case, answer in answers.items()} == {case: expected(case)[0] for case in answers}
 
 
 MODEL = """
