@@ -25,7 +25,7 @@ from kerasdp.training.target_checks import (
     target_check,
 )
 
-# Bytes of targets in memory that are looked through before the first step, in a tenth of a second at most; of more, and
+# Bytes of targets in memory that are looked through before the first step, in a third of a second at most; of more, and
 # of what is read while the run goes, each batch is looked at before it is trained.
 MOST_LOOKED_THROUGH = 2**30
 
