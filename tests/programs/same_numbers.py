@@ -19,16 +19,14 @@ def probabilities(keras, numbers):
         "kind": keras.layers.Dense(4, "softmax", name="kind")(hidden),
         "coded": keras.layers.Softmax(name="coded")(keras.layers.Dense(4, name="coded_logits")(hidden)),
         "is": keras.layers.Dense(3, "sigmoid", name="is")(hidden),
-        "twice": keras.layers.Dense(4, "softmax", name="twice")(hidden),
     }
     losses = {
         "kind": keras.losses.SparseCategoricalCrossentropy(),
         "coded": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
         "is": keras.losses.BinaryCrossentropy(),
-        "twice": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     }
     kinds = numbers.randint(0, 4, 24)
-    y = {"kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"), "twice": kinds,
+    y = {"kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"),
          "is": numbers.randint(0, 2, (24, 3)).astype("float32")}  # fmt: skip
     return keras.Model(inputs, outputs), losses, numbers.randn(24, 5).astype("float32"), y
 
