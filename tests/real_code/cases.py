@@ -12,6 +12,7 @@ CLASSES = 3
 KINDS = {
     "hub": "tests.real_code.models_hub",
     "hub_vision": "tests.real_code.models_hub_vision",
+    "hub_tasks": "tests.real_code.models_hub_tasks",
     "applications": "tests.real_code.models_applications",
     "vision": "tests.real_code.models_vision",
     "video": "tests.real_code.models_video",

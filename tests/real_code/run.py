@@ -72,7 +72,7 @@ def run_way(options: argparse.Namespace, way: str) -> None:
     while left:
         before = path.stat().st_size if path.exists() else 0
         ending = supervise_worker(options, way, left, path)
-        with open(path) as file:
+        with open(path, "a+") as file:
             file.seek(before)
             done = [[line["model"], line["optimizer"]] for line in map(json.loads, file)]
         if not done or (ending and left[: len(done)] == done and len(done) < len(left)):
