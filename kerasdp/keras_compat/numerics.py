@@ -13,15 +13,18 @@ from keras.src import backend
 def same_on_all_backends() -> Iterator[None]:
     """Replaces the functions of the present backend that give other losses or gradients than those of the others.
 
-    Keras 3.15: functions of `keras.src.backend.nn` and `.numpy`, which the public `keras.ops` and the losses, metrics
-    and layers call. No public switch. Their values are the same functions of their arguments elsewhere.
+    Keras 3.15: functions of `keras.src.backend.nn`, which the public `keras.ops` and the losses, metrics and layers
+    call. No public switch. Their values are the same functions of their arguments elsewhere.
     """
-    with contextlib.ExitStack() as stack:
-        for (module, name), replace in _REPLACEMENTS.get(keras.backend.backend(), {}).items():
-            original = getattr(getattr(backend, module), name)
-            setattr(getattr(backend, module), name, replace(original))
-            stack.callback(setattr, getattr(backend, module), name, original)
+    replacements = _REPLACEMENTS.get(keras.backend.backend(), {})
+    originals = {name: getattr(backend.nn, name) for name in replacements}
+    for name, replace in replacements.items():
+        setattr(backend.nn, name, replace(originals[name]))
+    try:
         yield
+    finally:
+        for name, original in originals.items():
+            setattr(backend.nn, name, original)
 
 
 def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,12 +61,13 @@ def _sparse_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
     return crossentropy
 
 
-def _without_empty_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an attention whose gradients are right where all keys of a query are masked.
+def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an attention that gives zeros for a query whose keys are all masked, as `keras.layers.Softmax` does.
 
-    On torch, Keras adds a large negative number to what is masked. Torch's fused kernels (2.13) then give gradients
-    that are wrong for such a query: they keep the logarithm of the sum of exponentials, in which all but that number is
-    lost. On other backends all scores of such a query are equal, as here with a query of zeros and no mask.
+    Elsewhere Keras gives such a query the mean of all values. Which of the two it is depends on the path: dropout leads
+    through `Softmax`, and KerasHub (0.32) goes that way on TensorFlow only. On torch, Keras adds a large negative
+    number to what is masked, with which its fused kernels (2.13) have wrong gradients for such a query: of the
+    logarithm of the sum of exponentials, which they keep, all but that number is lost. So here nothing is masked of it.
     """
 
     def attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Any:
@@ -72,53 +76,21 @@ def _without_empty_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         mask = ops.cast(mask, "bool")
         if options.pop("is_causal", False):
             mask = ops.logical_and(mask, ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool")))
-        mask = ops.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(mask.shape))
+        mask = ops.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(ops.shape(mask)))
         is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))  # batch, heads, queries, 1
-        query = ops.where(ops.transpose(is_empty, (0, 2, 1, 3)), ops.zeros_like(query), query)
-        return original(query, key, value, bias=bias, mask=ops.logical_or(mask, is_empty), **options)
+        outputs = original(query, key, value, bias=bias, mask=ops.logical_or(mask, is_empty), **options)
+        return ops.where(ops.transpose(is_empty, (0, 2, 1, 3)), ops.zeros_like(outputs), outputs)
 
     return attention
 
 
-# At exactly 0, which zero inputs and zero biases give, these have other gradients on one backend (Keras 3.15, jax 0.10,
-# TensorFlow 2.21) than on the two others, whose gradients these have.
-
-
-def _absolute(original: Callable[..., Any]) -> Callable[..., Any]:
-    def absolute(x: Any) -> Any:
-        x = ops.convert_to_tensor(x)
-        return (
-            ops.sign(x) * x if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else original(x)
-        )
-
-    return absolute
-
-
-def _leaky_relu(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, negative_slope=0.2: ops.where(x > 0, x, negative_slope * x)
-
-
-def _selu(_: Callable[..., Any]) -> Callable[..., Any]:
-    scale, alpha = 1.0507009873554805, 1.6732632423543772
-    return lambda x: ops.where(x > 0, scale * x, scale * alpha * ops.expm1(ops.minimum(x, 0.0)))
-
-
-def _celu(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, alpha=1.0: ops.where(x > 0, x, alpha * ops.expm1(ops.minimum(x, 0.0) / alpha))
-
-
-_REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+_REPLACEMENTS: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "tensorflow": {
-        ("nn", "categorical_crossentropy"): _of_values,
-        ("nn", "binary_crossentropy"): _of_values,
-        ("nn", "sparse_categorical_crossentropy"): _sparse_of_values,
-        ("nn", "selu"): _selu,
-        ("nn", "celu"): _celu,
+        "categorical_crossentropy": _of_values,
+        "binary_crossentropy": _of_values,
+        "sparse_categorical_crossentropy": _sparse_of_values,
+        "dot_product_attention": _zeros_where_all_is_masked,
     },
-    "torch": {("nn", "dot_product_attention"): _without_empty_rows},
-    "jax": {
-        ("numpy", "absolute"): _absolute,
-        ("numpy", "abs"): _absolute,
-        ("nn", "leaky_relu"): _leaky_relu,
-    },
+    "jax": {"dot_product_attention": _zeros_where_all_is_masked},
+    "torch": {"dot_product_attention": _zeros_where_all_is_masked},
 }

@@ -19,14 +19,16 @@ def probabilities(keras, numbers):
         "kind": keras.layers.Dense(4, "softmax", name="kind")(hidden),
         "coded": keras.layers.Softmax(name="coded")(keras.layers.Dense(4, name="coded_logits")(hidden)),
         "is": keras.layers.Dense(3, "sigmoid", name="is")(hidden),
+        "twice": keras.layers.Dense(4, "softmax", name="twice")(hidden),
     }
     losses = {
         "kind": keras.losses.SparseCategoricalCrossentropy(),
         "coded": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
         "is": keras.losses.BinaryCrossentropy(),
+        "twice": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     }
     kinds = numbers.randint(0, 4, 24)
-    y = {"kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"),
+    y = {"kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"), "twice": kinds,
          "is": numbers.randint(0, 2, (24, 3)).astype("float32")}  # fmt: skip
     return keras.Model(inputs, outputs), losses, numbers.randn(24, 5).astype("float32"), y
 
@@ -43,18 +45,31 @@ def attention(keras, numbers):
     return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 1).astype("float32")
 
 
-def zeros(keras, numbers):
-    """Inputs and biases of zeros, where activations and L1 have a kink."""
-    inputs = keras.Input((4,))
-    kinds = ("relu", "leaky_relu", "elu", "selu", "celu", "relu6", "hard_sigmoid", "soft_shrink")
-    hidden = [keras.layers.Dense(3, kind, bias_regularizer="l1")(inputs) for kind in kinds]
-    outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(hidden))
-    x = numbers.randn(24, 4).astype("float32")
-    x[::2] = 0
-    return keras.Model(inputs, outputs), "mse", x, numbers.randn(24, 1).astype("float32")
+def attention_by_backend(keras, numbers):
+    """As KerasHub's layers: by Keras' Softmax layer on tensorflow, by its fused attention elsewhere."""
+
+    class Attention(keras.layers.Layer):
+        def build(self, shape):
+            self.values = keras.layers.Dense(8, name="values")
+            self.values.build(shape)
+            self.softmax = keras.layers.Softmax()
+
+        def call(self, x, mask):
+            heads, values = x[:, :, None, :], self.values(x)
+            if keras.backend.backend() == "tensorflow":
+                scores = self.softmax(keras.ops.einsum("bqw,bkw->bqk", x, x) * 8**-0.5, mask=mask)
+                return keras.ops.matmul(scores, values)
+            values = keras.ops.dot_product_attention(heads, heads, values[:, :, None, :], mask=mask[:, None])
+            return keras.ops.squeeze(values, 2)
+
+    inputs, lengths = keras.Input((6, 8)), keras.Input((), dtype="int32")
+    mask = keras.ops.reshape(lengths, (-1, 1, 1)) > np.arange(6)
+    outputs = keras.layers.Dense(1)(Attention()(inputs, mask))
+    x = [numbers.randn(24, 6, 8).astype("float32"), numbers.randint(0, 5, 24).astype("int32")]
+    return keras.Model([inputs, lengths], outputs), "mse", x, numbers.randn(24, 6, 1).astype("float32")
 
 
-CASES = {"probabilities": probabilities, "attention": attention, "zeros": zeros}
+CASES = {"probabilities": probabilities, "attention": attention, "attention_by_backend": attention_by_backend}
 
 
 def train(runner):
@@ -68,7 +83,7 @@ def train(runner):
             # No sigmoid near 1: float32 knows too little of 1 - p there. Softmax outputs may be as sure as they like.
             scales = {"kind": 12.0, "coded_logits": 12.0, "is": 1.0}
             for layer in model.layers:
-                for weight in layer.weights[: 1 if name == "zeros" else None]:
+                for weight in layer.weights:
                     weight.assign(numbers.standard_normal(weight.shape) * scales.get(layer.name, 0.4))
             if name == "probabilities":
                 model.get_layer("is").bias.assign([-40.0, -2.0, -30.0])
