@@ -70,7 +70,11 @@ class UserError(RunError, ValueError):
 
 
 class NonFiniteLossError(RunError):
-    """The loss became NaN or infinite."""
+    """The loss became NaN or infinite, at `step`."""
+
+    def __init__(self, message: str, step: int = 0):
+        super().__init__(message)
+        self.step = step
 
 
 class ReplicasDifferError(RunError):

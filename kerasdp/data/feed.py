@@ -13,7 +13,8 @@ import numpy as np
 
 from kerasdp.data.device_cache import CachedRows, DeviceCache
 from kerasdp.data.sampling import SKIPPED, Order, pad_rows, replica_rows
-from kerasdp.data.sources import as_arrays
+from kerasdp.data.sources import ArraySource, as_arrays, num_samples
+from kerasdp.errors import UserError
 from kerasdp.keras_compat import DataAdapter
 from kerasdp.runtime.run_state import RunState
 
@@ -38,8 +39,18 @@ class Batch:
     indices: np.ndarray
 
 
+# Raises `UserError` if a batch, by its number in the epoch, is one that a model cannot learn from.
+BatchCheck = Callable[[Batch, int], None]
+
+
 class SampleReader:
-    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`)."""
+    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`).
+
+    Attributes:
+        check: looks at each batch that is read for a feed, if there is one.
+    """
+
+    check: BatchCheck | None = None
 
     def __init__(self, source: Any, order: Order, num_replicas: int, shard: tuple[int, int], is_kept: bool = False):
         """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
@@ -63,6 +74,16 @@ class SampleReader:
         """Reads the first batch of the order, for its shapes."""
         return self._read(self.order.epoch(0)[0], None)
 
+    def whole(self, epoch: int, number: int) -> Batch | None:
+        """Reads a batch with all rows of its inputs, to look at its numbers; None of data that is not in memory."""
+        steps = self.order.epoch(epoch)
+        if not isinstance(self.source, ArraySource) or number >= len(steps):
+            return None
+        indices = steps[number]
+        targets, sample_weight = self.source.targets(indices)
+        inputs = self.source.inputs(indices)
+        return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices)
+
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
         rows = _shard_of(pad_rows(indices, self.num_replicas), self.shard)
         targets, sample_weight = self.source.targets(indices)
@@ -75,9 +96,14 @@ class SampleReader:
 
 
 class BatchReader:
-    """Batches that come ready-made: a `keras.utils.PyDataset`, or anything that can be iterated anew each epoch."""
+    """Batches that come ready-made: a `keras.utils.PyDataset`, or anything that can be iterated anew each epoch.
+
+    Attributes:
+        check: as in `SampleReader`.
+    """
 
     num_threads = 1
+    check: BatchCheck | None = None
 
     def __init__(
         self,
@@ -120,13 +146,18 @@ class BatchReader:
 
     def first(self) -> Batch:
         """Reads the first batch, for its shapes; it will come again."""
-        if self.is_indexed:
+        if self.is_indexed and self.batches.num_batches:
             return self._cut(self.batches[0], 0)
         iterator = iter(self.batches)
-        data = next(iterator)
+        data = next(iterator, None)
+        if data is None:
+            raise UserError(f"x: expected at least one batch. Received: none from the {type(self.batches).__name__}")
         if iterator is self.batches:  # a generator: what was taken must be put back
             self.batches = itertools.chain([data], iterator)
         return self._cut(data, 0)
+
+    def whole(self, epoch: int, number: int) -> Batch | None:
+        """Returns None: a batch cannot be read again, or another one would come next."""
 
     def _epoch_batches(self, epoch: int) -> Iterator[Any]:
         if not self.is_indexed and self._steps is None:
@@ -156,7 +187,7 @@ class BatchReader:
     def _cut(self, data: Any, first: int) -> Batch:
         inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         inputs, targets, sample_weight = as_arrays((inputs, targets, sample_weight))
-        num_rows = len(keras.tree.flatten(inputs)[0])
+        num_rows = num_samples((inputs, targets, sample_weight))
         rows = _shard_of(pad_rows(np.arange(num_rows), self.num_replicas), self.shard)
         return Batch(
             inputs=keras.tree.map_structure(lambda leaf: leaf[rows], inputs),
@@ -187,8 +218,9 @@ class Feed:
         with ThreadPoolExecutor(self.reader.num_threads) as pool:
             ahead: collections.deque[Future[Any]] = collections.deque()
             try:
-                for read in self.reader.epoch(self.run_state.epoch, self.run_state.num_skipped):
-                    ahead.append(pool.submit(self._read_and_shard, read))
+                start = self.run_state.num_skipped
+                for number, read in enumerate(self.reader.epoch(self.run_state.epoch, start), start):
+                    ahead.append(pool.submit(self._read_and_shard, read, number))
                     if len(ahead) > 2 * self.reader.num_threads:
                         yield ahead.popleft().result()
                 while ahead:
@@ -197,8 +229,11 @@ class Feed:
                 for future in ahead:
                     future.cancel()
 
-    def _read_and_shard(self, read: Callable[[], Batch]) -> Any:
-        return self.shard_batch(read())
+    def _read_and_shard(self, read: Callable[[], Batch], number: int) -> Any:
+        batch = read()
+        if self.reader.check is not None:
+            self.reader.check(batch, number)
+        return self.shard_batch(batch)
 
 
 class FeedAdapter(DataAdapter):

@@ -46,19 +46,17 @@ class ArraySource:
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
         self._inputs, self._targets, self._sample_weight = as_arrays((inputs, targets, sample_weight))
-        counts = {
-            len(leaf)
-            for leaf in keras.tree.flatten((self._inputs, self._targets, self._sample_weight))
-            if leaf is not None
-        }
-        if len(counts) != 1 or 0 in counts:
-            raise UserError(f"expected arrays with equally many samples, at least one. Received: {sorted(counts)}")
-        self.num_samples = counts.pop()
+        self.num_samples = num_samples((self._inputs, self._targets, self._sample_weight))
 
     @property
     def arrays(self) -> Any:
         """Returns the inputs of all samples."""
         return self._inputs
+
+    @property
+    def all_targets(self) -> tuple[Any, Any]:
+        """Returns the targets and the sample weights of all samples; either may be None."""
+        return self._targets, self._sample_weight
 
     @property
     def num_bytes(self) -> int:
@@ -142,17 +140,62 @@ def as_arrays(structure: Any) -> Any:
     def as_array(leaf: Any) -> Any:
         if leaf is None:
             return None
-        array = np.asarray(leaf)
+        try:
+            array = np.asarray(leaf)
+        except ValueError as error:  # lists of different lengths
+            raise UserError(f"expected arrays. Received: {type(leaf).__name__}, which is none ({error})") from error
         return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
     return keras.tree.map_structure(as_array, structure)
 
 
-def weights_of_classes(targets: np.ndarray, class_weight: dict[int, float]) -> np.ndarray:
-    """Returns the weight of each sample by its class, 1 for classes without one; targets are classes, or one-hot."""
+def num_samples(data: tuple[Any, Any, Any]) -> int:
+    """Returns how many samples there are in inputs, targets and sample weights.
+
+    Raises:
+        UserError: if they do not have equally many, or none.
+    """
+    given = dict(zip(("x", "y", "sample_weight"), data, strict=True))
+    counts = {name: sorted({len(leaf) for leaf in _arrays(part, name)}) for name, part in given.items()}
+    every = {count for found in counts.values() for count in found}
+    if len(every) != 1 or 0 in every or not counts["x"]:
+        received = ", ".join(f"{' and '.join(map(str, found))} in {name}" for name, found in counts.items() if found)
+        raise UserError(f"expected arrays with equally many samples, at least one. Received: {received or 'no array'}")
+    return every.pop()
+
+
+def _arrays(structure: Any, name: str) -> list[np.ndarray]:
+    """Returns the arrays in a structure; raises `UserError` if there is one without samples, such as a plain number."""
+    arrays = [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
+    for array in arrays:
+        if not array.ndim:
+            raise UserError(
+                f"{name}: expected an array, or a structure of arrays. Received: {type(structure).__name__} of "
+                f"plain numbers; use numpy.array({name})"
+            )
+    return arrays
+
+
+def weights_of_classes(targets: Any, class_weight: dict[int, float]) -> np.ndarray:
+    """Returns the weight of each sample by its class, 1 for classes without one; targets are classes, or one-hot.
+
+    Raises:
+        UserError: if there are several targets, or weights for what is no class of theirs.
+    """
+    targets = as_arrays(targets)
+    if not isinstance(targets, np.ndarray) or not targets.ndim:
+        raise UserError(f"class_weight: expected an array as y, for the model's only output. Received: {type(targets)}")
+    num_classes = None
     if targets.ndim > 1:
-        targets = np.squeeze(targets, axis=-1) if targets.shape[-1] == 1 else np.argmax(targets, axis=-1)
+        num_classes = targets.shape[-1] if targets.shape[-1] > 1 else None
+        targets = np.squeeze(targets, axis=-1) if num_classes is None else np.argmax(targets, axis=-1)
     classes = np.round(targets).astype("int32")
+    num_classes = num_classes or int(classes.max(initial=0)) + 1
+    for label in class_weight:
+        if label not in range(num_classes):
+            raise UserError(
+                f"class_weight: expected classes of y, which are from 0 to {num_classes - 1}. Received: {label!r}"
+            )
     return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
 
 
@@ -161,10 +204,21 @@ def _take(structure: Any, indices: np.ndarray) -> Any:
 
 
 def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Splits off the end of the arrays, before any shuffling, as Keras does."""
-    arrays = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
-    num_samples = len(keras.tree.flatten(arrays)[0])
-    cut = int(num_samples * (1.0 - fraction))
+    """Splits off the end of the arrays, before any shuffling, as Keras does.
+
+    Raises:
+        UserError: if nothing would be left on one side.
+    """
+    source = ArraySource(x, y, sample_weight) if isinstance(x, (list, tuple, dict)) or hasattr(x, "__array__") else None
+    if source is None:
+        raise UserError(f"validation_split: expected arrays. Received: {type(x).__name__}; give validation_data")
+    cut = int(source.num_samples * (1.0 - fraction)) if 0 < fraction < 1 else 0
+    if cut in (0, source.num_samples):
+        raise UserError(
+            f"validation_split: expected a share that leaves some of the {source.num_samples} samples on both sides. "
+            f"Received: {fraction}"
+        )
+    arrays = source.arrays, *source.all_targets
     return tuple(
         keras.tree.map_structure(lambda leaf, part=part: None if leaf is None else leaf[part], arrays)
         for part in (slice(None, cut), slice(cut, None))

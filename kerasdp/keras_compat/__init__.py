@@ -4,6 +4,7 @@ Each function says what it is for, the version of Keras whose source was read fo
 `tests/unit/test_keras_compat.py` names each private name, so that a new Keras says which of them are gone.
 """
 
+from kerasdp.keras_compat.graph_ends import calls_own_graph, last_activation, output_symbols
 from kerasdp.keras_compat.layers import (
     added_losses,
     all_layers,
@@ -12,10 +13,13 @@ from kerasdp.keras_compat.layers import (
     has_weights_of_its_own,
     is_of_keras,
     living_variables,
+    mask_of,
     raw_value,
     seed_variables,
+    set_mask,
     set_raw_value,
     weight_penalties,
+    with_mask,
 )
 from kerasdp.keras_compat.models import (
     as_functional,
@@ -69,6 +73,7 @@ __all__ = [
     "build_compiled",
     "building_nothing",
     "calls",
+    "calls_own_graph",
     "compiled_loss",
     "compute_loss",
     "copy_decay_exclusions",
@@ -85,15 +90,18 @@ __all__ = [
     "is_called_as_keras_does",
     "is_of_keras",
     "jit_compile_left_open",
+    "last_activation",
     "leave_ranks_to_us",
     "living_variables",
     "learning_rate_schedule",
     "loss_options",
     "losses_of_whole_batch",
     "made_by_compile",
+    "mask_of",
     "next_seed",
     "no_gradient_sum",
     "output_losses",
+    "output_symbols",
     "outputs_structure",
     "overrides_nothing_of_tensorflow",
     "parts_of",
@@ -105,6 +113,7 @@ __all__ = [
     "saved_as_keras",
     "seed_of",
     "seed_variables",
+    "set_mask",
     "set_monitor_direction",
     "set_precision",
     "set_raw_value",
@@ -118,6 +127,7 @@ __all__ = [
     "weight_penalties",
     "weights_unknown_to",
     "weights_without_decay",
+    "with_mask",
     "without_tensorflow",
     "wrap_draws",
     "wrapped_optimizers",

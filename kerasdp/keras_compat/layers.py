@@ -1,9 +1,11 @@
 """Reads what layers and variables of Keras hold."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src import backend
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -65,12 +67,32 @@ def weight_penalties(model: keras.Model) -> list[Any]:
     return [weight.regularizer(weight.value) for weight in regularized]
 
 
-def has_mask(tensor: Any) -> bool:
-    """Returns whether a layer has left a mask at its output.
+def mask_of(tensor: Any) -> Any:
+    """Returns the mask that a layer has left at its output, or None.
 
-    Keras 3.15: the attribute `_keras_mask` of tensors and symbolic tensors; no public way.
+    Keras 3.15: `backend.get_keras_mask`, an attribute of tensors, or beside those of jax; no public way.
     """
-    return getattr(tensor, "_keras_mask", None) is not None
+    return backend.get_keras_mask(tensor)
+
+
+def has_mask(tensor: Any) -> bool:
+    """Returns whether a layer has left a mask at its output."""
+    return mask_of(tensor) is not None
+
+
+def set_mask(tensor: Any, mask: Any) -> Any:
+    """Leaves a mask at a tensor, for the losses and metrics of Keras; returns the tensor.
+
+    Keras 3.15: `backend.set_keras_mask`; no public way.
+    """
+    backend.set_keras_mask(tensor, mask)
+    return tensor
+
+
+def with_mask(function: Callable[[Any], Any], tensor: Any) -> Any:
+    """Returns `function(tensor)`; a mask that a layer has left at the tensor goes through the function as well."""
+    mask = mask_of(tensor)
+    return function(tensor) if mask is None else set_mask(function(tensor), function(mask))
 
 
 def raw_value(variable: keras.Variable) -> Any:

@@ -13,18 +13,15 @@ from keras.src import backend
 def same_on_all_backends() -> Iterator[None]:
     """Replaces the functions of the present backend that give other losses or gradients than those of the others.
 
-    Keras 3.15: functions of `keras.src.backend.nn`, which the public `keras.ops` and the losses, metrics and layers
-    call. No public switch. Their values are the same functions of their arguments elsewhere.
+    Keras 3.15: functions of `keras.src.backend.nn` and `.numpy`, which the public `keras.ops` and the losses, metrics
+    and layers call. No public switch. Their values are the same functions of their arguments elsewhere.
     """
-    replacements = _REPLACEMENTS.get(keras.backend.backend(), {})
-    originals = {name: getattr(backend.nn, name) for name in replacements}
-    for name, replace in replacements.items():
-        setattr(backend.nn, name, replace(originals[name]))
-    try:
+    with contextlib.ExitStack() as stack:
+        for (module, name), replace in _REPLACEMENTS.get(keras.backend.backend(), {}).items():
+            original = getattr(getattr(backend, module), name)
+            setattr(getattr(backend, module), name, replace(original))
+            stack.callback(setattr, getattr(backend, module), name, original)
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(backend.nn, name, original)
 
 
 def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,13 +81,47 @@ def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., An
     return attention
 
 
-_REPLACEMENTS: dict[str, dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+# At exactly 0, which zero inputs and zero biases give, these have other gradients on one backend (Keras 3.15, jax 0.10,
+# TensorFlow 2.21) than on the two others, whose gradients these have.
+
+
+def _absolute(original: Callable[..., Any]) -> Callable[..., Any]:
+    def absolute(x: Any) -> Any:
+        x = ops.convert_to_tensor(x)
+        return (
+            ops.sign(x) * x if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else original(x)
+        )
+
+    return absolute
+
+
+def _leaky_relu(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, negative_slope=0.2: ops.where(x > 0, x, negative_slope * x)
+
+
+def _selu(_: Callable[..., Any]) -> Callable[..., Any]:
+    scale, alpha = 1.0507009873554805, 1.6732632423543772
+    return lambda x: ops.where(x > 0, scale * x, scale * alpha * ops.expm1(ops.minimum(x, 0.0)))
+
+
+def _celu(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, alpha=1.0: ops.where(x > 0, x, alpha * ops.expm1(ops.minimum(x, 0.0) / alpha))
+
+
+_REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "tensorflow": {
-        "categorical_crossentropy": _of_values,
-        "binary_crossentropy": _of_values,
-        "sparse_categorical_crossentropy": _sparse_of_values,
-        "dot_product_attention": _zeros_where_all_is_masked,
+        ("nn", "categorical_crossentropy"): _of_values,
+        ("nn", "binary_crossentropy"): _of_values,
+        ("nn", "sparse_categorical_crossentropy"): _sparse_of_values,
+        ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("nn", "selu"): _selu,
+        ("nn", "celu"): _celu,
     },
-    "jax": {"dot_product_attention": _zeros_where_all_is_masked},
-    "torch": {"dot_product_attention": _zeros_where_all_is_masked},
+    "torch": {("nn", "dot_product_attention"): _zeros_where_all_is_masked},
+    "jax": {
+        ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("numpy", "absolute"): _absolute,
+        ("numpy", "abs"): _absolute,
+        ("nn", "leaky_relu"): _leaky_relu,
+    },
 }

@@ -11,6 +11,7 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import has_mask, inner_optimizer, inputs_structure, output_losses, outputs_structure
 from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
+from kerasdp.portability.loss_reduction import Reduction, reduction_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +57,14 @@ class MicroBatches:
         # Those that Keras has made of all that `compile` takes, in each of its outputs.
         losses = output_losses(model)
         for loss in losses:
-            # They divide by what they found in the batch, whatever their `reduction` says (Keras 3.15).
-            function = getattr(loss, "fn", None)  # of a class as of `loss="dice"`
-            divides = function in (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
-            if divides or getattr(loss, "ignore_class", None) is not None:
+            reduction = reduction_of(loss)
+            is_one_number = is_weighted or loss.reduction == "sum"  # which of a mean would not add up
+            if reduction is Reduction.UNKNOWN or (reduction is Reduction.MEAN and is_one_number):
+                raise UserError(
+                    f"the loss {loss.name} of {model.name}: expected a value for each sample, of which Keras takes the "
+                    f"mean. Received: {reduction.value}; {self.instead}"
+                )
+            if reduction is Reduction.COUPLES:
                 raise UserError(f"the loss {loss.name} of {model.name} needs the whole batch at once; {self.instead}")
         reductions = {loss.reduction for loss in losses}
         if reductions == {"sum"}:

@@ -98,13 +98,17 @@ def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _draw_initial_weights(model: keras.Model, seed: int) -> None:
-    """Draws new values for all weights, as if the layers were made within `runner.scope()` in the model's order."""
+    """Draws new values for all weights, as if the layers were made within `runner.scope()` in the model's order.
+
+    `Bidirectional` makes copies of the layer it is given, which its config does not: its values are others.
+    """
     with initial_weights.portable(seed):
         for layer in _outermost_layers(model):
             if not layer.variables:
                 continue
             try:
                 twin = type(layer).from_config(layer.get_config())
+                _share_initializers(layer, twin)
                 twin.build_from_config(layer.get_build_config() or {})
                 values = [keras.ops.convert_to_numpy(variable) for variable in twin.variables]
                 for variable, value in zip(layer.variables, values, strict=True):
@@ -114,6 +118,16 @@ def _draw_initial_weights(model: keras.Model, seed: int) -> None:
                     f"portable(seed=): layer {layer.name} cannot be rebuilt from its config "
                     f"({str(error).splitlines()[0]}); build the model within runner.scope() instead"
                 ) from error
+
+
+def _share_initializers(layer: keras.layers.Layer, twin: keras.layers.Layer) -> None:
+    """Gives a layer that was made from another's config the same initializers, which several layers may share."""
+    for one, other in zip(
+        all_layers(layer), all_layers(twin), strict=False
+    ):  # a layer that is not built may have fewer
+        for name, value in vars(one).items():
+            if isinstance(value, keras.initializers.Initializer) and type(value) is type(vars(other).get(name)):
+                setattr(other, name, value)
 
 
 def _outermost_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:

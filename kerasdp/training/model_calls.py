@@ -46,7 +46,9 @@ def through_model(method: Method) -> Method:
         bound = signature.bind(runner, model, *args, **kwargs).arguments
         given = {name: bound[name] for name in names if name in bound}
         if has_preprocessing(model, name):
-            return method(runner, model, **preprocessed(model, given, runner.strategy.processes))
+            found = preprocessed(model, given, runner.strategy.processes)
+            # What a language model predicts is made of its inputs: `predict` has no use for it.
+            return method(runner, model, **{name: value for name, value in found.items() if name in names})
         own = _own_method(model, name)
         if own is None:
             return method(runner, model, **given)

@@ -11,10 +11,12 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
-from kerasdp.data.feed import Batch
+from kerasdp.data.feed import Batch, BatchReader, SampleReader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import build_compiled, living_variables
+from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+from kerasdp.training.data_checks import check_data
 
 
 class MadeBefore:
@@ -36,6 +38,7 @@ class MadeBefore:
 
 def prepare(
     model: keras.Model,
+    reader: SampleReader | BatchReader,
     batch: Batch,
     config: Config,
     strategy: Strategy,
@@ -46,14 +49,15 @@ def prepare(
 
     Args:
         model: of the user.
-        batch: the first one, for its shapes.
+        reader: of the data, which is checked.
+        batch: its first one, for its shapes.
         config: the choices of the run.
         strategy: how the devices share the work.
         scope: makes the context in which variables are made.
         with_targets: whether the batch has what loss and metrics need.
 
     Raises:
-        UserError: if the model cannot be used in this run.
+        UserError: if the model cannot be used in this run, or not with this data.
     """
     if model.steps_per_execution != 1 and not strategy.takes_several_steps:
         raise UserError(
@@ -61,11 +65,14 @@ def prepare(
             f"Received: {model.steps_per_execution}; leave it out"
         )
     with scope():
+        check_data(model, reader, batch, with_targets=with_targets)
         if model.compiled and with_targets:  # loss and metrics, too
             build_compiled(model, _symbols(batch))
         elif not model.built:
             model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
     require_known_weights(model)
+    if model.compiled and with_targets and strategy.stages is not None:
+        try_losses(model, batch.targets)
     outside = strategy.variables_outside_scope(model)
     if outside:
         raise UserError(

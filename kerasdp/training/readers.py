@@ -54,7 +54,7 @@ def make_reader(
         if class_weight is not None:
             if sample_weight is not None:
                 raise UserError("give class_weight or sample_weight, not both")
-            sample_weight = weights_of_classes(np.asarray(y), class_weight)
+            sample_weight = weights_of_classes(y, class_weight)
         source = x if _is_source(x) else ArraySource(x, y, sample_weight)
         if steps is not None and not training:  # else samples would count twice
             steps = min(steps, -(-source.num_samples // batch_size))
@@ -71,16 +71,22 @@ def make_reader(
         _stays_on_device(x, config, devices)  # raises if it was asked to
     if y is not None or weights_given:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    if strategy.shard[1] > 1 and not isinstance(x, keras.utils.PyDataset):
-        raise UserError(
-            f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
-            f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
-        )
+    _check_batches(x, strategy)
     return BatchReader(x, config.seed if shuffle else None, strategy.num_replicas, strategy.shard, steps)
 
 
 def _is_source(x: Any) -> bool:
     return hasattr(x, "inputs") and hasattr(x, "targets")
+
+
+def _check_batches(x: Any, strategy: Strategy) -> None:
+    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
+        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
+    if strategy.shard[1] > 1 and not isinstance(x, keras.utils.PyDataset):
+        raise UserError(
+            f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
+            f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
+        )
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:

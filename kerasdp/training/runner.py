@@ -21,6 +21,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
+from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.model_calls import calls_meant_for, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, prepare
@@ -132,16 +133,16 @@ class Runner:
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
         num_rows = self._prepare(model, reader)
         feed = Feed(reader, self.strategy.shard_batch, self.state)
-        validation_data = self._validation(validation_data, validation_batch_size or batch_size, validation_steps)
+        validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self._training(run_callbacks), self.steps.running(model, "train", "test"):
+        with self._training(run_callbacks, reader), self.steps.running(model, "train", "test"):
             history = keras.Model.fit(
                 model,
                 self._adapter(feed, batch_size),
                 callbacks=run_callbacks,
-                validation_data=validation_data,
+                validation_data=validation,
                 validation_freq=validation_freq,
                 **{"initial_epoch": initial_epoch, "epochs": epochs, "shuffle": False, "verbose": 0},
             )
@@ -149,11 +150,13 @@ class Runner:
         self.check_replicas(model)
         return history
 
-    def _validation(self, data: Any, batch_size: int, steps: int | None) -> FeedAdapter | None:
+    def _validation(self, model: keras.Model, data: Any, batch_size: int, steps: int | None) -> FeedAdapter | None:
         if data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
+        with about_validation():
+            reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
+            check_data(model, reader, reader.first(), is_validation=True)
         return self._adapter(Feed(reader, self.strategy.shard_batch), batch_size)
 
     def _begin_fit(
@@ -277,19 +280,20 @@ class Runner:
         """Prepares the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
-        prepare(model, batch, self.config, self.strategy, self._scope, with_targets)
+        prepare(model, reader, batch, self.config, self.strategy, self._scope, with_targets)
         return len(batch.indices)
 
     @contextlib.contextmanager
-    def _training(self, callbacks: RunCallbacks) -> Iterator[None]:
+    def _training(self, callbacks: RunCallbacks, reader: SampleReader | BatchReader) -> Iterator[None]:
         """Waits for signals if there is something to save, and closes the files of the run at its end."""
         checkpointer = callbacks.checkpointer
         with contextlib.closing(callbacks), signals.awaited() if checkpointer else contextlib.nullcontext():
             try:
                 yield
-            except NonFiniteLossError as error:
+            except NonFiniteLossError as found:
+                error = explained(found, reader, self.state)
                 if checkpointer is None or not self.is_chief:
-                    raise
+                    raise error from None
                 checkpointer.close()
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"

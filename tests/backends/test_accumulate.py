@@ -15,8 +15,8 @@ PART_OF_4 = [("forward", 0), ("backward", 0)]
 @all_but("jax")
 def test_it_learns_as_with_the_whole_batch(backend):
     """Parts of 6, 6 and 4 samples, and 4 at an epoch's end; with two devices, parts of 3 on each."""
-    cases = [{"net": "random", "accumulate": 3}, {"net": "random"}]
-    cases.append({"net": "random", "accumulate": 3, "loss": "dice"})
+    cases = [{"net": "random", "accumulate": 3, "loss": "squares"}, {"net": "random"}]
+    cases += [{"net": "random", "accumulate": 3, "loss": loss} for loss in ("dice", "against_mean")]
     if backend == "tensorflow":  # the others' engines are those of test_pipeline_training.py
         cases += [{"net": "norms", "accumulate": 4}, {"net": "by_hand"}]
     else:
@@ -29,7 +29,7 @@ def test_it_learns_as_with_the_whole_batch(backend):
         np.testing.assert_allclose(norms["losses"], by_hand["losses"], rtol=1e-6)
         for own, expected in zip(norms["weights"], by_hand["weights"], strict=True):
             np.testing.assert_allclose(own, expected, atol=1e-6)
-    *results, whole, refused = results
+    *results, whole, refused, also_refused = results
     for received, case in zip(results, cases, strict=False):
         np.testing.assert_allclose(received["losses"], whole["losses"], rtol=2e-6, err_msg=str(case))
         np.testing.assert_allclose(received["outputs"], whole["outputs"], atol=2e-6, err_msg=str(case))
@@ -42,6 +42,7 @@ def test_it_learns_as_with_the_whole_batch(backend):
             assert [tuple(work) for work in received["order"]] == (2 * PARTS_OF_16 + PART_OF_4) * 2
         elif backend == "jax":  # forward and backward in one program
             assert received["order"] == [["accumulate", number] for number in 2 * [*2 * [0, 1, 2], 0]]
-    assert re.fullmatch(
-        r"the loss dice of functional_?\d* needs the whole batch at once; leave out accumulate", refused
-    )
+    for loss, error in (("dice", refused), ("against_mean", also_refused)):
+        assert re.fullmatch(
+            rf"the loss {loss} of functional_?\d* needs the whole batch at once; leave out accumulate", error
+        )

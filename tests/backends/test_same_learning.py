@@ -69,7 +69,7 @@ def test_predictions_are_those_of_the_plain_model(learned, combination):
     assert_same(part["alone"], part["predictions"], 1e-5)
 
 
-@pytest.mark.parametrize("part", ["binary", "two_heads", "unused_weights", "contrastive"])
+@pytest.mark.parametrize("part", ["binary", "two_heads", "unused_weights", "contrastive", "masked_tokens"])
 def test_other_losses_and_metrics(pair, part):
     expected, received = (result[part] for result in pair)
     assert_same(expected, received, 1e-5)

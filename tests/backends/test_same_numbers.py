@@ -25,7 +25,7 @@ def assert_same_numbers(backend, ways, *cases):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_losses_of_probabilities_and_masked_attention(backend):
-    """Clipped probabilities; softmax outputs under a loss of logits; attention whose keys are all masked."""
+    """Clipped probabilities; attention whose keys are all masked; zeros."""
     assert_same_numbers(backend, {})
 
 

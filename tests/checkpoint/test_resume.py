@@ -159,7 +159,7 @@ def test_not_a_number_names_the_last_good_checkpoint(name, count, tmp_path):
 def test_another_run_is_refused(stopped, tmp_path):
     done = train_resumable(copy_of(stopped(BACKENDS[-1]), tmp_path), BACKENDS[-1], 1, resume=True, learning_rate=0.02)
     assert done.returncode == 2
-    assert "in --learning_rate: expected 0.01. Received: 0.02" in done.stderr
+    assert "in learning_rate: expected 0.01. Received: 0.02" in done.stderr
 
 
 def test_a_full_disk_costs_the_files_not_the_training(tmp_path):

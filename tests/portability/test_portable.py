@@ -13,6 +13,7 @@ from keras import layers
 
 import kerasdp
 from kerasdp import UserError, portable
+from kerasdp.portability import initial_weights
 from kerasdp.portability.portable import foreign_batch_norms
 from tests.helpers import environment
 
@@ -60,6 +61,24 @@ def test_initial_weights_from_a_seed():
     kept = model.get_weights()
     for one, other in zip(kept, portable(model).get_weights(), strict=True):  # no seed: nothing is drawn
         np.testing.assert_array_equal(one, other)
+
+
+def test_initial_weights_are_those_of_a_scope():
+    def attentive():
+        inputs = keras.Input((4, 6))
+        shared = keras.initializers.HeNormal()
+        advancing = keras.initializers.HeNormal(seed=keras.random.SeedGenerator(3))
+        x = layers.MultiHeadAttention(2, 3, kernel_initializer="he_normal", dropout=0.1)(inputs, inputs)
+        x = layers.EinsumDense("abc,cd->abd", (None, 6), kernel_initializer=shared)(x)
+        x = layers.Dense(6, kernel_initializer=shared)(layers.SpectralNormalization(layers.Dense(6))(x))
+        x = layers.Dense(6, kernel_initializer=advancing)(layers.Dense(6, kernel_initializer=advancing)(x))
+        return keras.Model(inputs, layers.GRU(3, dropout=0.2)(x))
+
+    with initial_weights.portable(4):
+        expected = attentive()
+    received = portable(attentive(), seed=4)
+    for one, other in zip(expected.variables, received.variables, strict=True):
+        np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(value) for value in (one, other)), err_msg=one.path)
 
 
 class Plain(keras.Model):

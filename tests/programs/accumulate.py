@@ -3,7 +3,8 @@
 python accumulate.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
     net: "random" (dropout, penalties, two outputs; sample weights), "norms" (batch norm), or "by_hand": the same, its
         parts one after another in a plain loop
-    loss: in place of the net's own, one that needs the whole batch: the run fails, and the result is its error
+    loss: in place of the net's own, "squares": the same, user-defined; or one that needs the whole batch, "dice" or
+        "against_mean": the run fails, and the result is its error
 """
 
 import functools
@@ -20,6 +21,16 @@ X, KINDS = NUMBERS.randint(0, 256, (36, 12, 12, 3)), NUMBERS.randint(0, 5, 36)
 WEIGHTS = NUMBERS.rand(36).astype("float32")
 
 
+def squares(y, outputs):
+    return ((y - outputs) ** 2)[:, 0]
+
+
+def against_mean(y, outputs):
+    from keras import ops
+
+    return ops.square(outputs - ops.mean(outputs, axis=0) - y)
+
+
 def with_random_layers(runner, loss):
     """36 samples in batches of 16: the last one has 4."""
     import keras
@@ -30,7 +41,10 @@ def with_random_layers(runner, loss):
         model = pipelines.random(keras)
         model.compile(
             keras.optimizers.SGD(0.02, momentum=0.9, global_clipnorm=0.5),
-            {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": loss or "mse"},
+            {
+                "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                "size": {"squares": squares, "against_mean": against_mean}.get(loss, loss or "mse"),
+            },
             metrics={"kind": "accuracy"},
             weighted_metrics={"size": "mae"},
         )

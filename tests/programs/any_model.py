@@ -346,6 +346,8 @@ def pipeline_model():
                 "tokens": keras.ops.convert_to_tensor(tokens, "int32"),
                 "mask": keras.ops.convert_to_tensor(mask, "int32"),
             }
+            if y is None:
+                y = np.zeros(len(lengths), "int32")  # as a language model makes its targets of its inputs
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     return Task()

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 from learn_layers import batch_norm, random_layers
-from learn_losses import binary, contrastive, two_heads, unused_weights
+from learn_losses import binary, contrastive, masked_tokens, two_heads, unused_weights
 
 import kerasdp
 
@@ -86,6 +86,7 @@ PARTS = {
     "two_heads": two_heads,
     "unused_weights": unused_weights,
     "contrastive": contrastive,
+    "masked_tokens": masked_tokens,
     "batch_norm": batch_norm,
     "random_layers": random_layers,
     "callbacks": callbacks,

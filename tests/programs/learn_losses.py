@@ -119,3 +119,22 @@ def contrastive(runner):
     losses = StepLosses(runner)
     runner.fit(model, x, batch_size=7, epochs=2, verbose=0, callbacks=[losses])
     return {"losses": losses.values}
+
+
+def masked_tokens(runner):
+    """A loss and a metric for each token but the padding, of which each shard of a batch has another share."""
+    import keras
+    from learn_classes import StepLosses
+
+    random = np.random.RandomState(5)
+    lengths = random.randint(1, 8, 29)
+    x = np.where(np.arange(7) < lengths[:, None], random.randint(1, 12, (29, 7)), 0)
+    with runner.scope():
+        tokens = keras.layers.Embedding(12, 6, mask_zero=True)
+        model = keras.Sequential([keras.Input((7,), dtype="int32"), tokens, keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
+    losses = StepLosses(runner)
+    history = runner.fit(model, x, x % 4, batch_size=8, epochs=2, verbose=0, callbacks=[losses])
+    evaluation = runner.evaluate(model, x, x % 4, batch_size=8, return_dict=True)
+    return {"losses": losses.values, "history": history.history, "evaluate": evaluation}

@@ -115,6 +115,45 @@ def test_functional_within_sequential(model):
     assert keras_compat.as_functional(type("Own", (keras.Model,), {})()) is None
 
 
+def test_what_a_model_says_of_its_outputs(model):
+    class Own(keras.Model):
+        def call(self, inputs):
+            return keras.ops.concatenate([inputs, inputs], axis=-1)
+
+    assert keras_compat.calls_own_graph(model)
+    assert keras_compat.calls_own_graph(keras.Sequential())
+    assert not keras_compat.calls_own_graph(Own())
+    symbols = keras.KerasTensor((6, 4))
+    assert keras_compat.output_symbols(Own(), symbols).shape == (6, 8)
+    assert keras_compat.output_symbols(type("No", (keras.Model,), {})(), symbols) is None
+    unbuilt = keras.Sequential([keras.layers.Dense(2, "softmax", name="last")])
+    found = keras_compat.output_symbols(unbuilt, symbols)
+    assert found.shape[1:] == (2,)
+    assert keras_compat.last_activation(found) == ("last", "softmax")
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([keras.layers.Dense(4, "sigmoid", name="a")], ("a", "sigmoid")),
+        ([keras.layers.Dense(4, name="a"), keras.layers.Softmax(name="b")], ("b", "softmax")),
+        ([keras.layers.Dense(4, name="a"), keras.layers.Activation("softmax", name="b")], ("b", "softmax")),
+        (
+            [keras.layers.Dense(4, name="a"), keras.layers.Activation("linear"), keras.layers.Reshape((2, 2))],
+            ("a", "linear"),
+        ),
+        ([keras.Sequential([keras.layers.Dense(4, "softmax", name="a")])], ("a", "softmax")),
+        ([keras.layers.Dropout(0.5, name="a")], ("a", None)),
+    ],
+)
+def test_the_activation_behind_an_output(layers, expected):
+    symbol = keras.Input((3,))
+    for layer in layers:
+        symbol = layer(symbol)
+    assert keras_compat.last_activation(symbol) == expected
+    assert keras_compat.last_activation(keras.KerasTensor((2, 3))) == ("", None)
+
+
 def test_losses_of_outputs(model):
     (loss,) = keras_compat.output_losses(model)
     assert loss.fn is keras.losses.mean_squared_error
@@ -143,6 +182,13 @@ def test_masks():
     outputs = keras.layers.Embedding(5, 2, mask_zero=True)(keras.Input((3,)))
     assert keras_compat.has_mask(outputs)
     assert not keras_compat.has_mask(keras.Input((3,)))
+
+
+def test_masks_go_where_their_tensors_go():
+    tensor, mask = keras.ops.ones((4, 2)), keras.ops.convert_to_tensor([True, False, True, True])
+    assert keras_compat.mask_of(keras_compat.with_mask(lambda rows: rows[:3], tensor)) is None
+    first = keras_compat.with_mask(lambda rows: rows[:3], keras_compat.set_mask(tensor, mask))
+    assert keras.ops.convert_to_numpy(keras_compat.mask_of(first)).tolist() == [True, False, True]
 
 
 def test_raw_values():

@@ -188,7 +188,7 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     import keras
 
     from kerasdp.backends.observer import forward_pass, observed, watched_layers
-    from kerasdp.keras_compat import update_loss_metric
+    from kerasdp.keras_compat import mask_of, set_mask, update_loss_metric
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
@@ -199,10 +199,12 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
             loss, updates = model.compute_loss_and_updates(
                 trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
             )
-        return loss, (updates, found)
+        # Only tensors leave, without the masks that layers have left at them.
+        return loss, (updates, keras.tree.map_structure(mask_of, updates[1]), found)
 
-    (_, (updates, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
+    (_, (updates, masks, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
     loss, outputs, non_trainable, metrics = updates
+    outputs = keras.tree.map_structure(set_mask, outputs, masks)
     seen = observed(detail, gradients, found)
     known = [*zip(model.optimizer.variables, optimizer), *zip(model.trainable_variables, trainable)]
     with keras.StatelessScope(known) as scope:

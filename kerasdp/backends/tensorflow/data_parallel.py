@@ -105,6 +105,8 @@ class DataParallel(Strategy):
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
         the loss of the global batch, whatever that loss is.
         """
+        from kerasdp.keras_compat import with_mask
+
         if self.num_replicas == 1:
             return outputs
 
@@ -117,7 +119,7 @@ class DataParallel(Strategy):
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
             return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
 
-        return tf.nest.map_structure(gather, outputs)
+        return tf.nest.map_structure(lambda rows: with_mask(gather, rows), outputs)
 
     def context(self, num_rows: int) -> ReplicaContext | None:
         """Returns the context of a step on a global batch of `num_rows` rows."""

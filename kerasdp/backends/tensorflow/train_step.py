@@ -95,7 +95,7 @@ class ReplicaSteps:
             return self.strategy.gather(self._forward(inputs, training=False), num_rows), context
 
     def _is_mean_over_shards(self, outputs: Structure, num_rows: int, context: ReplicaContext | None) -> bool:
-        from kerasdp.backends.loss_reduction import is_mean_over_shards
+        from kerasdp.portability.loss_reduction import is_mean_over_shards
 
         if context is None or context.rows is None or context.rows * context.num_replicas != num_rows:
             return False

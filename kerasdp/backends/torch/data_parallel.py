@@ -63,9 +63,15 @@ class DataParallel(Strategy):
         """
         import keras
 
+        from kerasdp.keras_compat import with_mask
+
         if self.num_replicas == 1:
             return outputs
-        return keras.tree.map_structure(lambda rows: gather_rows(rows)[:num_rows], outputs)
+
+        def gather(rows: torch.Tensor) -> torch.Tensor:
+            return gather_rows(rows)[:num_rows]
+
+        return keras.tree.map_structure(lambda rows: with_mask(gather, rows), outputs)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that work on all replicas.

@@ -41,8 +41,8 @@ class GlobalBatch:
             That loss; what is to be summed over the ranks, a flat tensor, or None; and a function that takes the
             sums, moves the moving statistics, and returns the outputs and the loss of the global batch.
         """
-        from kerasdp.backends.loss_reduction import is_mean_over_shards
         from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
+        from kerasdp.portability.loss_reduction import is_mean_over_shards
 
         num_rows = len(batch.indices)
         if context is None:
@@ -109,4 +109,6 @@ class GlobalBatch:
 def _detached(outputs: Any) -> Any:
     import keras
 
-    return keras.tree.map_structure(lambda leaf: leaf.detach(), outputs)
+    from kerasdp.keras_compat import with_mask
+
+    return keras.tree.map_structure(lambda leaf: with_mask(torch.Tensor.detach, leaf), outputs)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import losses, ops
 
-from kerasdp.backends.loss_reduction import is_mean_over_shards
+from kerasdp.portability.loss_reduction import is_mean_over_shards
 
 ROWS = 8
 ONE_HOT = np.eye(3, dtype="float32")[[0, 1, 2, 0, 1, 1, 2, 0]]

@@ -1,10 +1,22 @@
-"""Tells which losses of a global batch are the mean of the losses of its equal shards."""
+"""Tells which losses of a batch are made of one value for each row, so that they may be computed shard by shard."""
 
+import enum
+import weakref
 from typing import Any
 
 import keras
 
 from kerasdp.keras_compat import has_mask, is_of_keras, loss_options, output_losses
+
+
+class Reduction(enum.Enum):
+    """How a loss (`keras.losses.Loss`) comes from the rows of a batch, before Keras' `reduction` of what it gives."""
+
+    BY_ROWS = "a value, or values, for each row, which depend on that row alone"
+    MEAN = "one number, which is the mean of the numbers of single rows"
+    COUPLES = "depends on rows taken together"
+    UNKNOWN = "a loss that could not be tried with random outputs"
+
 
 # Of Keras' functions (3.15), those that give a loss for each row, and nothing about rows taken together (as `dice`).
 _BY_ROWS = {
@@ -16,6 +28,23 @@ _BY_ROWS = {
         "mean_squared_logarithmic_error", "poisson", "sparse_categorical_crossentropy", "squared_hinge",
     )
 }  # fmt: skip
+
+
+# What `kerasdp.portability.loss_probe` found out about others, by the loss.
+found: "weakref.WeakKeyDictionary[keras.losses.Loss, Reduction]" = weakref.WeakKeyDictionary()
+
+
+def reduction_of(loss: keras.losses.Loss) -> Reduction:
+    """Returns how a loss comes from the rows of a batch: the one place that knows."""
+    function, options = getattr(loss, "fn", None), loss_options(loss)
+    if is_of_keras(type(loss)):
+        # They divide by what they find in the batch, whatever their `reduction` says (Keras 3.15).
+        coupled = function in (keras.losses.dice, keras.losses.tversky) and options.get("axis") is None
+        if coupled or function is keras.losses.circle or options.get("ignore_class") is not None:
+            return Reduction.COUPLES
+        if function in _BY_ROWS and options.get("axis", -1) == -1:
+            return Reduction.BY_ROWS
+    return found.get(loss, Reduction.UNKNOWN)
 
 
 def is_mean_over_shards(model: keras.Model, outputs: Any) -> bool:
@@ -37,11 +66,4 @@ def is_mean_over_shards(model: keras.Model, outputs: Any) -> bool:
     if len(losses) != 1:
         return False
     loss = losses[0]
-    options = loss_options(loss)
-    return (
-        is_of_keras(type(loss))
-        and getattr(loss, "fn", None) in _BY_ROWS
-        and loss.reduction in ("sum_over_batch_size", "mean")
-        and options.get("ignore_class") is None
-        and options.get("axis", -1) in (-1, len(outputs.shape) - 1)
-    )
+    return reduction_of(loss) is Reduction.BY_ROWS and loss.reduction in ("sum_over_batch_size", "mean")

@@ -1,0 +1,141 @@
+"""Data that a model cannot learn from: one line before the first step, the same on each backend."""
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+OUTPUTS = "targets: expected labels from 0 to 2, since the model has 3 outputs. Received: "
+FEWER = "targets: expected labels from 0 to 1, since the model has 2 outputs. Received: 2 (sample {}); give the last "
+FEWER += "layer 3 outputs or more, or correct the labels"
+NAN = "expected finite numbers. Received: {} in sample {}; replace it, or leave the sample out"
+LENGTHS = "expected arrays with equally many samples, at least one. Received: "
+SPLIT = "validation_split: expected a share that leaves some of the 24 samples on both sides. Received: "
+LOGITS = "but the loss {} has from_logits=True: leave out one of the two"
+NUMBERS = "expected an array, or a structure of arrays. Received: list of plain numbers; use numpy.array(x)"
+SPARSE = "sparse_categorical_crossentropy"
+REFUSED = {
+    "label too large": OUTPUTS + "3 (sample 7); give the last layer 4 outputs or more, or correct the labels",
+    "label negative": OUTPUTS + "-1 (sample 7); correct the labels, or give the loss ignore_class=-1",
+    "label of a fraction": f"targets: expected whole numbers as labels for {SPARSE}. Received: 0.5 (sample 7)",
+    "labels as text": "targets: expected numbers. Received: <U1; encode classes as 0, 1, ...",
+    "fewer outputs": FEWER.format(2),
+    "fewer outputs of an own model": FEWER.format(2),
+    "fewer outputs of a model to build": FEWER.format(2),
+    "fewer outputs in time": FEWER.format(0),
+    "one-hot under sparse": f"targets: expected shape (samples,) for {SPARSE}, one label for 3 outputs. Received: "
+    "(samples, 3); use categorical_crossentropy for one-hot labels, or y.argmax(-1)",
+    "sparse under one-hot": "targets: expected shape (samples, 3) for categorical_crossentropy, one-hot labels. "
+    f"Received: (samples,); use {SPARSE}, or keras.utils.to_categorical(y)",
+    "shape of targets": "targets: expected shape (samples, 3), that of the outputs. Received: (samples, 2)",
+    "rank of targets": "targets: expected shape (samples, 3), that of the outputs. Received: (samples,)",
+    "no targets": "targets of m: expected an array, since it has a loss. Received: none",
+    "targets of one output": "targets of m: expected 2 arrays, one an output. Received: 1",
+    "shape of inputs": "inputs of m: expected shape (samples, 4). Received: (samples, 3)",
+    "rank of inputs": "inputs of m: expected shape (samples, 4). Received: (samples, 1, 4)",
+    "too many inputs": "inputs of m: expected 1 array. Received: 2",
+    "too few inputs": "inputs of m: expected 2 arrays (a, b). Received: 1",
+    "an input is missing": "inputs of m: expected a, b. Received: a, c; add b",
+    "lists": "x: " + NUMBERS,
+    "lists of different lengths": "x: " + NUMBERS,
+    "other lengths": LENGTHS + "24 in x, 23 in y",
+    "empty": LENGTHS + "0 in x, 0 in y",
+    "nothing": "x: expected arrays, or an object that gives batches. Received: NoneType",
+    "no batches": LENGTHS + "no array",
+    "an empty generator": "x: expected at least one batch. Received: none from the tuple_iterator",
+    "validation of another shape": "validation data: inputs of m: expected shape (samples, 4). Received: (samples, 2)",
+    "validation with a wrong label": f"validation data: {OUTPUTS}5 (sample 2); give the last layer 6 outputs or more, "
+    "or correct the labels",
+    "empty validation": f"validation data: {LENGTHS}0 in x, 0 in y",
+    "split too large": SPLIT + "0.99",
+    "split of one": SPLIT + "1.0",
+    "NaN in inputs": "inputs: " + NAN.format("nan", 5),
+    "NaN in targets": "targets: " + NAN.format("nan", 21),
+    "probabilities as logits": "layer head of m gives probabilities (softmax), " + LOGITS.format(SPARSE),
+    "sigmoid as logits": "layer head of m gives probabilities (sigmoid), " + LOGITS.format("binary_crossentropy"),
+    "not compiled": "m is not compiled: call model.compile(...) within runner.scope() first",
+    "weights of another shape": "sample_weight: expected shape (samples,), that of the loss of each sample. Received: "
+    "(samples, 3)",
+    "weights of another length": LENGTHS + "24 in x, 24 in y, 23 in sample_weight",
+    "weights that are NaN": "sample_weight: " + NAN.format("nan", 3),
+    "weight of an unknown class": "class_weight: expected classes of y, which are from 0 to 2. Received: 7",
+    "weight of a class by name": "class_weight: expected classes of y, which are from 0 to 2. Received: '0'",
+}
+LOSS = "the loss became {} at step {} (epoch 1) with learning rate 0.1; "
+# What is said when there is more to know, which is after some steps, or besides training.
+LATER = {
+    "NaN in later inputs": f"NonFiniteLossError: {LOSS.format('nan', 3)}inputs: {NAN.format('nan', 21)}",
+    "infinite inputs": f"NonFiniteLossError: {LOSS.format('nan', 2)}inputs: {NAN.format('inf', 12)}",
+    "a learning rate too high": f"NonFiniteLossError: {LOSS.format('inf', 1)}try a lower learning_rate",
+    "a later batch": f"UserError: batch 3: {OUTPUTS}9 (sample 17); give the last layer 10 outputs or more, or correct "
+    "the labels",
+}
+WARNED = {
+    "targets repeated": "targets of shape (samples, 1) are repeated to meet outputs of shape (samples, 3): is that "
+    "what you mean?",
+    "logits as probabilities": f"layer head of m has no activation, but the loss {SPARSE} expects probabilities: add "
+    "from_logits=True to the loss, or softmax or sigmoid to the layer",
+}
+TRAINED = ("label ignored", "labels as floats", "batch larger than the data")
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What each case is answered on one device of each backend, and after how many steps."""
+    return {name: result_of(run(PROGRAMS / "wrong_data.py", name, 1, backend=name)) for name in BACKENDS}
+
+
+def expected(case):
+    """The answer, the steps before it, and warnings; the steps of a run that starts are no matter of the words."""
+    if case in REFUSED:
+        return ["UserError: " + REFUSED[case]]
+    if case in LATER:
+        return [LATER[case]]
+    return ["trains", *([WARNED[case]] if case in WARNED else [])]
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *LATER, *WARNED, *TRAINED])
+def test_the_answer_is_the_same_everywhere(outcomes, case):
+    for backend, answers in outcomes.items():
+        answer, steps, *warned = answers[case]
+        assert [answer, *warned] == expected(case), backend
+        assert (steps == 0) == (case in REFUSED), backend
+
+
+def test_every_case_is_judged(outcomes):
+    for answers in outcomes.values():
+        assert answers.keys() == {*REFUSED, *LATER, *WARNED, *TRAINED}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_several_devices(backend):
+    """What each process of torch sees is the whole batch's targets, and its own inputs."""
+    answers = result_of(run(PROGRAMS / "wrong_data.py", backend, 2, backend=backend))
+    if backend == "torch":  # each process would iterate a generator by itself
+        assert "would iterate by itself" in answers.pop("an empty generator")[0]
+    assert {case: answer[0] for case, answer in answers.items()} == {case: expected(case)[0] for case in answers}
+
+
+MODEL = """
+import keras
+
+def build(input_shape, num_classes, units=None, activation=None):
+    return keras.Sequential([
+        keras.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(units or num_classes, activation, name="d")
+    ], name="m")
+"""
+FLAGS = {
+    "--model=mine.py:build(units=7)": "targets: expected labels from 0 to 6, since the model has 7 outputs. Received: ",
+    "--model=mine.py:build(activation='softmax')": "layer d of m gives probabilities (softmax), but the loss",
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_from_the_command_line(flag, backend, tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    recipe = PROGRAMS.parent.parent / "recipes" / "train.py"
+    done = run(recipe, f"--backend={backend}", "--device=cpu", flag, backend=backend, cwd=tmp_path)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: " + FLAGS[flag])
+    assert "Traceback" not in done.stderr
