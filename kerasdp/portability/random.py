@@ -169,7 +169,8 @@ def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[.
 def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> tuple[Any, Any]:
     """Draws two arrays of words, each of shape `(rows, half of the numbers of a sample)`."""
     words = _unseeded_words.get() if seed is None else None
-    state = ops.cast(next_seed(seed), "int32") if words is None else ops.convert_to_tensor(words(), "int32")
+    # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
+    state = ops.convert_to_tensor(ops.cast(next_seed(seed), "int32") if words is None else words(), "int32")
     rows, per_sample = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     context = replica_context.current()
     first_row = 0

@@ -73,6 +73,11 @@ for key, task_name in (("ViT", "ViT"), ("ResNet v2", "ResNet"), ("MiT", "MiT"), 
     image_classifier(key, task_name)
 
 
+def pixels(random: np.random.RandomState) -> np.ndarray:
+    """A class for each pixel, as a vector."""
+    return np.eye(CLASSES, dtype="float32")[random.randint(0, CLASSES, (ROWS, 32, 32))]
+
+
 @case("KerasHub, tasks", "task BartSeq2SeqLM")
 def bart(random: np.random.RandomState) -> Ready:
     import keras_hub
@@ -99,8 +104,7 @@ def deeplab(random: np.random.RandomState) -> Ready:
         image_shape=(32, 32, 3),
     )
     task = keras_hub.models.DeepLabV3ImageSegmenter(model, num_classes=CLASSES, preprocessor=None)
-    y = random.randint(0, CLASSES, (ROWS, 32, 32)).astype("int32")
-    return Ready(model=task, x=images(random), y=y, loss="auto")
+    return Ready(model=task, x=images(random), y=pixels(random), loss="auto")
 
 
 @case("KerasHub, tasks", "task SegFormerImageSegmenter")
@@ -110,8 +114,7 @@ def segformer(random: np.random.RandomState) -> Ready:
     encoder = keras_hub.models.MiTBackbone(**MIT)
     model = keras_hub.models.SegFormerBackbone(image_encoder=encoder, projection_filters=8)
     task = keras_hub.models.SegFormerImageSegmenter(model, num_classes=CLASSES, preprocessor=None)
-    y = random.randint(0, CLASSES, (ROWS, 32, 32)).astype("int32")
-    return Ready(model=task, x=images(random), y=y, loss="auto")
+    return Ready(model=task, x=images(random), y=pixels(random), loss="auto")
 
 
 @case("KerasHub, tasks", "task Bert with LoRA")

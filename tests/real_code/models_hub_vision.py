@@ -206,7 +206,7 @@ def siglip(random: np.random.RandomState) -> Ready:
 def contrastive(backbone: Any, random: np.random.RandomState) -> Ready:
     x = {"images": images(random), "token_ids": random.randint(1, VOCABULARY, (18, 12)).astype("int32")}
     y = {name: classes(random) for name in backbone.output}
-    return Ready(model=backbone, x=x, y=y, loss={name: diagonal_loss() for name in y})
+    return Ready(model=backbone, x=x, y=y, loss=diagonal_loss())
 
 
 def diagonal_loss() -> Any:
