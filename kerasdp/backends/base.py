@@ -60,6 +60,26 @@ class StepFunctions:
     predict: Callable[..., Any]
 
 
+class ShardPass(NamedTuple):
+    """What a forward pass of training gives on one replica.
+
+    Attributes:
+        layers: outputs of each layer, for this replica's rows, in the order of the calls.
+        outputs: of the model, for the global batch.
+        loss: of the global batch; None if it was not computed.
+        first_row: index of the replica's first row in the global batch.
+        num_rows: rows of the replica that are not padding.
+        rows: of the replica, padding included.
+    """
+
+    layers: dict[str, Tensor]
+    outputs: list[Tensor]
+    loss: Tensor
+    first_row: int
+    num_rows: int
+    rows: int
+
+
 class SingleProcess:
     """`Processes` where one process drives all devices."""
 
@@ -205,6 +225,12 @@ class Strategy(Protocol):
 
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
         """Returns the step functions that train, test and predict with a built model on all devices."""
+
+    def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
+        """Runs a forward pass of training on each replica of this process; no variable changes.
+
+        For strategies that split batches.
+        """
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -76,8 +76,10 @@ def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dic
 
 # Characters of the number before a name.
 _PLACE = 6
-# A context variable: TensorFlow traces each replica in a thread of its own.
-_outputs: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("kerasdp_outputs", default=None)
+# What layers gave, by name, and what is done to it first. A context variable: TensorFlow traces replicas in threads.
+_outputs: contextvars.ContextVar[tuple[dict[str, Any], Callable[[Any], Any]] | None] = contextvars.ContextVar(
+    "kerasdp_outputs", default=None
+)
 
 
 @contextlib.contextmanager
@@ -95,7 +97,7 @@ def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
         yield found
         return
     found["outputs"] = {}
-    token = _outputs.set(found["outputs"])
+    token = _outputs.set((found["outputs"], _whole))
     _collect("inputs", inputs)
     try:
         yield found
@@ -104,12 +106,28 @@ def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def shard_outputs() -> Iterator[dict[str, Any]]:
+    """Records what each layer gives for this replica's rows in a forward pass, within `watched_layers`."""
+    outputs: dict[str, Any] = {}
+    token = _outputs.set((outputs, lambda tensor: tensor))
+    try:
+        yield outputs
+    finally:
+        _outputs.reset(token)
+
+
+def layer_name(recorded: str) -> str:
+    """Returns the name of a layer by that of one of its outputs."""
+    return recorded[_PLACE:].partition(" ")[0]
+
+
+@contextlib.contextmanager
 def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
     """Lets each layer record its outputs during the forward passes of all replicas, if `detail` is everything.
 
     A layer counts as a whole with all layers in it; only models within models are entered.
     """
-    layers = list(_layers(model)) if detail == Detail.EVERYTHING else []
+    layers = list(layers_within(model)) if detail == Detail.EVERYTHING else []
     kept = [vars(layer).get("call") for _, layer in layers]  # may be bound to the instance already
     for name, layer in layers:
         object.__setattr__(layer, "call", types.MethodType(_call_and_collect(layer.call, name), layer))
@@ -122,10 +140,11 @@ def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
-def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
+def layers_within(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
+    """Yields the layers of a model and of models within it, with the names by which they are recorded."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from _layers(layer, f"{prefix}{layer.name}/")
+            yield from layers_within(layer, f"{prefix}{layer.name}/")
         elif not isinstance(layer, keras.layers.InputLayer):
             yield f"{prefix}{layer.name}", layer
 
@@ -140,13 +159,16 @@ def _call_and_collect(call: Any, name: str) -> Any:
 
 
 def _collect(name: str, result: Any) -> None:
-    outputs = _outputs.get()
+    recorded = _outputs.get()
+    if recorded is None:
+        return
+    outputs, convert = recorded
     for tensor in keras.tree.flatten(result):
-        if tensor is not None and outputs is not None:
-            number = sum(known[_PLACE:].partition(" ")[0] == name for known in outputs)
+        if tensor is not None:
+            number = sum(layer_name(known) == name for known in outputs)
             name_of_call = f"{name} ({number + 1})" if number else name
             # Numbered, because what leaves a function compiled by JAX comes in the order of its names.
-            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = _whole(ops.stop_gradient(tensor))
+            outputs[f"{len(outputs):0{_PLACE - 1}d} {name_of_call}"] = convert(ops.stop_gradient(tensor))
 
 
 def _whole(tensor: Any) -> Any:

@@ -51,6 +51,8 @@ def _define_flags_of_devices() -> None:
 
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
             "on torch, in runs of 1,000 steps or more. jax and tensorflow always compile.")  # fmt: skip
+    _define(group, "check", text, _DEFAULTS.check, "first: before the first update on several devices, a few samples "
+            "go through the model whole and split over all; the run ends if they differ. Or off.")  # fmt: skip
     _define(group, "data_on_device", text, _DEFAULTS.data_on_device, "on, off, or auto: inputs in memory stay on every "
             "device; auto: on GPUs, up to 1 GiB.")  # fmt: skip
 

@@ -56,6 +56,8 @@ class Config:
             the model's `jit_compile` decides, as in Keras.
         gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
             (torch, and tensorflow, which still sends those of an embedding in float32).
+        check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
+            split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
         seed: seed of initial weights, sample order and dropout.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
@@ -98,6 +100,7 @@ class Config:
     batch_norm: str = "sync"
     precision: str = "float32"
     compile: str = "auto"
+    check: str = "first"
     gradient_precision: str = "float32"
     seed: int = 0
     workdir: str | None = None

@@ -84,6 +84,14 @@ class SampleReader:
         inputs = self.source.inputs(indices)
         return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices)
 
+    def sample(self, num_rows: int) -> Any:
+        """Reads so many rows of the first batch, the same in each process: inputs, targets, sample weights.
+
+        A batch of fewer rows begins anew.
+        """
+        rows = np.resize(self.order.epoch(0)[0], num_rows)
+        return self.source.inputs(rows), *self.source.targets(rows)
+
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
         rows = _shard_of(pad_rows(indices, self.num_replicas), self.shard)
         targets, sample_weight = self.source.targets(indices)
@@ -146,15 +154,24 @@ class BatchReader:
 
     def first(self) -> Batch:
         """Reads the first batch, for its shapes; it will come again."""
+        return self._cut(self._first(), 0)
+
+    def sample(self, num_rows: int) -> Any:
+        """Reads so many rows of the first batch, as `SampleReader`."""
+        data = as_arrays(keras.utils.unpack_x_y_sample_weight(self._first()))
+        rows = np.resize(np.arange(num_samples(data)), num_rows)
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+
+    def _first(self) -> Any:
         if self.is_indexed and self.batches.num_batches:
-            return self._cut(self.batches[0], 0)
+            return self.batches[0]
         iterator = iter(self.batches)
         data = next(iterator, None)
         if data is None:
             raise UserError(f"x: expected at least one batch. Received: none from the {type(self.batches).__name__}")
         if iterator is self.batches:  # a generator: what was taken must be put back
             self.batches = itertools.chain([data], iterator)
-        return self._cut(data, 0)
+        return data
 
     def whole(self, epoch: int, number: int) -> Batch | None:
         """Returns None: a batch cannot be read again, or another one would come next."""
@@ -185,16 +202,8 @@ class BatchReader:
             yield self.batches[int(step)]
 
     def _cut(self, data: Any, first: int) -> Batch:
-        inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        inputs, targets, sample_weight = as_arrays((inputs, targets, sample_weight))
-        num_rows = num_samples((inputs, targets, sample_weight))
-        rows = _shard_of(pad_rows(np.arange(num_rows), self.num_replicas), self.shard)
-        return Batch(
-            inputs=keras.tree.map_structure(lambda leaf: leaf[rows], inputs),
-            targets=targets,
-            sample_weight=sample_weight,
-            indices=np.arange(first, first + num_rows),
-        )
+        data = as_arrays(keras.utils.unpack_x_y_sample_weight(data))
+        return batch_of(data, self.num_replicas, self.shard, first)
 
 
 class Feed:
@@ -250,6 +259,26 @@ class FeedAdapter(DataAdapter):
         return self._batches
 
     get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get
+
+
+def batch_of(data: tuple[Any, Any, Any], num_replicas: int, shard: tuple[int, int], first: int = 0) -> Batch:
+    """Returns what a process sees of a global batch.
+
+    Args:
+        data: inputs, targets and sample weights of the global batch, in NumPy.
+        num_replicas: over all processes.
+        shard: rank, and number of processes.
+        first: index of the batch's first row in the data set.
+    """
+    inputs, targets, sample_weight = data
+    num_rows = num_samples(data)
+    rows = _shard_of(pad_rows(np.arange(num_rows), num_replicas), shard)
+    return Batch(
+        inputs=keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], inputs),
+        targets=targets,
+        sample_weight=sample_weight,
+        indices=np.arange(first, first + num_rows),
+    )
 
 
 def _shard_of(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:

@@ -60,7 +60,7 @@ from kerasdp.keras_compat.optimizers import (
 )
 from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, next_seed, seed_of, wrap_draws
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
-from kerasdp.keras_compat.settings import set_precision, set_seed, without_tensorflow
+from kerasdp.keras_compat.settings import keep_messages_of, set_precision, set_seed, without_tensorflow
 from kerasdp.keras_compat.tracking import Parts, parts_of
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
 
@@ -90,6 +90,7 @@ __all__ = [
     "is_called_as_keras_does",
     "is_of_keras",
     "jit_compile_left_open",
+    "keep_messages_of",
     "last_activation",
     "leave_ranks_to_us",
     "living_variables",

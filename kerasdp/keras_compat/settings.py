@@ -12,6 +12,15 @@ from keras.src.backend.common import dtypes
 from keras.src.utils import module_utils
 
 
+def keep_messages_of(kind: type[Exception]) -> None:
+    """Keeps errors of a class, raised in a layer's call, as they are.
+
+    Keras 3.15 puts the call's arguments into the text of whatever a layer raises, unless the error says by
+    `_keras_call_info_injected` that they are there. The public `disable_traceback_filtering` is for all errors.
+    """
+    kind._keras_call_info_injected = True  # type: ignore[attr-defined]
+
+
 def set_precision(precision: str) -> None:
     """Makes layers compute in a precision of `kerasdp.config.validation.PRECISIONS`.
 

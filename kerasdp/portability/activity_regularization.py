@@ -1,6 +1,7 @@
 """Lets activity regularizers see the global batch on several replicas, as on one device."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,7 @@ class WholeBatchPenalties:
         """
         kept = [layer.activity_regularizer for layer in self.regularized]
         for layer, regularizer in zip(self.regularized, kept):
-            layer.activity_regularizer = lambda output, regularizer=regularizer: _penalize(regularizer, output)
+            layer.activity_regularizer = functools.partial(_penalize, layer, regularizer)
         try:
             yield
         finally:
@@ -50,10 +51,11 @@ class WholeBatchPenalties:
         self.is_checked = True
 
 
-def _penalize(regularizer: Any, output: Any) -> Any:
+def _penalize(layer: keras.layers.Layer, regularizer: Any, output: Any) -> Any:
     context = replica_context.current()
-    if context is None or context.gather_rows is None:
+    if context is None or context.rows is None:
         return regularizer(output)
-    whole = context.gather_rows(output)
+    axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
+    whole = context.whole(output, axis)
     context.penalties.append(regularizer(whole) / whole.shape[0])  # by the samples, as Keras does
     return keras.ops.zeros(())

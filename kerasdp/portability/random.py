@@ -17,13 +17,15 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
+from kerasdp.errors import UserError
 from kerasdp.keras_compat import next_seed, wrap_draws
 from kerasdp.portability import replica_context
+from kerasdp.portability.row_axes import FIRST, RowAxis
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _KEY_PARITY = 0x1BD11BDA
@@ -58,34 +60,32 @@ def _rotate(word: Any, distance: int) -> Any:
     return ops.bitwise_or(ops.left_shift(word, distance), right)
 
 
-def bits(shape: tuple[Any, ...], seed: Any, *, for_each_sample: bool = True) -> Any:
+def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
     """Draws random words for a tensor of a batch.
 
     Args:
-        shape: of the words. If its first axis counts the replica's samples, each sample's words depend on its row in
-            the global batch, else all replicas draw the same.
+        shape: of the words. Those of a sample depend on its row in the global batch; where the rows are in the tensor
+            is known from `kerasdp.portability.row_search`. In a tensor without rows, all replicas draw the same.
         seed: a `keras.random.SeedGenerator`, which is advanced, or an int, or a pair of words.
-        for_each_sample: False: all replicas draw the same, whatever the shape.
+        tensor: that the words are for: its rows are on the same axis.
 
     Returns:
         Int32 tensor of that shape; all 32 bits of each number are random.
     """
-    return _for_shape(shape, *_blocks(shape, seed, for_each_sample))
+    return _for_rows(_for_shape, shape, seed, tensor)
 
 
 def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
     """Drops units, as `keras.random.dropout`. The mask is bit-equal everywhere; see `bits` for the seed.
 
-    `noise_shape`: None in it stands for the axis of the inputs. On its first axis everything but 1 means a mask for
-    each sample.
+    `noise_shape`: None in it stands for the axis of the inputs.
     """
     shape = list(ops.shape(inputs))
     for axis, size in enumerate(noise_shape or ()):
         if size is not None and (axis > 0 or size == 1):
             shape[axis] = size
     dropped = round(rate * 2**_UNIFORM_BITS)
-    one_for_all = bool(noise_shape) and noise_shape[0] == 1
-    keep = _uniform_words(bits(tuple(shape), seed, for_each_sample=not one_for_all)) >= dropped
+    keep = _uniform_words(bits(tuple(shape), seed, inputs)) >= dropped
     scale = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
     return ops.where(keep, inputs * ops.cast(scale, inputs.dtype), ops.zeros((), dtype=inputs.dtype))
 
@@ -100,12 +100,13 @@ def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None,
 
 def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
     """Draws as `keras.random.normal`, by Box and Muller (1958), equal up to round-off; see `bits` for the arguments."""
-    shape = tuple(shape)
-    x, y = _blocks(shape, seed)
-    radius = ops.sqrt(-2.0 * ops.log(_unit(x) + 2.0**-_UNIFORM_BITS))  # of a number in (0, 1]
-    angle = 2.0 * math.pi * _unit(y)
-    numbers = _for_shape(shape, radius * ops.cos(angle), radius * ops.sin(angle))
-    return ops.cast(mean + stddev * numbers, dtype or keras.config.floatx())
+
+    def numbers(shape: tuple[int, ...], x: Any, y: Any) -> Any:
+        radius = ops.sqrt(-2.0 * ops.log(_unit(x) + 2.0**-_UNIFORM_BITS))  # of a number in (0, 1]
+        angle = 2.0 * math.pi * _unit(y)
+        return _for_shape(shape, radius * ops.cos(angle), radius * ops.sin(angle))
+
+    return ops.cast(mean + stddev * _for_rows(numbers, tuple(shape), seed), dtype or keras.config.floatx())
 
 
 def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
@@ -124,41 +125,51 @@ def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: An
 
 _PORTABLE = {function.__name__: function for function in (dropout, uniform, normal, truncated_normal, randint)}
 _NOT_PORTABLE = ("beta", "binomial", "categorical", "gamma", "shuffle")
+
+
+class _Drawing(NamedTuple):
+    """What draws: its name, the tensors it was called with, and what gives the words where no seed is given."""
+
+    name: str
+    tensors: list[Any]
+    unseeded_words: Callable[[], tuple[int, int]] | None
+
+
 # A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
-_drawing_layer: contextvars.ContextVar[str | None] = contextvars.ContextVar("kerasdp_drawing_layer", default=None)
-_unseeded_words: contextvars.ContextVar[Callable[[], tuple[int, int]] | None] = contextvars.ContextVar(
-    "kerasdp_unseeded_words", default=None
-)
+_drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kerasdp_drawing", default=None)
 
 
 @contextlib.contextmanager
-def portable_draws(name: str | None, unseeded_words: Callable[[], tuple[int, int]] | None = None) -> Iterator[None]:
+def portable_draws(
+    name: str | None, inputs: Any = None, unseeded_words: Callable[[], tuple[int, int]] | None = None
+) -> Iterator[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
     What it does not know is drawn by the backend, with a warning that names the layer `name`.
 
     Args:
         name: of the layer. None: the backend draws everything, without a warning.
+        inputs: that the layer is called with; a structure of tensors, among others.
         unseeded_words: gives two int32 to draw with where no seed is given. None: Keras' global generator does.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
-    token, words_token = _drawing_layer.set(name), _unseeded_words.set(unseeded_words)
+    tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
+    token = _drawing.set(None if name is None else _Drawing(name, tensors, unseeded_words))
     try:
         yield
     finally:
-        _drawing_layer.reset(token)
-        _unseeded_words.reset(words_token)
+        _drawing.reset(token)
 
 
 def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
-        name = _drawing_layer.get()
-        if name is not None and kind in _PORTABLE:
+        drawing = _drawing.get()
+        if drawing is not None and kind in _PORTABLE:
             return _PORTABLE[kind](*args, **kwargs)
-        if name is not None:
+        if drawing is not None:
             warnings.warn(
-                f"layer {name} draws from keras.random.{kind}, which differs from backend to backend: so will the "
-                "training",
+                f"layer {drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will "
+                "the training",
                 stacklevel=2,
             )
         return original(*args, **kwargs)
@@ -166,18 +177,56 @@ def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[.
     return draw
 
 
-def _blocks(shape: tuple[Any, ...], seed: Any, for_each_sample: bool = True) -> tuple[Any, Any]:
-    """Draws two arrays of words, each of shape `(rows, half of the numbers of a sample)`."""
-    words = _unseeded_words.get() if seed is None else None
+def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
+    """Draws the numbers of this replica's rows.
+
+    Args:
+        numbers: makes them from a shape and two arrays of words, of shape `(entries of axis 0, half of an entry's)`.
+        shape: of the numbers.
+        seed: see `bits`; so is `tensor`.
+    """
+    context = replica_context.current()
+    if context is None or context.rows is None or not shape:
+        return numbers(shape, *_blocks(shape, seed, 0))
+    axis = _row_axis(context, shape, seed, tensor)
+    if axis is None:
+        return numbers(shape, *_blocks(shape, seed, 0))
+    size = shape[axis.axis]
+    if axis == FIRST:
+        return numbers(shape, *_blocks(shape, seed, context.first_row * (size // context.rows)))
+    if context.total_rows is None:
+        raise UserError(
+            "a layer draws random numbers for a tensor whose samples are not on axis 0, which stages on jax cannot: "
+            "use --strategy=data"
+        )
+    # Rare: draws for the global batch, of which this replica's rows are a part.
+    whole = list(shape)
+    whole[axis.axis] = size // context.rows * context.total_rows
+    indices = axis.indices(size, context.rows, context.first_row, context.total_rows)
+    return ops.take(numbers(tuple(whole), *_blocks(tuple(whole), seed, 0)), indices, axis=axis.axis)
+
+
+def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
+    name, tensors, _ = _drawing.get() or ("with a random mask", [], None)
+    if tensor is None:  # what the layer was called with, if its shape is that of the draws
+        alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
+        tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
+    key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else str(seed if isinstance(seed, int) else None)
+    return context.row_axis(("draw", key), tensor, f"layer {name}", tuple(shape))
+
+
+def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:
+    """Draws two arrays of words, each of shape `(entries of axis 0, half of the numbers of an entry)`.
+
+    `first`: index of the first entry.
+    """
+    drawing = _drawing.get()
+    words = drawing.unseeded_words if drawing is not None and seed is None else None
     # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
     state = ops.convert_to_tensor(ops.cast(next_seed(seed), "int32") if words is None else words(), "int32")
-    rows, per_sample = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    context = replica_context.current()
-    first_row = 0
-    if for_each_sample and context is not None and isinstance(rows, int) and rows == context.rows:
-        first_row = context.first_row
-    row = ops.expand_dims(ops.arange(rows, dtype="int32"), 1) + first_row
-    column = ops.expand_dims(ops.arange((per_sample + 1) // 2, dtype="int32"), 0)
+    entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first
+    column = ops.expand_dims(ops.arange((numbers + 1) // 2, dtype="int32"), 0)
     counter = row + ops.zeros_like(column), column + ops.zeros_like(row)
     draw = _threefry_as_one() if keras.backend.backend() == "tensorflow" else threefry
     return draw((state[0], state[1]), counter)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
@@ -16,7 +18,11 @@ class ReplicaContext:
         num_rows: rows of this replica's input that are real, the rest is padding at the end; a number or a scalar
             tensor. None where a layer sees the whole global batch at once, without padding (jax).
         rows: rows of this replica's input, padding included; None on jax.
-        first_row: index of this replica's first row in the global batch.
+        first_row: index of this replica's first row in the global batch; may be a scalar tensor.
+        total_rows: of the global batch, without padding; None on jax.
+        row_axes: where the rows are in the tensors of the model. None: on axis 0 of all that has `rows` there.
+        is_trial: whether this pass only finds that out: batch norm then takes its moving statistics, for other
+            rows' would tell nothing.
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum of its gradients on all replicas. None on jax.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax.
@@ -29,17 +35,21 @@ class ReplicaContext:
     num_replicas: int
     num_rows: Any = None
     rows: int | None = None
-    first_row: int = 0
+    first_row: Any = 0
+    total_rows: int | None = None
+    row_axes: RowAxes | None = None
+    is_trial: bool = False
     gather: Callable[[Any], Any] | None = None
     gather_rows: Callable[[Any], Any] | None = None
     everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
     moving: list[tuple[Any, Any]] | None = None
+    _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_shard(
-        cls, num_rows: int, rank: int, num_replicas: int, size: int, *, first_row: int = 0,
-        gather: Callable[[Any], Any] | None, gather_rows: Callable[[Any], Any],
+        cls, num_rows: int, rank: int, num_replicas: int, size: int, *, row_axes: RowAxes, first_row: int = 0,
+        total_rows: int | None = None, gather: Callable[[Any], Any] | None, gather_rows: Callable[[Any], Any],
         moving: list[tuple[Any, Any]] | None = None,
     ) -> "ReplicaContext":  # fmt: skip
         """Returns the context of one replica's shard of a batch, padded to the size of the other shards.
@@ -49,7 +59,9 @@ class ReplicaContext:
             rank: of the replica.
             num_replicas: among which the batch is split.
             size: rows of each shard, padding included.
+            row_axes: see `ReplicaContext`.
             first_row: index of the batch's first row in the global batch, where it is a micro-batch of that.
+            total_rows: of the global batch. None: `num_rows`.
             gather: see `ReplicaContext`.
             gather_rows: see `ReplicaContext`.
             moving: see `ReplicaContext`.
@@ -60,6 +72,8 @@ class ReplicaContext:
             num_rows=min(max(num_rows - own, 0), size),
             rows=size,
             first_row=first_row + own,
+            total_rows=num_rows if total_rows is None else total_rows,
+            row_axes=row_axes,
             gather=gather,
             gather_rows=gather_rows,
             moving=moving,
@@ -67,13 +81,16 @@ class ReplicaContext:
 
     @classmethod
     def of_micro_batch(
-        cls, first_row: Any, num_rows: int, *, num_replicas: int = 1, gather: Callable[[Any], Any] | None = None
-    ) -> "ReplicaContext":
+        cls, first_row: Any, num_rows: int, *, row_axes: RowAxes, total_rows: int | None = None, num_replicas: int = 1,
+        gather: Callable[[Any], Any] | None = None,
+    ) -> "ReplicaContext":  # fmt: skip
         """Returns the context of a whole micro-batch, without padding, that one program computes.
 
         Args:
             first_row: index of its first row in the global batch; may be a scalar tensor.
             num_rows: of the micro-batch.
+            row_axes: see `ReplicaContext`.
+            total_rows: of the global batch; None if it is not known.
             num_replicas: devices of the program.
             gather: see `ReplicaContext`.
         """
@@ -82,9 +99,64 @@ class ReplicaContext:
             num_rows=num_rows,
             rows=num_rows,
             first_row=first_row,
+            total_rows=total_rows,
+            row_axes=row_axes,
             gather=gather,
             gather_rows=lambda rows: rows,
         )
+
+    def row_axis(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowAxis | None:
+        """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.
+
+        Args:
+            key: what asks; hashable. It is asked in the same order in each forward pass.
+            tensor: with the rows in the same places; may be None where `shape` is given.
+            name: for messages.
+            shape: of the tensor in question. None: that of `tensor`.
+
+        Raises:
+            UserError: if it is not known.
+        """
+        if shape is None:
+            shape = tuple(tensor.shape)
+        if self.row_axes is None:
+            return FIRST if shape[:1] == (self.rows,) else None
+        number = self._calls.get(key, 0)
+        self._calls[key] = number + 1
+        return self.row_axes.find(key, number, shape, tensor, name)
+
+    def of_tensor(self, axis: RowAxis | None, num_rows: int) -> "ReplicaContext":
+        """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""
+        if axis is not None and num_rows == self.rows:
+            return self
+        if self.rows is None or axis is None or self.num_rows == self.rows:
+            real = num_rows
+        else:
+            real = self.num_rows * (num_rows // self.rows)
+        return dataclasses.replace(self, num_rows=real, rows=num_rows)
+
+    def whole_outputs(self, outputs: Any) -> Any:
+        """Gathers a model's outputs of the global batch; a structure of tensors."""
+        import keras
+
+        leaves = keras.tree.flatten(outputs)
+        whole = [self.whole(leaf, self._output_axis(number, leaf)) for number, leaf in enumerate(leaves)]
+        return keras.tree.pack_sequence_as(outputs, whole)
+
+    def is_by_rows(self, output: Any) -> bool:
+        """Returns whether axis 0 of a model's only output is its rows, one entry each."""
+        return self._output_axis(0, output) == FIRST and output.shape[0] == self.rows
+
+    def _output_axis(self, number: int, output: Any) -> RowAxis | None:
+        return self.row_axis(("output", number), output, f"output {number} of the model")
+
+    def whole(self, tensor: Any, axis: RowAxis | None) -> Any:
+        """Gathers the tensor of the global batch from the replicas' shards of it."""
+        if axis is None or self.gather_rows is None or self.rows is None:
+            return tensor
+        own = axis.rows_first(tensor, self.rows)
+        whole = self.gather_rows(own)
+        return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // self.rows))
 
 
 # A context variable, not a global: TensorFlow traces each replica in a thread of its own.

@@ -11,12 +11,14 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
-from kerasdp.data.feed import Batch, BatchReader, SampleReader
+from kerasdp.data.feed import Batch
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import build_compiled, living_variables
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+from kerasdp.portability.row_search import NUM_ROWS, find_row_axes
 from kerasdp.training.data_checks import check_data
+from kerasdp.training.readers import Reader
 
 
 class MadeBefore:
@@ -38,7 +40,7 @@ class MadeBefore:
 
 def prepare(
     model: keras.Model,
-    reader: SampleReader | BatchReader,
+    reader: Reader,
     batch: Batch,
     config: Config,
     strategy: Strategy,
@@ -89,6 +91,8 @@ def prepare(
             f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
             "would diverge between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
         )
+    if strategy.splits_batches or strategy.stages is not None:  # a layer sees only some rows of a batch
+        find_row_axes(model, reader.sample(NUM_ROWS)[0])
 
 
 def _symbols(batch: Batch) -> Any:

@@ -13,6 +13,7 @@ from kerasdp.data.sources import ArraySource, weights_of_classes
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
 
+Reader = SampleReader | BatchReader
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30
 
@@ -31,7 +32,7 @@ def make_reader(
     class_weight: dict[int, float] | None = None,
     training: bool = False,
     fitting: bool = False,
-) -> SampleReader | BatchReader:
+) -> Reader:
     """Makes the reader of this process for what a user gives as data.
 
     Args:

@@ -10,10 +10,10 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.feed import BatchReader, Feed, FeedAdapter, SampleReader
+from kerasdp.data.feed import Feed, FeedAdapter
 from kerasdp.data.sources import split_off
-from kerasdp.errors import NonFiniteLossError, ReplicasDifferError
-from kerasdp.keras_compat import set_precision, set_seed
+from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
+from kerasdp.keras_compat import keep_messages_of, set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -22,16 +22,15 @@ from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, explained
+from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.model_calls import calls_meant_for, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, prepare
-from kerasdp.training.readers import make_reader
+from kerasdp.training.readers import Reader, make_reader
 
 
 class Runner:
-    """Trains, evaluates and predicts with a Keras model on all devices of a run.
-
-    Made by `kerasdp.launch`, one in each worker process.
+    """Trains, evaluates and predicts on all devices of a run. Made by `kerasdp.launch`, one in each worker process.
 
     Attributes:
         config: the choices of the run.
@@ -51,6 +50,7 @@ class Runner:
         self.num_fits = self.num_calls = 0
         self.steps = ModelSteps(strategy, self.state)
         self._made_before = MadeBefore()
+        keep_messages_of(RunError)
         set_seed(config.seed)
         set_precision(config.precision)
 
@@ -137,7 +137,7 @@ class Runner:
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self._training(run_callbacks, reader), self.steps.running(model, "train", "test"):
+        with self.steps.running(model, "train", "test"), self._training(model, run_callbacks, reader):
             history = keras.Model.fit(
                 model,
                 self._adapter(feed, batch_size),
@@ -268,15 +268,13 @@ class Runner:
                 f"{different[0]}: a layer or callback changed a weight on one device but not on the others"
             )
 
-    def _reader(
-        self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any
-    ) -> SampleReader | BatchReader:
+    def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
         return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
 
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
-    def _prepare(self, model: keras.Model, reader: SampleReader | BatchReader, with_targets: bool = True) -> int:
+    def _prepare(self, model: keras.Model, reader: Reader, with_targets: bool = True) -> int:
         """Prepares the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
@@ -284,11 +282,12 @@ class Runner:
         return len(batch.indices)
 
     @contextlib.contextmanager
-    def _training(self, callbacks: RunCallbacks, reader: SampleReader | BatchReader) -> Iterator[None]:
-        """Waits for signals if there is something to save, and closes the files of the run at its end."""
+    def _training(self, model: keras.Model, callbacks: RunCallbacks, reader: Reader) -> Iterator[None]:
+        """Checks the first step, waits for signals if there is something to save, and closes the files at the end."""
         checkpointer = callbacks.checkpointer
         with contextlib.closing(callbacks), signals.awaited() if checkpointer else contextlib.nullcontext():
             try:
+                check_first_step(model, self.config, self.strategy, reader)
                 yield
             except NonFiniteLossError as found:
                 error = explained(found, reader, self.state)

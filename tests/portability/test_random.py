@@ -77,7 +77,6 @@ def test_each_replica_draws_its_own_rows():
         np.testing.assert_array_equal(numbers(random_numbers.bits((3, 3, 5), 1)), whole[3:])
         # Not a batch: the same on all replicas.
         np.testing.assert_array_equal(numbers(random_numbers.bits((2, 3, 5), 1)), whole[:2])
-        np.testing.assert_array_equal(numbers(random_numbers.bits((3, 3, 5), 1, for_each_sample=False)), whole[:3])
 
 
 def test_odd_shapes():

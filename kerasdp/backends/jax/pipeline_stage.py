@@ -129,8 +129,12 @@ class StageProgram:
         return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
 
     def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
+        from kerasdp.portability.row_search import row_axes_of
+
         # The program is one for all of the stage's devices.
-        context = ReplicaContext.of_micro_batch(first_row, inputs[0].shape[0], num_replicas=self.num_devices)
+        context = ReplicaContext.of_micro_batch(
+            first_row, inputs[0].shape[0], row_axes=row_axes_of(self.whole_model), num_replicas=self.num_devices
+        )
         with use(context), self.penalties.active():
             outputs, non_trainable = self.model.stateless_call(
                 trainable, non_trainable, list(inputs), training=training

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy, Structure
+from kerasdp.backends.base import DeviceBatch, ShardPass, SingleProcess, StepFunctions, Strategy, Structure
 from kerasdp.backends.steps import (
     TrainedWeights,
     all_variables,
@@ -100,7 +100,7 @@ class DataParallel(Strategy):
         return FeedDataset(feed)
 
     def gather(self, outputs: Structure, num_rows: int) -> Structure:
-        """Gathers the rows of all replicas, without padding: the outputs of the global batch.
+        """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
 
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
         the loss of the global batch, whatever that loss is.
@@ -115,14 +115,17 @@ class DataParallel(Strategy):
             wide = rows
             if rows.dtype not in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
                 wide = tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int32)
-            whole = tf.cast(collectives.gather_rows(wide)[:num_rows], rows.dtype)
+            size = num_rows * (rows.shape[0] // replica_rows(num_rows, self.num_replicas))
+            whole = tf.cast(collectives.gather_rows(wide)[:size], rows.dtype)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
-            return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
+            return tf.ensure_shape(whole, (size, *rows.shape[1:]))
 
         return tf.nest.map_structure(lambda rows: with_mask(gather, rows), outputs)
 
-    def context(self, num_rows: int) -> ReplicaContext | None:
-        """Returns the context of a step on a global batch of `num_rows` rows."""
+    def context(self, model: "keras.Model", num_rows: int) -> ReplicaContext | None:
+        """Returns the context of a step of a model on a global batch of `num_rows` rows."""
+        from kerasdp.portability.row_search import row_axes_of
+
         if self.num_replicas == 1:
             return None
         return ReplicaContext.of_shard(
@@ -130,6 +133,7 @@ class DataParallel(Strategy):
             collectives.rank(),
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
+            row_axes=row_axes_of(model),
             gather=collectives.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
@@ -182,6 +186,12 @@ class DataParallel(Strategy):
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 
         return run
+
+    def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
+        """Runs a forward pass of training on each replica; no variable changes."""
+        from kerasdp.backends.tensorflow.train_step import shard_passes
+
+        return shard_passes(self, model, batch)
 
     def _several(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""

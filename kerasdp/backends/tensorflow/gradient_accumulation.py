@@ -69,7 +69,15 @@ class Accumulation(Pipeline):
         self, inputs: Structure, num_rows: int, first: Tensor, rows: int, training: bool
     ) -> tuple[list[Tensor], Structure]:
         """Computes outputs of some rows of the global batch, and their share of the activity penalties."""
-        context = ReplicaContext.of_micro_batch(first, rows, gather=lambda statistics: statistics[None])
+        from kerasdp.portability.row_search import row_axes_of
+
+        context = ReplicaContext.of_micro_batch(
+            first,
+            rows,
+            total_rows=num_rows,
+            row_axes=row_axes_of(self.model),
+            gather=lambda statistics: statistics[None],
+        )
         (stage,) = self.plan.stages
         with tf.device(self.device_names[0]), use(context), self.penalties.active():
             values = [_rows(leaf, first, rows) for leaf in self.plan.inputs(inputs)]

@@ -82,6 +82,8 @@ class Pipeline:
         self, inputs: Structure, num_rows: int, training: bool, tape: tf.GradientTape | None = None
     ) -> tuple[Structure, list[Tensor]]:
         """Computes outputs of the global batch, and penalties of activities."""
+        from kerasdp.portability.row_search import row_axes_of
+
         micro_batches = self.plan.micro_batches(num_rows)
         # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
         seeds = [[(seed, tf.identity(seed.value)) for seed in own] for own in self.seeds] if training else []
@@ -95,7 +97,11 @@ class Pipeline:
                     tape.watch(leaf)
                 self._watched += values
             context = ReplicaContext.of_micro_batch(
-                rows.start, rows.stop - rows.start, gather=lambda statistics: statistics[None]
+                rows.start,
+                rows.stop - rows.start,
+                total_rows=num_rows,
+                row_axes=row_axes_of(self.model),
+                gather=lambda statistics: statistics[None],
             )
             for index, (name, stage) in enumerate(zip(self.device_names, self.plan.stages)):
                 with tf.device(name), use(context), self.penalties.active():

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import Structure, Tensor
+from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
 from kerasdp.backends.steps import inputs_for, learning_rate, own_steps
 from kerasdp.backends.tensorflow import collectives, optimizer_update
+from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -38,11 +39,11 @@ class ReplicaSteps:
                 logs = model.train_step((inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
-            with use(strategy.context(num_rows)) as context, forward_pass(detail, inputs) as recorded:
+            with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
                 outputs = self._forward(inputs, training=True)
             is_shard_loss = self._is_mean_over_shards(outputs, num_rows, context)
             if not is_shard_loss:
-                outputs = strategy.gather(outputs, num_rows)
+                outputs = outputs if context is None else context.whole_outputs(outputs)
             batch = (inputs, targets, outputs, sample_weight)
             loss = self._loss(batch, num_rows, context, training=True, is_shard_loss=is_shard_loss)
             scaled_loss = model.optimizer.scale_loss(loss)
@@ -85,21 +86,37 @@ class ReplicaSteps:
             return self.model.predict_step((inputs,))
         return self._whole_outputs(inputs, num_rows)[0]
 
+    def shard_pass(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
+        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
+        import keras
+
+        from kerasdp.backends.observer import shard_outputs
+        from kerasdp.portability.row_search import fixed_values
+
+        with keras.StatelessScope(fixed_values(self.model)):
+            with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
+                outputs = self._forward(inputs, training=True)
+                outputs = outputs if context is None else context.whole_outputs(outputs)
+            loss = self._loss((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+        return layers, keras.tree.flatten(outputs), loss
+
     def _forward(self, inputs: Structure, training: bool) -> Structure:
         takes_training = "training" in self.model.call_signature_parameters
         return self.model(inputs, training=training) if takes_training else self.model(inputs)
 
     def _whole_outputs(self, inputs: Structure, num_rows: int) -> tuple[Structure, ReplicaContext | None]:
         """Computes the outputs of the global batch in inference, and the context in which they were computed."""
-        with use(self.strategy.context(num_rows)) as context:
-            return self.strategy.gather(self._forward(inputs, training=False), num_rows), context
+        with use(self.strategy.context(self.model, num_rows)) as context:
+            outputs = self._forward(inputs, training=False)
+            return outputs if context is None else context.whole_outputs(outputs), context
 
     def _is_mean_over_shards(self, outputs: Structure, num_rows: int, context: ReplicaContext | None) -> bool:
         from kerasdp.portability.loss_reduction import is_mean_over_shards
 
         if context is None or context.rows is None or context.rows * context.num_replicas != num_rows:
             return False
-        return is_mean_over_shards(self.model, outputs) and collectives.are_few(outputs)
+        is_by_rows = is_mean_over_shards(self.model, outputs) and context.is_by_rows(outputs)
+        return is_by_rows and collectives.are_few(outputs)
 
     def _loss(
         self,
@@ -132,3 +149,25 @@ class ReplicaSteps:
         inputs = inputs_for("compute_metrics", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
         update_loss_metric(self.model, loss, num_rows)
         return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+
+def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
+    """Runs a forward pass of training on each replica; no variable changes. Eager: a graph would take seconds."""
+    from kerasdp.backends.observer import watched_layers
+
+    steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
+    rows = replica_rows(num_rows, strategy.num_replicas)
+
+    def run(*data: Any) -> Any:
+        return steps.shard_pass(num_rows, *(field[collectives.rank()] for field in data))
+
+    with steps.penalties.active(), watched_layers(Detail.EVERYTHING, model):
+        results = strategy.mirrored.run(run, args=tuple(batch[:3]))
+    passes = []
+    for rank in range(strategy.num_replicas):
+        layers, outputs, loss = tf.nest.map_structure(
+            lambda value, rank=rank: strategy.mirrored.experimental_local_results(value)[rank], results
+        )
+        first = rank * rows
+        passes.append(ShardPass(layers, outputs, loss, first, min(max(num_rows - first, 0), rows), rows))
+    return passes

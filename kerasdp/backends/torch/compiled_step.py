@@ -160,7 +160,7 @@ class CompiledSteps:
         # What is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
-            context = strategy.context(num_rows)
+            context = strategy.context(model, num_rows)
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
                 outputs = self.whole.forward(model, batch.inputs, context, training=True)
             loss, shared, finish = self.whole.training_loss(batch, outputs, context)

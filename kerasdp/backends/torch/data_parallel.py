@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy
 from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate, own_steps, require_device_batch
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
 from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
@@ -14,7 +14,7 @@ from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED, replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     from kerasdp.backends.torch.train_step import GlobalBatch
@@ -41,8 +41,10 @@ class DataParallel(Strategy):
         """Brings this process's rows of the inputs to its device, and all else of the batch."""
         return put_batch(batch, self.device)
 
-    def context(self, num_rows: int) -> ReplicaContext | None:
-        """Returns the context of a step on a global batch of `num_rows` rows."""
+    def context(self, model: Any, num_rows: int) -> ReplicaContext | None:
+        """Returns the context of a step of a model on a global batch of `num_rows` rows."""
+        from kerasdp.portability.row_search import row_axes_of
+
         if self.num_replicas == 1:
             return None
         return ReplicaContext.of_shard(
@@ -50,13 +52,14 @@ class DataParallel(Strategy):
             self.processes.rank,
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
+            row_axes=row_axes_of(model),
             gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
         )
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
-        """Gathers the rows of all replicas, without padding: the outputs of the global batch.
+        """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
 
         Its gradient is made so that the MEAN over the replicas (which DistributedDataParallel takes) of the
         gradients of a weight is the gradient of the loss of the global batch, whatever that loss is.
@@ -67,9 +70,10 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return outputs
+        size = replica_rows(num_rows, self.num_replicas)
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
-            return gather_rows(rows)[:num_rows]
+            return gather_rows(rows)[: num_rows * (len(rows) // size)]
 
         return keras.tree.map_structure(lambda rows: with_mask(gather, rows), outputs)
 
@@ -116,20 +120,19 @@ class DataParallel(Strategy):
             batch = require_device_batch(data[0])
             if "test_step" in own:
                 return model.test_step(tuple(batch[:3]))
-            context = self.context(len(batch.indices))
+            context = self.context(model, len(batch.indices))
             with use(context):
-                outputs = whole.forward(model, batch.inputs, context, training=False)
-                outputs = self.gather(outputs, len(batch.indices))
-            return whole.metrics(batch, outputs, whole.test_loss(batch, outputs, context))
+                outputs = whole.outputs(model, batch.inputs, context, training=False)
+            return whole.metrics(batch, outputs, whole.loss(batch, outputs, context, training=False))
 
         @torch.no_grad()
         def predict_function(data: Any) -> Any:
             inputs, _, _, indices = require_device_batch(data[0])
             if "predict_step" in own:
                 return model.predict_step((inputs,))
-            context = self.context(len(indices))
+            context = self.context(model, len(indices))
             with use(context):
-                return self.gather(whole.forward(model, inputs, context, training=False), len(indices))
+                return whole.outputs(model, inputs, context, training=False)
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
@@ -141,7 +144,7 @@ class DataParallel(Strategy):
         from kerasdp.backends.torch.private import all_reduce_async, wait
 
         variables = model.trainable_weights[:]
-        context = self.context(len(batch.indices))
+        context = self.context(model, len(batch.indices))
         with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
             outputs = whole.forward(parallel, batch.inputs, context, training=True)
         for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
@@ -197,7 +200,7 @@ class DataParallel(Strategy):
 
         values = [(variable, variable.value) for variable in all_variables(model)]
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
-        with keras.StatelessScope(values), use(self.context(len(batch.indices))) as context:
+        with keras.StatelessScope(values), use(self.context(model, len(batch.indices))) as context:
             # A separate one: in this scope, losses that layers add are not seen, so it cannot look for them.
             whole = GlobalBatch(self, model)
             outputs = whole.forward(model, batch.inputs, context, training=True)
@@ -210,6 +213,25 @@ class DataParallel(Strategy):
                 used.add(id(getattr(node, "variable", None)))
                 ahead += [following for following, _ in node.next_functions]
         return any(id(variable.value) not in used for variable in model.trainable_weights)
+
+    @torch.no_grad()
+    def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
+        """Runs a forward pass of training on this process's replica; no variable changes."""
+        import keras
+
+        from kerasdp.backends.observer import shard_outputs, watched_layers
+        from kerasdp.backends.torch.train_step import GlobalBatch
+        from kerasdp.portability.row_search import fixed_values
+
+        whole, context = GlobalBatch(self, model), self.context(model, len(batch.indices))
+        if context is None:
+            return []
+        with keras.StatelessScope(fixed_values(model)), use(context):
+            with watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
+                outputs = whole.outputs(model, batch.inputs, context, training=True)
+            loss = whole.loss(batch, outputs, context, training=True)
+        leaves = keras.tree.flatten(outputs)
+        return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""

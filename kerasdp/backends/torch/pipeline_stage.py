@@ -30,6 +30,8 @@ class PipelineStep:
 
     def context(self, number: int) -> ReplicaContext:
         """Returns the context of this pipeline's rows of a micro-batch."""
+        from kerasdp.portability.row_search import row_axes_of
+
         pipeline, rows = self.pipeline, self.micro_batches.rows(number)
         whole = rows.stop - rows.start
         several, group = pipeline.num_pipelines > 1, pipeline.replica_group
@@ -40,9 +42,13 @@ class PipelineStep:
             pipeline.pipeline_index,
             pipeline.num_pipelines,
             pipeline.size,
+            row_axes=row_axes_of(pipeline.model),
             first_row=rows.start,
+            total_rows=self.micro_batches.num_rows,
             gather=None if as_torch else lambda own: gather_statistics(own, group) if several else own[None],
-            gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[:whole],
+            gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[
+                : whole * (len(own) // pipeline.size)
+            ],
         )
 
     def add_output(self, number: int, outputs: list[torch.Tensor]) -> None:

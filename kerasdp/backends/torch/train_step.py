@@ -32,6 +32,11 @@ class GlobalBatch:
         with self.penalties.active():
             return module(inputs, **arguments)
 
+    def outputs(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
+        """Computes the outputs of the global batch; arguments as in `forward`."""
+        outputs = self.forward(module, inputs, context, training)
+        return outputs if context is None else context.whole_outputs(outputs)
+
     def training_loss(
         self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, Callable[[Any], tuple[Any, torch.Tensor]]]:
@@ -50,7 +55,12 @@ class GlobalBatch:
             return loss, None, lambda _: (_detached(outputs), loss.detach())
         num_own = context.rows or 0  # None on jax alone
         is_even = num_own * context.num_replicas == num_rows
-        is_shard_loss = is_even and is_mean_over_shards(self.model, outputs) and outputs.nbytes < _MOST_BYTES
+        is_shard_loss = (
+            is_even
+            and is_mean_over_shards(self.model, outputs)
+            and outputs.nbytes < _MOST_BYTES
+            and context.is_by_rows(outputs)
+        )
         if is_shard_loss:
             own = slice(context.first_row, context.first_row + num_own)
             loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
@@ -59,7 +69,7 @@ class GlobalBatch:
             rows = torch.nn.functional.pad(outputs.detach(), others)
             shared = [loss.detach() / context.num_replicas, rows]
         else:
-            outputs = self.strategy.gather(outputs, num_rows)
+            outputs = context.whole_outputs(outputs)
             loss = sum(context.penalties, self._loss(batch, outputs, training=True))
             shared = []
         if context.moving:
@@ -79,9 +89,9 @@ class GlobalBatch:
 
         return loss, torch.cat([tensor.reshape(-1).to(dtype) for tensor in shared]), finish
 
-    def test_loss(self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None) -> torch.Tensor:
+    def loss(self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool) -> torch.Tensor:
         """Returns the loss of the global batch; `outputs` are those of all of it."""
-        loss = self._loss(batch, outputs, training=False)
+        loss = self._loss(batch, outputs, training=training)
         return loss if context is None else sum(context.penalties, loss)
 
     def metrics(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:

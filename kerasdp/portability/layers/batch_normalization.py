@@ -8,8 +8,10 @@ import keras
 from keras import ops
 
 from kerasdp.data.sampling import replica_rows
+from kerasdp.errors import UserError
 from kerasdp.keras_compat import saved_as_keras
 from kerasdp.portability import replica_context
+from kerasdp.portability.row_axes import FIRST
 
 
 @saved_as_keras
@@ -30,6 +32,26 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Normalizes `inputs`, as `keras.layers.BatchNormalization`."""
         context = replica_context.current()
+        if context is None or context.rows is None or not training:
+            return self._call(inputs, training, mask, context)
+        axis = context.row_axis(("statistics", id(self)), inputs, f"layer {self.name}")
+        if context.is_trial:
+            return super().call(inputs, training=False, mask=mask)
+        # Where the rows are matters for the padding alone.
+        if axis is None or axis == FIRST or context.num_rows == context.rows:
+            return self._call(inputs, training, mask, context.of_tensor(axis, inputs.shape[0]))
+        if axis.axis >= self.axis % len(inputs.shape):
+            raise UserError(
+                f"layer {self.name} normalizes axis {self.axis} of a tensor whose samples are on axis {axis.axis}: "
+                f"expected a batch that divides by {context.num_replicas} devices, or channels on the last axis"
+            )
+        inputs, mask = (None if each is None else axis.rows_first(each, context.rows) for each in (inputs, mask))
+        outputs = self._call(inputs, training, mask, context.of_tensor(axis, inputs.shape[0]))
+        return axis.rows_back(outputs, context.rows)
+
+    def _call(
+        self, inputs: Any, training: bool | None, mask: Any, context: replica_context.ReplicaContext | None
+    ) -> Any:
         whole_batch = context is None or (context.gather is None and self.statistics == "sync")
         is_plain = training and self.trainable and mask is None and not self.renorm
         if is_plain and self._has_fused_kernel(inputs, context):

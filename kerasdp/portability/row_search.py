@@ -1,0 +1,170 @@
+"""Finds where the rows of a batch are in the tensors that layers work on, by calling the model on a few of them.
+
+Axis 0 need not be the batch: layers fold windows, time or tokens into it, put time first, or work on a table that
+happens to have as many rows as a replica. No shape tells. So the model is called twice before the first step, on a few
+rows and on half of them: an axis that is twice as long in the first call holds the rows.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from kerasdp.errors import UserError
+from kerasdp.portability.activity_regularization import WholeBatchPenalties
+from kerasdp.portability.random import portable_draws
+from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
+from kerasdp.runtime.model_cache import ModelCache
+
+# Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
+NUM_ROWS, SHARD = 4, slice(2, 4)
+# What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
+_TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
+
+_found: ModelCache[RowAxes] = ModelCache()
+
+
+def row_axes_of(model: keras.Model) -> RowAxes:
+    """Returns what `find_row_axes` found in a model; nothing, if that was not called."""
+    return _found.get(model) or RowAxes()
+
+
+class _Whole(RowAxes):
+    """Remembers the tensors of the first call, on all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[Any, list[tuple[tuple[int, ...], Any]]] = {}
+
+    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
+        self.tensors.setdefault(key, []).append((shape, tensor))
+        return FIRST
+
+
+class _Shard(RowAxes):
+    """Compares the tensors of the second call with those of the first."""
+
+    def __init__(self, whole: _Whole, found: RowAxes):
+        super().__init__()
+        self.whole, self.found = whole, found
+
+    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
+        tensors = self.whole.tensors.get(key, [])
+        if number >= len(tensors):
+            raise UserError(
+                f"{name} is not called equally often for {NUM_ROWS} and for {SHARD.stop - SHARD.start} samples, so "
+                "each device would do something else: train on one device"
+            )
+        axis = _row_axis(*tensors[number], shape, tensor, name)
+        self.found.add(key, axis)
+        return axis
+
+
+def _row_axis(whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], own: Any, name: str) -> RowAxis | None:
+    """Returns where the rows are in a tensor, of all rows and of the shard.
+
+    Raises:
+        UserError: if that is not known.
+    """
+    num_rows = SHARD.stop - SHARD.start
+    differing = [axis for axis, sizes in enumerate(zip(whole_shape, shape)) if sizes[0] != sizes[1]]
+    axis = differing[0] if len(differing) == 1 else None
+    if whole_shape == shape:
+        if own is None or is_close(to_array(whole), to_array(own), tolerance_of(own)):
+            return None
+    elif len(whole_shape) == len(shape) and axis is not None and whole_shape[axis] * num_rows == shape[axis] * NUM_ROWS:
+        if shape[axis] == num_rows:
+            return RowAxis(axis)
+        if own is not None and own.shape[axis] == shape[axis]:
+            whole, own, tolerance = to_array(whole), to_array(own), tolerance_of(own)
+            for candidate in (RowAxis(axis), RowAxis(axis, is_inner=True)):
+                indices = to_array(candidate.indices(shape[axis], num_rows, SHARD.start, NUM_ROWS))
+                if is_close(np.take(whole, indices, axis=axis), own, tolerance):
+                    return candidate
+        raise UserError(
+            f"{name} works on a tensor of shape {shape} for {num_rows} samples, in which it cannot be told which "
+            "numbers are of which sample: train on one device or with --backend=jax"
+        )
+    raise UserError(
+        f"{name} works on a tensor of shape {whole_shape} for {NUM_ROWS} samples, {shape} for {num_rows}, that mixes "
+        "the samples of a batch: several devices, each with its own samples, would train something else; train on one "
+        "device or with --backend=jax"
+    )
+
+
+def to_array(tensor: Any) -> np.ndarray:
+    """Returns a tensor in NumPy, which has no bfloat16."""
+    is_bfloat16 = "bfloat16" in str(tensor.dtype)
+    return ops.convert_to_numpy(ops.stop_gradient(ops.cast(tensor, "float32") if is_bfloat16 else tensor))
+
+
+def tolerance_of(tensor: Any) -> float:
+    """Returns how much a tensor may differ by round-off, as a share of its largest number."""
+    return _TOLERANCES.get(keras.backend.standardize_dtype(tensor.dtype), 1e-3)
+
+
+def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bool:
+    """Returns whether two arrays differ by round-off alone, measured by the largest number."""
+    if expected.shape != received.shape:
+        return False
+    if expected.dtype.kind not in "fc":
+        return bool((expected == received).all())
+    expected, received = expected.astype("float64"), received.astype("float64")
+    largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
+    return bool(np.isclose(received, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True).all())
+
+
+def find_row_axes(model: keras.Model, inputs: Any) -> None:
+    """Finds where the rows are in all that a model computes in training; `row_axes_of` gives it. No variable changes.
+
+    Args:
+        model: built and made `portable`.
+        inputs: `NUM_ROWS` samples, as `model` takes them, in NumPy.
+
+    Raises:
+        UserError: if that cannot be known, since the model mixes the samples of a batch.
+    """
+    found, whole = RowAxes(), _Whole()
+    for axes, rows in ((whole, slice(0, NUM_ROWS)), (_Shard(whole, found), SHARD)):
+        with trial(model, axes, rows) as context:
+            context.whole_outputs(in_training(model, rows_of(inputs, rows)))
+    _found.put(model, found)
+
+
+@contextlib.contextmanager
+def trial(model: keras.Model, axes: RowAxes, rows: slice) -> Iterator[ReplicaContext]:
+    """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged."""
+    num_rows = rows.stop - rows.start
+    context = ReplicaContext(
+        num_replicas=NUM_ROWS // num_rows,
+        num_rows=num_rows,
+        rows=num_rows,
+        first_row=rows.start,
+        total_rows=NUM_ROWS,
+        row_axes=axes,
+        is_trial=True,
+    )
+    # The penalties in place, and no draws but those that layers make portable.
+    penalties, stateless = WholeBatchPenalties(model).active(), keras.StatelessScope(fixed_values(model))
+    with use(context), penalties, portable_draws(None), stateless:
+        yield context
+
+
+def rows_of(inputs: Any, rows: slice) -> Any:
+    """Returns some rows of arrays, as tensors."""
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf[rows]), inputs)
+
+
+def in_training(model: keras.Model, inputs: Any) -> Any:
+    """Calls a model, in training if it takes that."""
+    arguments = {"training": True} if "training" in model.call_signature_parameters else {}
+    return model(inputs, **arguments)
+
+
+def fixed_values(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
+    """Returns all variables of a model with their values, without gradients, for a `keras.StatelessScope`."""
+    return [(variable, ops.convert_to_tensor(to_array(variable.value))) for variable in model.variables]

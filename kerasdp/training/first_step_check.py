@@ -1,0 +1,181 @@
+"""Checks, before the first update on several devices, that the shards of a batch give what the whole batch gives."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.backends.base import ShardPass, Strategy
+from kerasdp.backends.observer import layer_name, layers_within, shard_outputs, watched_layers
+from kerasdp.config import Config
+from kerasdp.data.feed import batch_of
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch
+from kerasdp.portability.layers import BatchNormalization
+from kerasdp.portability.portable import batch_norms
+from kerasdp.portability.row_axes import RowAxis
+from kerasdp.portability.row_search import (
+    NUM_ROWS,
+    SHARD,
+    fixed_values,
+    in_training,
+    is_close,
+    row_axes_of,
+    rows_of,
+    to_array,
+    tolerance_of,
+    trial,
+)
+from kerasdp.runtime.run_state import Detail
+from kerasdp.training.readers import Reader
+
+_LAST = 10**9
+
+
+def check_first_step(model: keras.Model, config: Config, strategy: Strategy, reader: Reader) -> None:
+    """Compares a forward pass of training on a few samples, whole on one device, with one that is split over all.
+
+    The batch is uneven: one less than two samples a replica, so that there is padding as well. With stages or
+    `accumulate`, a micro-batch is compared. No variable changes. jax, without stages, computes the whole batch as one
+    program: there is nothing to compare.
+
+    Args:
+        model: built, compiled, made portable, and looked at by `kerasdp.portability.row_search`.
+        config: `check` is read.
+        strategy: how the devices share the work.
+        reader: of the training data.
+
+    Raises:
+        UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does.
+    """
+    if config.check == "off":
+        return
+    if strategy.stages is not None:
+        whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
+    elif strategy.splits_batches:
+        data = reader.sample(2 * strategy.num_replicas - 1)
+        with _statistics_of_whole_batch(model):
+            batch = strategy.shard_batch(batch_of(data, strategy.num_replicas, strategy.shard))
+            shards = strategy.shard_passes(model, batch)
+            whole = _whole_pass(model, data)
+    else:
+        return
+    found = [_first_difference(whole, shard) for shard in shards]
+    # The earliest of all ranks, which all of them report.
+    _, name, text = min(itertools.chain(*strategy.processes.all_gather_object(found)))
+    if text:
+        raise UserError(
+            f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
+            f"({text}, of {whole.rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
+            "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
+        )
+
+
+def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[ShardPass]]:
+    """Returns what layers give for a whole batch, and for a micro-batch of it, in this process.
+
+    Batch norm takes its moving statistics in both: those of micro-batches differ, as the user asked for.
+    """
+    passes = []
+    for rows in (slice(0, NUM_ROWS), SHARD):
+        with (
+            trial(model, row_axes_of(model), rows),
+            watched_layers(Detail.EVERYTHING, model),
+            shard_outputs() as layers,
+        ):
+            in_training(model, rows_of(inputs, rows))
+        num_rows = rows.stop - rows.start
+        passes.append(ShardPass(layers, [], None, first_row=rows.start, num_rows=num_rows, rows=num_rows))
+    return passes[0], passes[1:]
+
+
+@contextlib.contextmanager
+def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
+    """Lets batch norms take the statistics of the global batch: each replica's own are another training by choice."""
+    norms = [layer for layer in batch_norms(model) if isinstance(layer, BatchNormalization)]
+    kept = [layer.statistics for layer in norms]
+    for layer in norms:
+        layer.statistics = "sync"
+    try:
+        yield
+    finally:
+        for layer, statistics in zip(norms, kept):
+            layer.statistics = statistics
+
+
+def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any]) -> ShardPass:
+    inputs, targets, sample_weight = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), data
+    )
+    # One scope for both: it holds the penalties of activities.
+    with keras.StatelessScope(fixed_values(model), collect_losses=True):
+        with watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
+            outputs = in_training(model, inputs)
+        with losses_of_whole_batch():
+            loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+    num_rows = len(keras.tree.flatten(inputs)[0])
+    return ShardPass(layers, keras.tree.flatten(outputs), loss, first_row=0, num_rows=num_rows, rows=num_rows)
+
+
+def _first_difference(whole: ShardPass, shard: ShardPass) -> tuple[int, str, str]:
+    """Returns place, name and size of the first difference; without one the last place of all, and no text."""
+    for place, (name, expected) in enumerate(whole.layers.items()):
+        received = shard.layers.get(name)
+        if received is None:
+            return place, f"layer {layer_name(name)}", "it is not called"
+        if not _is_shard(expected, received, whole.rows, shard):
+            return place, f"layer {layer_name(name)}", _size(expected, received)
+    for place, (expected, received) in enumerate(zip(whole.outputs, shard.outputs), len(whole.layers)):
+        if not is_close(to_array(expected), to_array(received), tolerance_of(expected)):
+            return place, "the outputs", _size(expected, received)
+    if whole.loss is not None and not is_close(to_array(whole.loss), to_array(shard.loss), tolerance_of(whole.loss)):
+        return (
+            _LAST - 1,
+            "the loss",
+            f"{float(to_array(whole.loss)):.6g} on one, {float(to_array(shard.loss)):.6g} on several",
+        )
+    return _LAST, "", ""
+
+
+def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardPass) -> bool:
+    """Returns whether a tensor holds a shard's rows of the whole, wherever in it the rows are."""
+    whole, own, tolerance = to_array(whole_tensor), to_array(own_tensor), tolerance_of(own_tensor)
+    if shard.num_rows == 0:
+        return True  # all of it is padding
+    if whole.shape == own.shape:
+        return is_close(whole, own, tolerance)
+    differing = [axis for axis, sizes in enumerate(zip(whole.shape, own.shape)) if sizes[0] != sizes[1]]
+    if len(whole.shape) != len(own.shape) or len(differing) != 1:
+        return False
+    (axis,) = differing
+    others = own.shape[axis] // shard.rows
+    if whole.shape[axis] != others * total_rows or own.shape[axis] != others * shard.rows:
+        return False
+    size = others * shard.num_rows
+
+    def is_at(place: RowAxis) -> bool:
+        expected = np.take(whole, place.indices(size, shard.num_rows, shard.first_row, total_rows), axis=axis)
+        received = np.take(own, place.indices(size, shard.num_rows, 0, shard.rows), axis=axis)
+        return is_close(expected, received, tolerance)
+
+    return any(is_at(RowAxis(axis, is_inner)) for is_inner in (False, True))
+
+
+def _size(expected: Any, received: Any) -> str:
+    expected, received = to_array(expected), to_array(received)
+    if expected.ndim != received.ndim:
+        return f"shape {expected.shape} on one, {received.shape} on several"
+    largest = (float(np.abs(array).max(initial=0.0)) for array in (expected, received))
+    return "largest number {:.4g} on one, {:.4g} on several".format(*largest)
+
+
+def _reason(model: keras.Model, name: str) -> str:
+    layer = next((layer for own, layer in layers_within(model) if f"layer {own}" == name), None)
+    if layer is not None and isinstance(layer, keras.layers.BatchNormalization):
+        return "its statistics are not those of the whole batch"
+    if layer is not None and any(has_seed_generators(part) for part in all_layers(layer)):
+        return "it draws other random numbers for them, or mixes the samples of a batch"
+    return "it, or what comes just before it, mixes the samples of a batch (a mean over axis 0, a product of samples)"

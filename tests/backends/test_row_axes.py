@@ -1,0 +1,47 @@
+"""Layers that see other rows than those of the batch: the same losses, or a refusal that names the layer."""
+
+import functools
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+
+NAMES = ("table", "views", "windows", "time first", "time distributed", "activity", "time first outputs")
+WAYS = [
+    pytest.param((backend, 2), marks=pytest.mark.proof if backend == "jax" else (), id=backend) for backend in BACKENDS
+]
+
+
+@functools.cache
+def trained(backend, num_devices):
+    return result_of(run(PROGRAMS / "row_axes.py", backend, num_devices, backend=backend))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_found_wherever_they_are(way, name):
+    expected, received = trained("torch", 1)[name], trained(*way)[name]
+    assert len(expected) == 4
+    assert_same(expected, received, 1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_that_mix_rows_are_refused(way):
+    received = trained(*way)["mix"]
+    if way[0] == "jax":  # one program sees the whole batch
+        assert_same(trained("torch", 1)["mix"], received, 1e-5)
+        return
+    assert received.startswith(
+        "mixes computes something else for some samples of a batch than for all of it, first in "
+    )
+    assert "layer mix (largest number" in received
+    assert received.endswith('or, all the same, with check="off"')
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.values[0][0] != "jax"])
+def test_the_check_finds_other_masks_and_mixed_rows(way):
+    """With the mend taken out: rows are taken to be on axis 0, as their number says."""
+    found = trained(*way)["without the search"]
+    assert len(found) == 4
+    for name, text in found.items():
+        assert "computes something else for some samples of a batch" in text, name

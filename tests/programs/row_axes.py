@@ -1,0 +1,159 @@
+"""Trains models whose layers see other rows than those of the batch, and prints the losses of each as a line of JSON.
+
+python row_axes.py BACKEND NUM_DEVICES
+"""
+
+import json
+import sys
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import kerasdp
+from kerasdp.portability import row_search
+from kerasdp.portability.row_axes import FIRST, RowAxes
+from kerasdp.training import prepare
+
+# Samples of an uneven batch: the last device has padding.
+ROWS = 9
+
+
+class Table(layers.Layer):
+    """Adds a table that has as many rows as a replica, dropped by itself."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(5, shape[-1]))
+        self.dropout = layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        return x + ops.mean(self.dropout(self.table, training=training), axis=0)
+
+
+class Views(layers.Layer):
+    """Doubles the batch, as contrastive learning does, drops, and takes the mean of both halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.norm = layers.Dropout(0.5), layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        x = self.norm(self.dropout(ops.concatenate([x, 2 * x], axis=0), training=training), training=training)
+        return ops.sum(ops.reshape(x, (2, -1, *x.shape[1:])), axis=0)
+
+
+class Windows(layers.Layer):
+    """Folds four windows of each sample into axis 0, as a Swin transformer, and normalizes and drops there."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.norm = layers.Dropout(0.5), layers.BatchNormalization()
+        self.noise = layers.GaussianNoise(0.3)
+
+    def call(self, x, training=False):
+        x = ops.reshape(x, (-1, 2, *x.shape[2:]))
+        x = self.norm(self.dropout(self.noise(x, training=training), training=training), training=training)
+        return ops.reshape(x, (-1, 8, *x.shape[2:]))
+
+
+class TimeFirst(layers.Layer):
+    """Puts time first, as XLNet, and normalizes and drops there."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.norm = layers.Dropout(0.5), layers.BatchNormalization()
+        self.noise = layers.GaussianNoise(0.3)
+
+    def call(self, x, training=False):
+        x = ops.swapaxes(x, 0, 1)
+        x = self.norm(self.dropout(self.noise(x, training=training), training=training), training=training)
+        return ops.swapaxes(x, 0, 1)
+
+
+class Mix(layers.Layer):
+    """Takes the mean of the batch off each sample."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+def sequential(*between, name=None):
+    first, last = (keras.Input((8, 6)), layers.Dense(6)), (layers.Flatten(), layers.Dense(3))
+    return keras.Sequential([*first, *between, *last], name=name)
+
+
+def steps_of_time():
+    """Batch norm within TimeDistributed."""
+    return sequential(layers.TimeDistributed(layers.BatchNormalization()), layers.TimeDistributed(layers.Dropout(0.5)))
+
+
+class TimeFirstOutputs(keras.Model):
+    """Gives its outputs with time first."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x):
+        return ops.swapaxes(self.dense(x), 0, 1)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, ops.mean(y_pred, axis=0), sample_weight, training=training)
+
+
+MODELS = {
+    "table": lambda: sequential(Table()),
+    "views": lambda: sequential(Views()),
+    "windows": lambda: sequential(Windows()),
+    "time first": lambda: sequential(TimeFirst()),
+    "time distributed": steps_of_time,
+    "activity": lambda: sequential(
+        Windows(), layers.Permute((2, 1)), layers.ActivityRegularization(l2=0.1), layers.Activation("tanh")
+    ),
+    "time first outputs": TimeFirstOutputs,
+    "mix": lambda: sequential(Mix(name="mix"), name="mixes"),
+}
+
+
+class ByShape(RowAxes):
+    """The rule that the search replaced: rows are on axis 0, wherever that is as long as a replica has rows."""
+
+    def find(self, key, number, shape, tensor, name):
+        return FIRST if shape[:1] in ((2,), (5,)) else None  # of the check's three rows, and of the batch
+
+
+def train(runner):
+    results = train_all(runner, MODELS)
+    if runner.strategy.splits_batches:
+        prepare.find_row_axes = lambda model, _: row_search._found.put(model, ByShape())
+        results["without the search"] = train_all(runner, ("windows", "time first", "views", "mix"))
+    return results
+
+
+def train_all(runner, names):
+    from learn_classes import StepLosses
+
+    random = np.random.RandomState(0)
+    x, y = random.randn(2 * ROWS, 8, 6).astype("float32"), random.randint(0, 3, 2 * ROWS)
+    results = {}
+    for name in names:
+        with runner.scope():
+            model = MODELS[name]()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+        losses = StepLosses(runner)
+        try:
+            runner.fit(model, x, y, batch_size=ROWS, epochs=2, verbose=0, callbacks=[losses])
+        except kerasdp.UserError as error:
+            results[name] = str(error)
+        else:
+            results[name] = losses.values
+    return results
+
+
+if __name__ == "__main__":
+    backend, num_devices = sys.argv[1:3]
+    print(
+        "RESULT "
+        + json.dumps(kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0))
+    )
