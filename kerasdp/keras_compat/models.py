@@ -140,15 +140,21 @@ def replaced_methods(kind: type, replacements: dict[str, Callable[[Any], Any]]) 
 def building_nothing(model: keras.Model) -> Iterator[None]:
     """Keeps `fit`, `evaluate` and `predict` from building the model by their first batch, which is none of Keras'.
 
-    They would if any layer is not built: one that the model's `call` never uses never is. Keras 3.15: they ask
-    `Layer.built` of all of `_flatten_layers`. No public switch.
+    They would if any layer is not built: one that the model's `call` never uses never is; or the compiled loss, which
+    a `compute_loss` of the user's own need not use. Keras 3.15: they ask `Layer.built` of all of `_flatten_layers`,
+    and call `Trainer._symbolic_build`. No public switch.
     """
     unbuilt = [layer for layer in all_layers(model) if not layer.built]
     for layer in unbuilt:
         object.__setattr__(layer, "built", True)
+    outermost = "_symbolic_build" not in vars(model)
+    if outermost:
+        object.__setattr__(model, "_symbolic_build", lambda *args, **kwargs: None)
     try:
         yield
     finally:
+        if outermost:
+            object.__delattr__(model, "_symbolic_build")
         for layer in unbuilt:
             object.__setattr__(layer, "built", False)
 

@@ -91,6 +91,22 @@ def never_called(runner):
 
 
 @case
+def compiled_loss_not_used(runner):
+    """A `compute_loss` of the model's own, which makes no use of the loss that it is compiled with."""
+    import keras
+
+    class Model(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+
+    def build():
+        inputs = keras.Input((4,))
+        return Model(inputs, keras.layers.Dense(3)(inputs))
+
+    return fit(runner, make(runner, build))
+
+
+@case
 def called_in_training(runner):
     """An auxiliary head: Keras builds models by a call that is none of training."""
     import keras

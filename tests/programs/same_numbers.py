@@ -78,12 +78,16 @@ def attention_by_backend(keras, numbers):
     return keras.Model([inputs, lengths], outputs), "mse", x, numbers.randn(24, 6, 1).astype("float32")
 
 
-CASES = {
-    "probabilities": probabilities,
-    "attention": attention,
-    "attention_by_backend": attention_by_backend,
-    "zeros": zeros,
-}
+def masked_and_weighted(keras, numbers):
+    """Outputs with a mask, sample weights for each token: Keras multiplies these by the mask."""
+    inputs = keras.Input((6,), dtype="int32")
+    outputs = keras.layers.Dense(1)(keras.layers.Embedding(9, 8, mask_zero=True)(inputs))
+    tokens = np.where(np.arange(6) < numbers.randint(1, 7, 24)[:, None], numbers.randint(1, 9, (24, 6)), 0)
+    weights = numbers.rand(24, 6).astype("float32")
+    return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 6, 1).astype("float32"), weights
+
+
+CASES = {case.__name__: case for case in (probabilities, attention, attention_by_backend, zeros, masked_and_weighted)}
 
 
 def train(runner):
@@ -93,7 +97,7 @@ def train(runner):
     def result(name, is_eager):
         with runner.scope():
             numbers = np.random.RandomState(0)
-            model, losses, x, y = CASES[name](keras, numbers)
+            model, losses, x, y, *weights = CASES[name](keras, numbers)
             # No sigmoid near 1: float32 knows too little of 1 - p there. Softmax outputs may be as sure as they like.
             scales = {"kind": 12.0, "coded_logits": 12.0, "is": 1.0}
             for layer in model.layers:
@@ -101,12 +105,16 @@ def train(runner):
                     weight.assign(numbers.standard_normal(weight.shape) * scales.get(layer.name, 0.4))
             if name == "probabilities":
                 model.get_layer("is").bias.assign([-40.0, -2.0, -30.0])
-            model.compile(keras.optimizers.SGD(0.01), losses, run_eagerly=is_eager, metrics=None)
+            model.compile(
+                keras.optimizers.SGD(0.01), losses, run_eagerly=is_eager, weighted_metrics=["mse"] if weights else None
+            )
         before, steps = model.get_weights(), StepLosses(runner)
-        evaluated = runner.evaluate(model, x, y)
-        runner.fit(model, x, y, epochs=1, shuffle=False, callbacks=[steps])
+        weights = weights[0] if weights else None
+        evaluated = runner.evaluate(model, x, y, sample_weight=weights)
+        history = runner.fit(model, x, y, sample_weight=weights, epochs=1, shuffle=False, callbacks=[steps]).history
         updates = [float(np.linalg.norm(own - old)) for own, old in zip(model.get_weights(), before, strict=True)]
-        return {"losses": steps.values, "evaluated": float(np.ravel(evaluated)[0]), "updates": updates}
+        return {"losses": steps.values, "evaluated": float(np.ravel(evaluated)[0]), "updates": updates,
+                "metrics": history.get("mse", [])}  # fmt: skip
 
     is_eager = [False, True] if runner.config.backend == "tensorflow" else [False]
     names = sys.argv[3:] or CASES

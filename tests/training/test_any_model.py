@@ -13,7 +13,8 @@ OTHERS = [(backend, 3 - count) for backend, count in USUAL]
 WAYS = [*USUAL, *(pytest.param(*pair, marks=pytest.mark.proof) for pair in OTHERS)]
 
 ALIKE = (
-    "never_called", "called_in_training", "equal_paths", "all_frozen", "nothing_to_train", "lora",
+    "never_called", "compiled_loss_not_used", "called_in_training",
+    "equal_paths", "all_frozen", "nothing_to_train", "lora",
     "frozen_between_fits", "frozen_by_callback", "quantized", "no_scope", "twice", "methods_of_the_model", "own_fit",
     "task",
 )  # fmt: skip

@@ -110,8 +110,9 @@ class GlobalBatch:
 
         inputs, targets, sample_weight, indices = batch
         inputs = inputs_for("compute_loss", self.model, inputs, lambda own: self.strategy.gather(own, len(indices)))
+        # A copy: Keras (3.15) multiplies sample weights by the outputs' mask in place.
         targets, sample_weight = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight)
+            lambda leaf: None if leaf is None else leaf[rows].clone(), (targets, sample_weight)
         )
         return compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
 
