@@ -93,7 +93,7 @@ def _draws(layer: keras.layers.Layer) -> bool:
 
 
 def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    with random_numbers.portable_draws(layer.name, (args, kwargs)):
+    with random_numbers.portable_draws(f"layer {layer.name}", (args, kwargs)):
         return type(layer).call(layer, *args, **kwargs)
 
 

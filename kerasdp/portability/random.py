@@ -135,26 +135,28 @@ class _Drawing(NamedTuple):
     unseeded_words: Callable[[], tuple[int, int]] | None
 
 
+# User-defined code that is no layer with a seed generator.
+_UNNAMED = _Drawing("a layer or loss without a keras.random.SeedGenerator", [], None)
 # A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
 _drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kerasdp_drawing", default=None)
 
 
 @contextlib.contextmanager
 def portable_draws(
-    name: str | None, inputs: Any = None, unseeded_words: Callable[[], tuple[int, int]] | None = None
+    name: str, inputs: Any = None, unseeded_words: Callable[[], tuple[int, int]] | None = None
 ) -> Iterator[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
-    What it does not know is drawn by the backend, with a warning that names the layer `name`.
+    What it does not know is drawn by the backend, with a warning.
 
     Args:
-        name: of the layer. None: the backend draws everything, without a warning.
+        name: of what draws, for messages: "layer noise".
         inputs: that the layer is called with; a structure of tensors, among others.
         unseeded_words: gives two int32 to draw with where no seed is given. None: Keras' global generator does.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
     tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
-    token = _drawing.set(None if name is None else _Drawing(name, tensors, unseeded_words))
+    token = _drawing.set(_Drawing(name, tensors, unseeded_words))
     try:
         yield
     finally:
@@ -164,11 +166,13 @@ def portable_draws(
 def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
         drawing = _drawing.get()
+        if drawing is None and replica_context.current() is not None:  # a thread of TensorFlow's, for a replica
+            drawing = _UNNAMED
         if drawing is not None and kind in _PORTABLE:
             return _PORTABLE[kind](*args, **kwargs)
         if drawing is not None:
             warnings.warn(
-                f"layer {drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will "
+                f"{drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will "
                 "the training",
                 stacklevel=2,
             )
@@ -207,12 +211,17 @@ def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, te
 
 
 def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
-    name, tensors, _ = _drawing.get() or ("with a random mask", [], None)
+    name, tensors, _ = _drawing.get() or _UNNAMED
+    if seed is None:
+        raise UserError(
+            f"{name} draws from keras.random without a seed: each device would draw the same for its samples; give it "
+            "seed=keras.random.SeedGenerator(0), made where the layer is made"
+        )
     if tensor is None:  # what the layer was called with, if its shape is that of the draws
         alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
     key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else str(seed if isinstance(seed, int) else None)
-    return context.row_axis(("draw", key), tensor, f"layer {name}", tuple(shape))
+    return context.row_axis(("draw", key), tensor, name, tuple(shape))
 
 
 def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:

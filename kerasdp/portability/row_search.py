@@ -150,7 +150,7 @@ def trial(model: keras.Model, axes: RowAxes, rows: slice) -> Iterator[ReplicaCon
     )
     # The penalties in place, and no draws but those that layers make portable.
     penalties, stateless = WholeBatchPenalties(model).active(), keras.StatelessScope(fixed_values(model))
-    with use(context), penalties, portable_draws(None), stateless:
+    with use(context), penalties, portable_draws("a layer without a keras.random.SeedGenerator"), stateless:
         yield context
 
 

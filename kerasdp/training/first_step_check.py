@@ -38,7 +38,7 @@ _LAST = 10**9
 def check_first_step(model: keras.Model, config: Config, strategy: Strategy, reader: Reader) -> None:
     """Compares a forward pass of training on a few samples, whole on one device, with one that is split over all.
 
-    The batch is uneven: one less than two samples a replica, so that there is padding as well. With stages or
+    The batch is uneven: one less than four samples a replica, so that there is padding as well. With stages or
     `accumulate`, a micro-batch is compared. No variable changes. jax, without stages, computes the whole batch as one
     program: there is nothing to compare.
 
@@ -56,7 +56,7 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
     if strategy.stages is not None:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
     elif strategy.splits_batches:
-        data = reader.sample(2 * strategy.num_replicas - 1)
+        data = reader.sample(4 * strategy.num_replicas - 1)
         with _statistics_of_whole_batch(model):
             batch = strategy.shard_batch(batch_of(data, strategy.num_replicas, strategy.shard))
             shards = strategy.shard_passes(model, batch)

@@ -43,7 +43,7 @@ class ModelSteps:
                 self._strategy.running(model),
                 same_on_all_backends(),
                 building_nothing(model),
-                portable_draws(None),
+                portable_draws("a layer or loss without a keras.random.SeedGenerator"),
             ):
                 yield
         finally:

@@ -6,7 +6,10 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
-NAMES = ("table", "views", "windows", "time first", "time distributed", "activity", "time first outputs")
+NAMES = (
+    "table", "views", "windows", "time first", "time distributed", "activity", "time first outputs",
+    "noise of a fixed seed",
+)  # fmt: skip
 WAYS = [
     pytest.param((backend, 2), marks=pytest.mark.proof if backend == "jax" else (), id=backend) for backend in BACKENDS
 ]
@@ -36,6 +39,15 @@ def test_layers_that_mix_rows_are_refused(way):
     )
     assert "layer mix (largest number" in received
     assert received.endswith('or, all the same, with check="off"')
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_without_a_seed_are_refused(way):
+    """On several devices; jax has its own words for it."""
+    text = trained(*way)["noise without a seed"]
+    assert "seed" in text
+    if way[0] != "jax":
+        assert "draws from keras.random without a seed: each device would draw the same for its samples" in text
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.values[0][0] != "jax"])
