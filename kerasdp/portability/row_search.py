@@ -74,7 +74,7 @@ def _row_axis(whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], 
     differing = [axis for axis, sizes in enumerate(zip(whole_shape, shape)) if sizes[0] != sizes[1]]
     axis = differing[0] if len(differing) == 1 else None
     if whole_shape == shape:
-        if own is None or is_close(to_array(whole), to_array(own), tolerance_of(own)):
+        if own is None or tuple(own.shape) != shape or is_close(to_array(whole), to_array(own), tolerance_of(own)):
             return None
     elif len(whole_shape) == len(shape) and axis is not None and whole_shape[axis] * num_rows == shape[axis] * NUM_ROWS:
         if shape[axis] == num_rows:
