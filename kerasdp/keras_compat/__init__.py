@@ -58,7 +58,14 @@ from kerasdp.keras_compat.optimizers import (
     weights_without_decay,
     wrapped_optimizers,
 )
-from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, next_seed, seed_of, wrap_draws
+from kerasdp.keras_compat.random import (
+    creating_weights,
+    has_drawn_seed,
+    is_in_layer_call,
+    next_seed,
+    seed_of,
+    wrap_draws,
+)
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
 from kerasdp.keras_compat.settings import keep_messages_of, set_precision, set_seed, without_tensorflow
 from kerasdp.keras_compat.tracking import Parts, parts_of
@@ -88,6 +95,7 @@ __all__ = [
     "input_conversions",
     "inputs_structure",
     "is_called_as_keras_does",
+    "is_in_layer_call",
     "is_of_keras",
     "jit_compile_left_open",
     "keep_messages_of",

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import keras
 from keras.src.backend import random as keras_random
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import draw_seed
 
 
@@ -19,6 +20,15 @@ def next_seed(seed: Any) -> Any:
         seed: a `keras.random.SeedGenerator`, an int, or None.
     """
     return draw_seed(seed)
+
+
+def is_in_layer_call() -> bool:
+    """Returns whether a layer or model is being called.
+
+    Keras 3.15: the global attribute `current_call_ctx`, which `Layer.__call__` sets for its outermost call. No public
+    way.
+    """
+    return get_global_attribute("current_call_ctx") is not None
 
 
 def wrap_draws(kinds: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -63,6 +63,13 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
                 f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
                 stacklevel=2,
             )
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.SpectralNormalization) and keras.backend.backend() == "jax":
+            # Keras 3.15: its stateless step takes back what a call assigns to trainable weights, the others keep it.
+            raise UserError(
+                f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, which Keras loses "
+                "on jax; train it with --backend=torch or --backend=tensorflow"
+            )
     for layer in foreign_batch_norms(model):
         warnings.warn(
             f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization: its statistics stay "

@@ -23,7 +23,7 @@ import keras
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import next_seed, wrap_draws
+from kerasdp.keras_compat import is_in_layer_call, next_seed, wrap_draws
 from kerasdp.portability import replica_context
 from kerasdp.portability.row_axes import FIRST, RowAxis
 
@@ -212,11 +212,6 @@ def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, te
 
 def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
     name, tensors, _ = _drawing.get() or _UNNAMED
-    if seed is None:
-        raise UserError(
-            f"{name} draws from keras.random without a seed: each device would draw the same for its samples; give it "
-            "seed=keras.random.SeedGenerator(0), made where the layer is made"
-        )
     if tensor is None:  # what the layer was called with, if its shape is that of the draws
         alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
@@ -229,9 +224,14 @@ def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:
 
     `first`: index of the first entry.
     """
-    drawing = _drawing.get()
+    drawing = _drawing.get() or (_UNNAMED if replica_context.current() is not None else None)
     words = drawing.unseeded_words if drawing is not None and seed is None else None
     # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
+    if seed is None and words is None and drawing is not None and is_in_layer_call():
+        raise UserError(
+            f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
+            "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"
+        )
     state = ops.convert_to_tensor(ops.cast(next_seed(seed), "int32") if words is None else words(), "int32")
     entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first

@@ -157,7 +157,7 @@ def train_all(runner, names):
         losses = StepLosses(runner)
         try:
             runner.fit(model, x, y, batch_size=ROWS, epochs=2, verbose=0, callbacks=[losses])
-        except (kerasdp.UserError, ValueError) as error:  # Keras itself, where jax draws without a seed
+        except kerasdp.UserError as error:
             results[name] = str(error)
         else:
             results[name] = losses.values

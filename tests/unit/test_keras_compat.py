@@ -219,6 +219,14 @@ def test_draws(kind):
     assert callable(getattr(keras_random, kind))
 
 
+def test_calls_of_layers_are_seen():
+    seen = []
+    assert not keras_compat.is_in_layer_call()
+    keras.layers.Lambda(lambda x: seen.append(keras_compat.is_in_layer_call()) or x)(np.zeros(2, "float32"))
+    assert seen == [True]
+    assert not keras_compat.is_in_layer_call()
+
+
 @pytest.mark.parametrize("name", ["shape", "initializer", "dtype"])
 def test_add_weight_takes(name):
     assert name in inspect.signature(keras.layers.Layer.add_weight).parameters
