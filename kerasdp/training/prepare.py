@@ -13,7 +13,7 @@ from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
 from kerasdp.data.feed import Batch
 from kerasdp.errors import UserError, addressed
-from kerasdp.keras_compat import build_compiled, living_variables
+from kerasdp.keras_compat import all_layers, build_compiled, living_variables
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes
@@ -68,10 +68,7 @@ def prepare(
         )
     with scope():
         check_data(model, reader, batch, with_targets=with_targets)
-        if model.compiled and with_targets:  # loss and metrics, too
-            build_compiled(model, _symbols(batch))
-        elif not model.built:
-            model.build(keras.tree.map_structure(lambda leaf: (None, *leaf.shape[1:]), batch.inputs))
+        _build(model, _symbols(batch), config, strategy, with_targets)
     require_known_weights(model)
     if model.compiled and with_targets and strategy.stages is not None:
         try_losses(model, batch.targets)
@@ -93,6 +90,41 @@ def prepare(
         )
     if strategy.splits_batches or strategy.stages is not None:  # a layer sees only some rows of a batch
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
+
+
+def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy, with_targets: bool) -> None:
+    stateful = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
+    for layer in stateful:
+        _require_that_state_is_kept(layer, config, strategy)
+    if not all(layer.built for layer in stateful):
+        # Keras (3.15) builds models in a stateless scope, in which such a layer cannot make its state; only a call on
+        # numbers does. Their rows are those of a batch.
+        model(keras.tree.map_structure(lambda symbol: keras.ops.zeros(symbol.shape, symbol.dtype), symbols[0]))
+        for layer in stateful:
+            layer.reset_state()
+    if model.compiled and with_targets:  # loss and metrics, too
+        build_compiled(model, symbols)
+    elif not all(layer.built for layer in all_layers(model)):
+        # Not `build`, which may leave the layers within a subclassed model as they are.
+        model(symbols[0])
+
+
+def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strategy: Strategy) -> None:
+    """Raises `UserError` where a state that goes from one batch to the next would be lost, or would mean another."""
+    if config.backend == "jax":
+        reason = "whose state Keras does not keep from one batch to the next with --backend=jax"
+    elif config.backend == "torch" and not isinstance(layer, keras.layers.SimpleRNN):
+        reason = "whose gradients Keras cannot take with --backend=torch"
+    elif strategy.splits_batches or strategy.stages is not None:
+        reason = "whose state has a row for each sample of a batch, which is split here"
+    elif config.keeps_checkpoints:
+        reason = "whose state is in no checkpoint, so that a resumed run would differ; add --checkpoint_every=never"
+    else:
+        return
+    raise UserError(
+        f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or train on one device with "
+        "--backend=tensorflow"
+    )
 
 
 def _symbols(batch: Batch) -> Any:

@@ -145,6 +145,48 @@ def equal_paths(runner):
 
 
 @case
+def only_predicts(runner):
+    """Neither compiled nor called before, and without a `build` of its own."""
+    import keras
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = keras.layers.Dense(6, "relu"), keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.last(self.first(x))
+
+    with runner.scope():
+        model = Model()
+    with runner.scope():
+        built = Model()
+    built.build((None, 4))  # in Keras the layers within are not
+    return runner.predict(model, X)[5].tolist() + runner.predict(built, X)[5].tolist()
+
+
+@case
+def stateful(runner):
+    """Goes on in the second batch where the first one ended: as one batch of sequences twice as long."""
+    import keras
+
+    def build(is_stateful):
+        layers = [keras.layers.LSTM(6, stateful=is_stateful), keras.layers.Dense(3)]
+        model = make(runner, lambda: keras.Sequential(layers))
+        x = np.concatenate([x_early, x_late]) if is_stateful else np.concatenate([x_early, x_late], axis=1)
+        return model, x, runner.fit(model, x, Y[: len(x)], batch_size=7, shuffle=False, verbose=0).history["loss"]
+
+    x_early, x_late = (RANDOM.randn(7, 3, 4).astype("float32") for _ in range(2))
+    (model, x, losses), (other, x_long, _) = build(True), build(False)
+    other.set_weights(model.get_weights())
+    model.layers[0].reset_state()
+    np.testing.assert_allclose(
+        runner.predict(model, x, batch_size=7)[7:], runner.predict(other, x_long, batch_size=7), atol=1e-6
+    )
+    return losses
+
+
+@case
 def all_frozen(runner):
     """Nothing to train: passes without an update; batch norm keeps its statistics, as a frozen one does in Keras."""
 
