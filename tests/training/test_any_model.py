@@ -26,7 +26,8 @@ REFUSED = {
     "made_before_launch": "was made before kerasdp.launch: make (or load) the model, the optimizer and the metrics in",
     "optimizer_made_before_launch": "/iteration of sequential",
 }
-QUICK = ("never_called", "compiled_loss_not_used", "only_predicts", "frozen_by_callback", *list(REFUSED)[2:])
+QUICK = {"torch": (*ALIKE, *REFUSED), "tensorflow": (*ALIKE[:3], *list(REFUSED)[2:])}
+QUICK["jax"] = (*QUICK["tensorflow"], "frozen_by_callback")
 
 
 def is_there(backend, count, case):
@@ -38,15 +39,15 @@ def is_there(backend, count, case):
 
 def each_way(cases):
     """Backends, device counts and cases; what lasts long is a proof."""
-    quick = [(*pair, case) for pair in USUAL for case in cases if pair[0] == "torch" or case in QUICK]
+    quick = [(*pair, case) for pair in USUAL for case in cases if case in QUICK[pair[0]]]
     slow = [(*pair, case) for pair in [*USUAL, *OTHERS] for case in cases if (*pair, case) not in quick]
     proofs = [pytest.param(*way, marks=pytest.mark.proof) for way in slow if is_there(*way)]
     return pytest.mark.parametrize(("backend", "count", "case"), [*(way for way in quick if is_there(*way)), *proofs])
 
 
 def outcome(backend, count, case):
-    names = list(QUICK) if backend != "torch" and case in QUICK else []
-    return outcomes(backend, count, *names)[case]
+    quick = QUICK[backend]
+    return outcomes(backend, count, *(quick if case in quick else ()))[case]
 
 
 @functools.cache
