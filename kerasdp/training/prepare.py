@@ -111,6 +111,7 @@ def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy,
 
 def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strategy: Strategy) -> None:
     """Raises `UserError` where a state that goes from one batch to the next would be lost, or would mean another."""
+    way_out = "train on one device with --backend=tensorflow"
     if config.backend == "jax":
         reason = "whose state Keras does not keep from one batch to the next with --backend=jax"
     elif config.backend == "torch" and not isinstance(layer, keras.layers.SimpleRNN):
@@ -118,13 +119,11 @@ def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strateg
     elif strategy.splits_batches or strategy.stages is not None:
         reason = "whose state has a row for each sample of a batch, which is split here"
     elif config.keeps_checkpoints:
-        reason = "whose state is in no checkpoint, so that a resumed run would differ; add --checkpoint_every=never"
+        reason = "whose state is in no checkpoint, so that a resumed run would differ"
+        way_out = "add --checkpoint_every=never"
     else:
         return
-    raise UserError(
-        f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or train on one device with "
-        "--backend=tensorflow"
-    )
+    raise UserError(f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or {way_out}")
 
 
 def _symbols(batch: Batch) -> Any:
