@@ -141,7 +141,7 @@ def building_nothing(model: keras.Model) -> Iterator[None]:
     """Keeps `fit`, `evaluate` and `predict` from building the model by their first batch, which is none of Keras'.
 
     They would if any layer is not built: one that the model's `call` never uses never is; or the compiled loss, which
-    a `compute_loss` of the user's own need not use. Keras 3.15: they ask `Layer.built` of all of `_flatten_layers`,
+    a user-defined `compute_loss` need not use. Keras 3.15: they ask `Layer.built` of all of `_flatten_layers`,
     and call `Trainer._symbolic_build`. No public switch.
     """
     unbuilt = [layer for layer in all_layers(model) if not layer.built]

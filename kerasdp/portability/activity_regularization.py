@@ -40,6 +40,10 @@ class WholeBatchPenalties:
         finally:
             for layer, regularizer in zip(self.regularized, kept):
                 layer.activity_regularizer = regularizer
+        self.refuse_added()
+
+    def refuse_added(self) -> None:
+        """Raises `UserError` if a layer has added a loss of its own, in which a shard cannot be told from the whole."""
         if self.is_checked:
             return
         for layer in itertools.filterfalse(self.regularized.__contains__, self.layers):

@@ -38,7 +38,7 @@ def strategy():
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
-        context=lambda rows: None,
+        context=lambda model, rows: None,
     )
 
 

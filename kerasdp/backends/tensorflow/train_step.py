@@ -93,9 +93,10 @@ class ReplicaSteps:
         from kerasdp.backends.observer import shard_outputs
         from kerasdp.portability.row_search import fixed_values
 
-        with keras.StatelessScope(fixed_values(self.model)):
+        with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
             with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
                 outputs = self._forward(inputs, training=True)
+                self.penalties.refuse_added()  # before another replica calls the layers
                 outputs = outputs if context is None else context.whole_outputs(outputs)
             loss = self._loss((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
         return layers, keras.tree.flatten(outputs), loss

@@ -226,7 +226,7 @@ class DataParallel(Strategy):
         whole, context = GlobalBatch(self, model), self.context(model, len(batch.indices))
         if context is None:
             return []
-        with keras.StatelessScope(fixed_values(model)), use(context):
+        with keras.StatelessScope(fixed_values(model), collect_losses=True), use(context):
             with watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
                 outputs = whole.outputs(model, batch.inputs, context, training=True)
             loss = whole.loss(batch, outputs, context, training=True)
