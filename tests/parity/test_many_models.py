@@ -77,7 +77,9 @@ def test_the_kits_models(name, batch_size, optimizer, precision):
     elif optimizer == "sgd":
         assert largest_difference(comparison, 40) < 1e-4
     else:
-        assert largest_difference(comparison, 10) < 1e-5
+        # Adam divides a gradient by its own size, so that round-off in a small one moves a weight by a whole step: 9e-5
+        # in ten steps, where torch's and jax's float32 are as far from the float64 curve; that agrees to 5e-16.
+        assert largest_difference(comparison, 10) < 2e-4
         assert largest_difference(comparison, 40) < 5e-3
 
 
