@@ -60,6 +60,8 @@ from kerasdp.keras_compat.optimizers import (
 )
 from kerasdp.keras_compat.random import (
     creating_weights,
+    give_seed_generator,
+    given_seed_generator,
     has_drawn_seed,
     is_in_layer_call,
     next_seed,
@@ -86,6 +88,8 @@ __all__ = [
     "copy_decay_exclusions",
     "creating_weights",
     "distinct_names",
+    "give_seed_generator",
+    "given_seed_generator",
     "global_clipnorm",
     "has_drawn_seed",
     "has_mask",

@@ -31,6 +31,25 @@ def is_in_layer_call() -> bool:
     return get_global_attribute("current_call_ctx") is not None
 
 
+# The attribute of a layer that `give_seed_generator` sets.
+_GENERATOR = "seed_of_unseeded_draws"
+
+
+def give_seed_generator(layer: keras.layers.Layer) -> None:
+    """Gives a built layer a `keras.random.SeedGenerator`, whose state is from then on one of its variables.
+
+    Keras 3.15: a built layer takes no more of them until its `_tracker` is unlocked; no public way.
+    """
+    layer._tracker.unlock()
+    setattr(layer, _GENERATOR, keras.random.SeedGenerator())
+    layer._tracker.lock()
+
+
+def given_seed_generator(layer: keras.layers.Layer) -> keras.random.SeedGenerator | None:
+    """Returns what `give_seed_generator` gave the layer."""
+    return getattr(layer, _GENERATOR, None)
+
+
 def wrap_draws(kinds: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wraps functions by which `keras.random` and all of Keras' layers draw, once and for the whole process.
 

@@ -1,15 +1,25 @@
 """Makes a Keras model train the same on every backend and device count."""
 
+import functools
+import inspect
+import re
+import sys
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import keras
 
 from kerasdp.config.validation import BATCH_NORMS
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import all_layers, has_seed_generators, has_weights_of_its_own
+from kerasdp.keras_compat import (
+    all_layers,
+    give_seed_generator,
+    given_seed_generator,
+    has_seed_generators,
+    has_weights_of_its_own,
+)
 from kerasdp.portability import initial_weights, layers
 from kerasdp.portability import random as random_numbers
 
@@ -18,6 +28,8 @@ _REPLACEMENTS = {
     getattr(keras.layers, name): getattr(layers, name)
     for name in ("BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 }
+
+_A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randint)\(")
 
 # These differ even with the same random numbers (Keras 3.15).
 _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
@@ -50,6 +62,8 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
     if not model.built:
         raise UserError(f"portable: {model.name} has no weights yet; call it on a batch or build it first")
     for layer in all_layers(model):
+        if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
+            give_seed_generator(layer)
         if type(layer) in _REPLACEMENTS:
             layer.__class__ = _REPLACEMENTS[type(layer)]
         elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
@@ -99,8 +113,24 @@ def _draws(layer: keras.layers.Layer) -> bool:
     return own or any(has_seed_generators(part) for part in all_layers(layer))
 
 
+@functools.cache
+def _draws_without_seed(kind: Any) -> bool:
+    """Returns whether the text of a class that has no seed generator, or of functions that its `call` uses, draws.
+
+    As drop path in `keras.applications` and in KerasHub (0.32). What is not found here is refused when it draws.
+    """
+    names = getattr(getattr(kind.call, "__code__", None), "co_names", ())
+    used = [vars(sys.modules.get(kind.__module__, kind)).get(name) for name in names]
+    parts = [kind, kind.call, *filter(inspect.isfunction, used)]
+    try:
+        texts = [inspect.getsource(part) for part in parts]
+    except (OSError, TypeError):  # a class whose text is in no file
+        return False
+    return any(_A_DRAW.search(text) for text in texts)
+
+
 def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    with random_numbers.portable_draws(f"layer {layer.name}", (args, kwargs)):
+    with random_numbers.portable_draws(f"layer {layer.name}", (args, kwargs), given_seed_generator(layer)):
         return type(layer).call(layer, *args, **kwargs)
 
 

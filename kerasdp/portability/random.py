@@ -132,7 +132,7 @@ class _Drawing(NamedTuple):
 
     name: str
     tensors: list[Any]
-    unseeded_words: Callable[[], tuple[int, int]] | None
+    unseeded: keras.random.SeedGenerator | Callable[[], tuple[int, int]] | None
 
 
 # User-defined code that is no layer with a seed generator.
@@ -143,7 +143,9 @@ _drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kera
 
 @contextlib.contextmanager
 def portable_draws(
-    name: str, inputs: Any = None, unseeded_words: Callable[[], tuple[int, int]] | None = None
+    name: str,
+    inputs: Any = None,
+    unseeded: keras.random.SeedGenerator | Callable[[], tuple[int, int]] | None = None,
 ) -> Iterator[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
@@ -152,11 +154,12 @@ def portable_draws(
     Args:
         name: of what draws, for messages: "layer noise".
         inputs: that the layer is called with; a structure of tensors, among others.
-        unseeded_words: gives two int32 to draw with where no seed is given. None: Keras' global generator does.
+        unseeded: gives two int32 to draw with where no seed is given. None: Keras' global generator does, outside of
+            layers.
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
     tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
-    token = _drawing.set(_Drawing(name, tensors, unseeded_words))
+    token = _drawing.set(_Drawing(name, tensors, unseeded))
     try:
         yield
     finally:
@@ -215,7 +218,7 @@ def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> R
     if tensor is None:  # what the layer was called with, if its shape is that of the draws
         alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
-    key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else str(seed if isinstance(seed, int) else None)
+    key = id(seed) if isinstance(seed, keras.random.SeedGenerator) else f"{name}, {seed if type(seed) is int else None}"
     return context.row_axis(("draw", key), tensor, name, tuple(shape))
 
 
@@ -225,13 +228,15 @@ def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:
     `first`: index of the first entry.
     """
     drawing = _drawing.get() or (_UNNAMED if replica_context.current() is not None else None)
-    words = drawing.unseeded_words if drawing is not None and seed is None else None
-    # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
+    words = drawing.unseeded if drawing is not None and seed is None else None
+    if isinstance(words, keras.random.SeedGenerator):
+        seed, words = words, None
     if seed is None and words is None and drawing is not None and is_in_layer_call():
         raise UserError(
             f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
             "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"
         )
+    # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
     state = ops.convert_to_tensor(ops.cast(next_seed(seed), "int32") if words is None else words(), "int32")
     entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first

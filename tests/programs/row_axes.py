@@ -81,6 +81,13 @@ class Noise(layers.Layer):
         return x + 0.3 * keras.random.normal(ops.shape(x), seed=self.seed) if training else x
 
 
+class HiddenNoise(Noise):
+    """Draws by a function that its text does not name."""
+
+    def call(self, x, training=False):
+        return x + getattr(keras.random, "normal")(ops.shape(x)) if training else x  # noqa: B009
+
+
 class Mix(layers.Layer):
     """Takes the mean of the batch off each sample."""
 
@@ -124,6 +131,7 @@ MODELS = {
     "time first outputs": TimeFirstOutputs,
     "noise of a fixed seed": lambda: sequential(Noise(1337)),
     "noise without a seed": lambda: sequential(Noise(None)),
+    "hidden noise without a seed": lambda: sequential(HiddenNoise(None)),
     "mix": lambda: sequential(Mix(name="mix"), name="mixes"),
 }
 

@@ -17,6 +17,7 @@ REASONS: dict[str, str] = {
     "to that of the global batch, only the layer knows.",
     "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
     "computes something else for some samples": "What it gives for a row depends on the other rows of the batch.",
+    "SpectralNormalization changes": "On jax, Keras' stateless step loses what a call assigns to trainable weights.",
 }
 
 

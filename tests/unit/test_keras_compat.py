@@ -219,6 +219,16 @@ def test_draws(kind):
     assert callable(getattr(keras_random, kind))
 
 
+def test_a_built_layer_takes_a_seed_generator():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    assert keras_compat.given_seed_generator(layer) is None
+    keras_compat.give_seed_generator(layer)
+    generator = keras_compat.given_seed_generator(layer)
+    assert any(variable is generator.state for variable in layer.variables)
+    assert keras_compat.has_seed_generators(layer) and len(layer.weights) == 2
+
+
 def test_calls_of_layers_are_seen():
     seen = []
     assert not keras_compat.is_in_layer_call()
