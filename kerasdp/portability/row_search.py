@@ -165,6 +165,17 @@ def in_training(model: keras.Model, inputs: Any) -> Any:
     return model(inputs, **arguments)
 
 
-def fixed_values(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
-    """Returns all variables of a model with their values, without gradients, for a `keras.StatelessScope`."""
-    return [(variable, ops.convert_to_tensor(to_array(variable.value))) for variable in model.variables]
+def fixed_values(model: keras.Model, noise: float = 0.0) -> list[tuple[keras.Variable, Any]]:
+    """Returns all variables of a model with their values, without gradients, for a `keras.StatelessScope`.
+
+    `noise`: by how much each weight is changed, up or down, as a share of it.
+    """
+    arrays = [to_array(variable.value) for variable in model.variables]
+    if noise:
+        signs = np.random.RandomState(0)
+        changes = (1 + noise * signs.choice([-1.0, 1.0], array.shape) for array in arrays)
+        arrays = [
+            array if array.dtype.kind != "f" else np.asarray(array * change, array.dtype)
+            for array, change in zip(arrays, changes)
+        ]
+    return [(variable, ops.convert_to_tensor(array)) for variable, array in zip(model.variables, arrays)]
