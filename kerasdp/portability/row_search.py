@@ -14,6 +14,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import all_layers
 from kerasdp.portability.activity_regularization import WholeBatchPenalties
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.replica_context import ReplicaContext, use
@@ -25,12 +26,21 @@ NUM_ROWS, SHARD = 4, slice(2, 4)
 # What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
 _TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
 
-_found: ModelCache[RowAxes] = ModelCache()
+# With the layers that the model had.
+_found: ModelCache[tuple[list[keras.layers.Layer], RowAxes]] = ModelCache()
 
 
 def row_axes_of(model: keras.Model) -> RowAxes:
     """Returns what `find_row_axes` found in a model; nothing, if that was not called."""
-    return _found.get(model) or RowAxes()
+    _, axes = _found.get(model) or ([], RowAxes())
+    return axes
+
+
+def is_known(model: keras.Model) -> bool:
+    """Returns whether `find_row_axes` was called for the model as it is."""
+    layers, _ = _found.get(model) or ([], None)
+    own = all_layers(model)
+    return len(layers) == len(own) and all(known is layer for known, layer in zip(layers, own))
 
 
 class _Whole(RowAxes):
@@ -132,7 +142,7 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
     for axes, rows in ((whole, slice(0, NUM_ROWS)), (_Shard(whole, found), SHARD)):
         with trial(model, axes, rows) as context:
             context.whole_outputs(in_training(model, rows_of(inputs, rows)))
-    _found.put(model, found)
+    _found.put(model, (all_layers(model), found))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import all_layers, build_compiled, living_variables
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
-from kerasdp.portability.row_search import NUM_ROWS, find_row_axes
+from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
 from kerasdp.training.data_checks import check_data
 from kerasdp.training.readers import Reader
 
@@ -88,7 +88,8 @@ def prepare(
             f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
             "would diverge between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
         )
-    if strategy.splits_batches or strategy.stages is not None:  # a layer sees only some rows of a batch
+    sees_some_rows = strategy.splits_batches or strategy.stages is not None  # a layer, of a batch
+    if sees_some_rows and not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
 
 

@@ -1,8 +1,8 @@
 """Trains the models of this folder in several ways and writes a line of JSON for each training.
 
-    python -m tests.real_code.run --out=/tmp/real_code                        # all models, six ways
-    python -m tests.real_code.run --out=/tmp/real_code --only=Swin,XLNet      # some of them again
-    python -m tests.real_code.run --out=/tmp/real_code --precision=float64 --ways=torch:1,torch:2
+    python -m tests.real_code.run --out=runs/real_code                        # all models, six ways
+    python -m tests.real_code.run --out=runs/real_code --only=Swin,XLNet      # some of them again
+    python -m tests.real_code.run --out=runs/real_code --precision=float64 --ways=torch:1,torch:2
 
 A way is a process that trains all models, one after another. What it has done it does not do again, except for the
 names in `--only`: if it dies, or a model takes longer than `--limit` seconds, the next process continues behind it.

@@ -1,6 +1,6 @@
 """Writes docs/real-code.md from the results of `run.py`.
 
-python -m tests.real_code.table --out=/tmp/real_code
+python -m tests.real_code.table --out=runs/real_code
 """
 
 import argparse
@@ -33,10 +33,10 @@ the end of this page.
 {{summary}}
 
     pip install --no-deps keras-hub==0.32.0 && pip install kagglehub regex sentencepiece tokenizers
-    python -m tests.real_code.run --out=/tmp/real_code        # all ways, two processes at a time
-    unsure="$(python -m tests.real_code.table --out=/tmp/real_code --unsure)"
-    python -m tests.real_code.run --out=/tmp/real_code --precision=float64 --models="$unsure"
-    python -m tests.real_code.table --out=/tmp/real_code      # writes this page
+    python -m tests.real_code.run --out=runs/real_code        # all ways, two processes at a time
+    unsure="$(python -m tests.real_code.table --out=runs/real_code --unsure)"
+    python -m tests.real_code.run --out=runs/real_code --precision=float64 --models="$unsure"
+    python -m tests.real_code.table --out=runs/real_code      # writes this page
 
 Tokenizers, and the preprocessors that need them, are not part of this: with `--no-deps` KerasHub comes without
 tensorflow-text. This page is generated; `python -m pytest -m proof -n 0 tests/real_code` runs all of it and judges.

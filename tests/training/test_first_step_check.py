@@ -1,0 +1,39 @@
+"""What counts as a difference between a batch and its shards, on made records."""
+
+import numpy as np
+from keras import ops
+
+from kerasdp.backends.base import ShardPass
+from kerasdp.training.first_step_check import _first_difference
+
+
+def record(rows, first_row=0, layer=(0.0,), loss=1.0):
+    """Of a replica that holds all of its rows; `layer`: what is added to each row's outputs, in turn."""
+    outputs = np.arange(4, dtype="float32")[first_row : first_row + rows, None] + np.resize(layer, (rows, 3))
+    whole = np.arange(4, dtype="float32")[:, None]
+    return ShardPass(
+        {"00000 dense": ops.convert_to_tensor(outputs.astype("float32"))},
+        [ops.convert_to_tensor(whole)],
+        ops.convert_to_tensor(np.float32(loss)),
+        first_row=first_row,
+        num_rows=rows,
+        rows=rows,
+    )
+
+
+def test_rows_of_a_shard_are_found_in_the_whole():
+    assert _first_difference(record(4), record(2, 2))[2] == ""
+    assert _first_difference(record(4), record(2, 0))[2] == ""
+
+
+def test_what_is_more_than_round_off_is_named():
+    _, name, text = _first_difference(record(4), record(2, 2, layer=(0.03,)))
+    assert name == "layer dense" and text == "largest number 3 on one, 3.03 on several"
+    assert _first_difference(record(4), record(2, 2, layer=(0.001,)))[2] == ""
+    assert _first_difference(record(4), record(2, 2, loss=1.01))[1] == "the loss"
+
+
+def test_what_a_layer_makes_of_round_off_is_no_fault():
+    shard = record(2, 2, layer=(0.03,))
+    assert _first_difference(record(4), shard, record(4, layer=(0.01,)))[2] == ""
+    assert _first_difference(record(4), shard, record(4, layer=(0.0001,)))[2] != ""
