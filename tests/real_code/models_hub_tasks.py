@@ -7,7 +7,7 @@ import numpy as np
 from tests.real_code.cases import CLASSES, ROWS, Ready, case, classes, images
 from tests.real_code.models_hub import BACKBONES, ENCODER, LENGTH, VOCABULARY, data_for
 from tests.real_code.models_hub_vision import BACKBONES as OF_IMAGES
-from tests.real_code.models_hub_vision import MIT, RESNET
+from tests.real_code.models_hub_vision import MIT, deeplab_backbone
 
 
 def backbone(name: str) -> Any:
@@ -93,16 +93,7 @@ def bart(random: np.random.RandomState) -> Ready:
 def deeplab(random: np.random.RandomState) -> Ready:
     import keras_hub
 
-    encoder = keras_hub.models.ResNetBackbone(**RESNET | {"block_type": "basic_block"})
-    model = keras_hub.models.DeepLabV3Backbone(
-        image_encoder=encoder,
-        spatial_pyramid_pooling_key="P3",
-        low_level_feature_key="P2",
-        upsampling_size=2,
-        dilation_rates=[1, 2],
-        projection_filters=8,
-        image_shape=(32, 32, 3),
-    )
+    model = deeplab_backbone()
     task = keras_hub.models.DeepLabV3ImageSegmenter(model, num_classes=CLASSES, preprocessor=None)
     return Ready(model=task, x=images(random), y=pixels(random), loss="auto")
 

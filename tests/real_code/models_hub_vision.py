@@ -145,12 +145,12 @@ def segformer(random: np.random.RandomState) -> Ready:
     return with_head(keras_hub.models.SegFormerBackbone(image_encoder=encoder, projection_filters=8), random)
 
 
-@case("KerasHub, vision", "hub DeepLabV3")
-def deeplab(random: np.random.RandomState) -> Ready:
+def deeplab_backbone() -> Any:
+    """Returns a DeepLabV3 backbone on a ResNet."""
     import keras_hub
 
     encoder = keras_hub.models.ResNetBackbone(**RESNET | {"block_type": "basic_block"})
-    backbone = keras_hub.models.DeepLabV3Backbone(
+    return keras_hub.models.DeepLabV3Backbone(
         image_encoder=encoder,
         spatial_pyramid_pooling_key="P3",
         low_level_feature_key="P2",
@@ -159,6 +159,11 @@ def deeplab(random: np.random.RandomState) -> Ready:
         projection_filters=8,
         image_shape=(32, 32, 3),
     )
+
+
+@case("KerasHub, vision", "hub DeepLabV3")
+def deeplab(random: np.random.RandomState) -> Ready:
+    backbone = deeplab_backbone()
     return with_head(backbone, random)
 
 
