@@ -118,12 +118,13 @@ def _draws_without_seed(kind: Any) -> bool:
     """Returns whether the text of a class that has no seed generator, or of functions that its `call` uses, draws.
 
     As drop path in `keras.applications` and in KerasHub (0.32). What is not found here is refused when it draws.
+    Initial weights, which `__init__` and `build` draw, are not meant.
     """
     names = getattr(getattr(kind.call, "__code__", None), "co_names", ())
     used = [vars(sys.modules.get(kind.__module__, kind)).get(name) for name in names]
-    parts = [kind, kind.call, *filter(inspect.isfunction, used)]
+    methods = [value for name, value in vars(kind).items() if name not in ("__init__", "build")]
     try:
-        texts = [inspect.getsource(part) for part in parts]
+        texts = [inspect.getsource(part) for part in (kind.call, *filter(inspect.isfunction, [*used, *methods]))]
     except (OSError, TypeError):  # a class whose text is in no file
         return False
     return any(_A_DRAW.search(text) for text in texts)
