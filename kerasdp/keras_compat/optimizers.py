@@ -29,13 +29,20 @@ def learning_rate_schedule(optimizer: Any) -> keras.optimizers.schedules.Learnin
     return rate if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else None
 
 
+def weights_of_optimizer(optimizer: Any) -> list[Any]:
+    """Returns the weights that an optimizer was built for, in its order.
+
+    Keras 3.15: `Optimizer._trainable_variables`; no public way to ask.
+    """
+    return list(inner_optimizer(optimizer)._trainable_variables)
+
+
 def weights_unknown_to(optimizer: Any, weights: list[Any]) -> list[Any]:
     """Returns those of some weights that a built optimizer was not built for.
 
-    Keras 3.15: `Optimizer._trainable_variables`. The public `apply` raises, after a step's work, with all values of the
-    weight in the text.
+    The public `apply` raises, after a step's work, with all values of the weight in the text (Keras 3.15).
     """
-    known = {id(weight) for weight in inner_optimizer(optimizer)._trainable_variables}
+    known = {id(weight) for weight in weights_of_optimizer(optimizer)}
     return [weight for weight in weights if id(weight) not in known]
 
 
@@ -58,10 +65,10 @@ def slots_of(optimizer: Any, num_weights: int) -> dict[tuple[str, int], keras.Va
 def slots_by_weight(optimizer: Any) -> dict[int, tuple[str, Any]]:
     """Returns, by the `id` of each variable that an optimizer keeps for a weight, the name of its kind and the weight.
 
-    Keras 3.15: `Optimizer._trainable_variables`, in the order in which the optimizer was built. A user-defined
-    optimizer may keep them elsewhere than in lists; `add_variable_from_reference` names them by the path of the weight.
+    A user-defined optimizer may keep them elsewhere than in lists; `add_variable_from_reference` names them by the path
+    of the weight.
     """
-    weights = optimizer._trainable_variables
+    weights = weights_of_optimizer(optimizer)
     slots = {
         id(variable): (name.lstrip("_"), weights[place])
         for (name, place), variable in slots_of(optimizer, len(weights)).items()

@@ -124,7 +124,7 @@ PRECISIONS = [(name, precision) for precision in ("bfloat16", "float16", "float6
 
 @pytest.mark.parametrize(
     ("backend", "precision"),
-    some_of(PRECISIONS, [("jax", "bfloat16"), ("tensorflow", "float64")]),
+    some_of(PRECISIONS, [("torch", "bfloat16"), ("jax", "float16"), ("tensorflow", "float64")]),
 )
 def test_precision_and_event_files(backend, precision, tmp_path):
     done = train(

@@ -1,6 +1,7 @@
 """JAX: compiles the functions that train, test and predict with a model on all devices."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -206,17 +207,34 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     loss, outputs, non_trainable, metrics = updates
     outputs = keras.tree.map_structure(set_mask, outputs, masks)
     seen = observed(detail, gradients, found)
-    known = [*zip(model.optimizer.variables, optimizer), *zip(model.trainable_variables, trainable)]
-    with keras.StatelessScope(known) as scope:
+    with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
         rate = learning_rate(model.optimizer)
-        # Not `stateless_apply`, which wants all weights that the optimizer was built for; some may be frozen since.
-        model.optimizer.apply(gradients, model.trainable_variables)
-    trainable, optimizer = (
-        [scope.get_current_value(variable) for variable in variables]
-        for variables in (model.trainable_variables, model.optimizer.variables)
-    )
+    trainable, optimizer = _updated(model, state, gradients)
     with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
         update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])
         logs = model.compute_metrics(inputs, targets, outputs, sample_weight)
     metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
     return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)
+
+
+def _updated(model: Any, state: Any, gradients: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the new values of the trainable variables and of the optimizer's.
+
+    `stateless_apply` wants all weights that the optimizer was built for; some may be frozen since, and then have no
+    gradient. `apply` within a StatelessScope fails with LossScaleOptimizer, which assigns in branches (Keras 3.15).
+    """
+    from kerasdp.keras_compat import weights_of_optimizer
+
+    trainable, non_trainable, optimizer, _ = state
+    if not gradients:
+        return trainable, optimizer
+    weights = weights_of_optimizer(model.optimizer)
+    value_of = dict(zip(map(id, model.trainable_variables + model.non_trainable_variables), trainable + non_trainable))
+    gradient_of = dict(zip(map(id, model.trainable_variables), gradients))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist for variables")
+        values, optimizer = model.optimizer.stateless_apply(
+            optimizer, [gradient_of.get(id(weight)) for weight in weights], [value_of[id(weight)] for weight in weights]
+        )
+    value_of |= dict(zip(map(id, weights), values))
+    return [value_of[id(variable)] for variable in model.trainable_variables], optimizer

@@ -1,0 +1,157 @@
+"""Cases of `any_model.py`: models that change between two fits, or were made or are called somewhere else."""
+
+import numpy as np
+from model_case import X, Y, case, compile_it, fit, make, mlp, sums
+
+
+@case
+def all_frozen(runner):
+    """Nothing to train: passes without an update; batch norm keeps its statistics, as a frozen one does in Keras."""
+
+    model = make(runner, mlp)
+    model.trainable = False
+    return fit(runner, model) + sums(model)
+
+
+@case
+def lora(runner):
+    """Enabled between two fits, with a second `compile`."""
+    import keras
+
+    model = make(runner, mlp)
+    losses = fit(runner, model)
+    with runner.scope():
+        model.get_layer("first").enable_lora(2)
+        compile_it(model, keras.optimizers.Adam(0.01))
+    return losses + fit(runner, model) + sums(model)
+
+
+@case
+def lora_without_compile(runner):
+    model = make(runner, mlp)
+    fit(runner, model)
+    model.get_layer("first").enable_lora(2)
+    return fit(runner, model)
+
+
+@case
+def frozen_between_fits(runner):
+    """Without a second `compile`: takes effect at once, whatever the backend."""
+    model = make(runner, mlp)
+    losses = fit(runner, model)
+    model.get_layer("first").trainable = False
+    before = sums(model.get_layer("first"))
+    losses += fit(runner, model)
+    assert sums(model.get_layer("first")) == before
+    model.get_layer("first").trainable = True
+    losses += fit(runner, model)
+    assert sums(model.get_layer("first")) != before
+    return losses + sums(model)
+
+
+@case
+def frozen_by_callback(runner):
+    import keras
+
+    class Freeze(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.get_layer("first").trainable = epoch == 1
+
+    model = make(runner, mlp)
+    return fit(runner, model, epochs=4, callbacks=[Freeze()]) + sums(model)
+
+
+@case
+def unfrozen_without_compile(runner):
+    """The optimizer was built without the weights of the layer that was frozen."""
+    model = make(runner, mlp)
+    model.get_layer("first").trainable = False
+    fit(runner, model)
+    model.get_layer("first").trainable = True
+    return fit(runner, model)
+
+
+@case
+def quantized(runner):
+    """After building; the kernel of the layer is int8 then, and not trained."""
+    import keras
+
+    def build():
+        model = mlp()
+        model.get_layer("first").quantize("int8")
+        return model
+
+    return fit(runner, make(runner, build, keras.optimizers.Adam(0.01)))
+
+
+@case
+def no_scope(runner):
+    """Model, optimizer and metric made outside of `runner.scope()`, as in most scripts."""
+    import keras
+
+    optimizer = keras.optimizers.Adam(0.01)
+    model = mlp()
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy()],
+    )
+    return fit(runner, model) + sums(model)
+
+
+@case
+def twice(runner):
+    """The same model twice, with a `compile` between, then another model."""
+    import keras
+
+    model = make(runner, mlp)
+    losses = fit(runner, model) + fit(runner, model)
+    with runner.scope():
+        compile_it(model, keras.optimizers.Adam(0.01))
+    losses += fit(runner, model)
+    other = make(runner, mlp)
+    return losses + fit(runner, other) + fit(runner, model) + sums(model) + sums(other)
+
+
+@case
+def methods_of_the_model(runner):
+    """`model.fit`, `evaluate` and `predict` mean the runner's."""
+    import keras
+
+    model, other = (make(runner, mlp) for _ in range(2))
+    arguments = {"batch_size": 7, "epochs": 2, "verbose": 0, "validation_data": (X, Y)}
+    histories = [model.fit(X, Y, **arguments).history, runner.fit(other, X, Y, **arguments).history]
+    assert histories[0] == histories[1]
+    evaluated = [float(model.evaluate(X, Y, 7, verbose=0)), float(runner.evaluate(other, X, Y, 7))]
+    assert evaluated[0] == evaluated[1]
+    predictions = model.predict(X, verbose=0)
+    np.testing.assert_array_equal(predictions, runner.predict(other, X))
+    assert model.predict_on_batch(X).shape == (22, 3)
+    keras.ops.convert_to_numpy(model(X))  # still a function of tensors
+    return histories[0]["loss"] + evaluated + predictions[0].tolist()
+
+
+@case
+def train_on_batch(runner):
+    return float(make(runner, mlp).train_on_batch(X, Y))
+
+
+MADE_BEFORE = []
+
+
+@case
+def made_before_launch(runner):
+    return fit(runner, MADE_BEFORE[0])
+
+
+@case
+def optimizer_made_before_launch(runner):
+    return fit(runner, make(runner, mlp, MADE_BEFORE[1]))
+
+
+def make_before():
+    """In each process of a run, as the top of a script would."""
+    import keras
+
+    MADE_BEFORE[:] = [mlp(), keras.optimizers.SGD(0.1)]
+    compile_it(MADE_BEFORE[0], keras.optimizers.SGD(0.1))
