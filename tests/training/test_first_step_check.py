@@ -37,3 +37,16 @@ def test_what_a_layer_makes_of_round_off_is_no_fault():
     shard = record(2, 2, layer=(0.03,))
     assert _first_difference(record(4), shard, record(4, layer=(0.01,)))[2] == ""
     assert _first_difference(record(4), shard, record(4, layer=(0.0001,)))[2] != ""
+
+
+def test_whole_numbers_are_compared_exactly_where_round_off_changes_none():
+    def record_of(numbers, first_row=0):
+        rows = len(numbers)
+        made = record(rows, first_row)
+        return made._replace(layers={"00000 route": ops.convert_to_tensor(np.array(numbers, "int32"))})
+
+    whole, shard = record_of([[3], [1], [4], [1]]), record_of([[5], [1]], 2)
+    assert _first_difference(whole, record_of([[4], [1]], 2))[2] == ""
+    assert _first_difference(whole, shard)[1] == "layer route"
+    assert _first_difference(whole, shard, whole)[1] == "layer route"
+    assert _first_difference(whole, shard, record_of([[3], [1], [4], [2]]))[2] == ""
