@@ -1,10 +1,12 @@
 """Makes functions of Keras that compute otherwise on one backend compute alike on all."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 from keras.src import backend
 
@@ -67,18 +69,47 @@ def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., An
     logarithm of the sum of exponentials, which they keep, all but that number is lost. So here nothing is masked of it.
     """
 
-    def attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Any:
+    def attention(
+        query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, scale: Any = None, **options: Any
+    ) -> Any:
+        # Else Keras rounds it to float32 on TensorFlow.
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        compute = functools.partial(_in_float64 if _is_jax_in_float64(query) else original, query, key, value)
         if mask is None:
-            return original(query, key, value, bias=bias, mask=mask, **options)
+            return compute(bias=bias, mask=mask, scale=scale, **options)
         mask = ops.cast(mask, "bool")
         if options.pop("is_causal", False):
-            mask = ops.logical_and(mask, ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool")))
+            mask = ops.logical_and(mask, _causal_mask(query, key))
         mask = ops.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(ops.shape(mask)))
         is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))  # batch, heads, queries, 1
-        outputs = original(query, key, value, bias=bias, mask=ops.logical_or(mask, is_empty), **options)
+        outputs = compute(bias=bias, mask=ops.logical_or(mask, is_empty), scale=scale, **options)
         return ops.where(ops.transpose(is_empty, (0, 2, 1, 3)), ops.zeros_like(outputs), outputs)
 
     return attention
+
+
+def _causal_mask(query: Any, key: Any) -> Any:
+    return ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool"))
+
+
+def _is_jax_in_float64(tensor: Any) -> bool:
+    return keras.backend.backend() == "jax" and keras.backend.standardize_dtype(tensor.dtype) == "float64"
+
+
+def _in_float64(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, scale: Any, is_causal: bool = False, **_: Any
+) -> Any:
+    """Returns an attention whose softmax is in float64; `jax.nn` (0.10) has it in float32, whatever it is given."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = (ops.repeat(tensor, groups, axis=2) for tensor in (key, value))
+    logits = ops.einsum("btnh,bsnh->bnts", query, key) * scale
+    if bias is not None:
+        logits += bias
+    if is_causal:
+        mask = _causal_mask(query, key)
+    if mask is not None:
+        logits = ops.where(mask, logits, -np.inf)
+    return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
 
 
 # At exactly 0, which zero inputs and zero biases give, these have other gradients on one backend (Keras 3.15, jax 0.10,

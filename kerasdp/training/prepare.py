@@ -78,7 +78,8 @@ def prepare(
             f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
             "all layers, the optimizer and the metrics within it"
         )
-    portable(model, config.batch_norm)
+    with scope():  # a seed generator that a layer gets is a variable on each device
+        portable(model, config.batch_norm)
     if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"

@@ -13,14 +13,15 @@ def numbers(backend, fields, *cases):
     return result_of(run(PROGRAMS / "same_numbers.py", backend, fields, *cases, backend=backend))
 
 
-def assert_same_numbers(backend, ways, *cases):
-    expected, received = numbers(BACKENDS[0], "{}", *cases), numbers(backend, json.dumps(ways), *cases)
+def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
+    one = {"precision": ways["precision"]} if "precision" in ways else {}
+    expected, received = numbers(BACKENDS[0], json.dumps(one), *cases), numbers(backend, json.dumps(ways), *cases)
     assert expected.keys() == received.keys() and expected
     for name, results in received.items():
         (whole,) = expected[name]
         for own in results:
             for kind, values in whole.items():
-                assert own[kind] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, kind)
+                assert own[kind] == pytest.approx(values, rel=relative, abs=absolute), (name, kind)
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
@@ -41,3 +42,10 @@ def test_in_other_ways(backend, ways):
 @pytest.mark.skipif("torch" not in BACKENDS, reason="compiled steps are torch's")
 def test_compiled_steps():
     assert_same_numbers("torch", {"compile": "on"})
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_attention_in_float64(backend):
+    """Keras' fused attention has its softmax on jax, and its scale on TensorFlow, in float32, whatever it is given."""
+    assert_same_numbers(backend, {"precision": "float64"}, "attention", relative=1e-10, absolute=1e-12)

@@ -114,6 +114,21 @@ def twice(runner):
 
 
 @case
+def session_cleared(runner):
+    """With `keras.utils.clear_session()` before the second model, which gets a seed generator when it is trained."""
+    import keras
+
+    class DropPath(keras.layers.Layer):
+        def call(self, x, training=False):
+            return x * keras.ops.floor(0.5 + keras.random.uniform((keras.ops.shape(x)[0], 1))) if training else x
+
+    losses = fit(runner, make(runner, mlp))
+    keras.utils.clear_session()
+    model = make(runner, lambda: keras.Sequential([*mlp().layers, DropPath()]))
+    return losses + fit(runner, model) + sums(model)
+
+
+@case
 def methods_of_the_model(runner):
     """`model.fit`, `evaluate` and `predict` mean the runner's."""
     import keras

@@ -37,9 +37,11 @@ def attention(keras, numbers):
     tokens[::5] = 0
     inputs = keras.Input((6,), dtype="int32")
     embedded = keras.layers.Embedding(9, 8, mask_zero=True)(inputs)
-    attended = keras.layers.MultiHeadAttention(2, 4)(embedded, embedded)
-    causal = keras.layers.MultiHeadAttention(2, 4)(attended, attended, use_causal_mask=True)
-    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(causal))
+    attended = keras.layers.MultiHeadAttention(2, 3)(embedded, embedded)
+    causal = keras.layers.MultiHeadAttention(2, 3)(attended, attended, use_causal_mask=True)
+    heads = keras.ops.reshape(causal, (-1, 6, 1, 8))
+    fused = keras.ops.dot_product_attention(heads, heads, heads)
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(fused))
     return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 1).astype("float32")
 
 

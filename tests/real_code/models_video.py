@@ -17,7 +17,7 @@ def unet_segmentation(random: np.random.RandomState) -> Ready:
     x = first = layers.Activation("relu")(layers.BatchNormalization()(layers.Conv2D(8, 3, padding="same")(inputs)))
     x = layers.BatchNormalization()(layers.SeparableConv2D(12, 3, padding="same")(layers.MaxPooling2D()(x)))
     x = layers.BatchNormalization()(layers.Conv2DTranspose(8, 3, padding="same")(layers.Activation("relu")(x)))
-    x = layers.Concatenate()([layers.UpSampling2D(interpolation="bilinear")(x), first])
+    x = layers.Concatenate()([layers.UpSampling2D()(x), first])
     outputs = layers.Conv2D(CLASSES, 3, activation="softmax", padding="same")(x)
     y = random.randint(0, CLASSES, (ROWS, 16, 16, 1)).astype("int32")
     loss = "sparse_categorical_crossentropy"

@@ -12,7 +12,7 @@ USUAL = [pair for pair in (("torch", 2), ("jax", 1), ("tensorflow", 2)) if pair[
 OTHERS = [(backend, 3 - count) for backend, count in USUAL]
 
 ALIKE = (
-    "never_called", "compiled_loss_not_used", "only_predicts", "called_in_training", "equal_paths",
+    "never_called", "compiled_loss_not_used", "session_cleared", "only_predicts", "called_in_training", "equal_paths",
     "all_frozen", "nothing_to_train", "lora", "frozen_between_fits", "frozen_by_callback", "quantized", "no_scope",
     "twice", "methods_of_the_model", "own_fit", "task",
 )  # fmt: skip

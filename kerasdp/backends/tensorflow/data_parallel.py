@@ -59,8 +59,14 @@ class DataParallel(Strategy):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Returns the context in which models are made: their variables are mirrored on all devices."""
-        with self.mirrored.scope():
+        scope = self.mirrored.scope()
+        scope.__enter__()
+        try:
             yield
+        finally:
+            # keras.utils.clear_session() takes it away with TensorFlow's graph, of which it then is no more the scope.
+            if tf.distribute.has_strategy():
+                scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
