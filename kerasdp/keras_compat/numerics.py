@@ -60,6 +60,20 @@ def _sparse_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
     return crossentropy
 
 
+def _sparse_of_images(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the crossentropy of classes, also of probabilities for each pixel or token.
+
+    There the gradient fails in torch (2.13, CPU: "grad_input must be contiguous"): Keras moves the axis of the classes.
+    """
+    of_values = _sparse_of_values(original)
+
+    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
+        takes_original = from_logits or len(output.shape) < 3
+        return (original if takes_original else of_values)(target, output, from_logits=from_logits, axis=axis)
+
+    return crossentropy
+
+
 def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an attention that gives zeros for a query whose keys are all masked, as `keras.layers.Softmax` does.
 
@@ -148,7 +162,10 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
     },
-    "torch": {("nn", "dot_product_attention"): _zeros_where_all_is_masked},
+    "torch": {
+        ("nn", "sparse_categorical_crossentropy"): _sparse_of_images,
+        ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+    },
     "jax": {
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "absolute"): _absolute,

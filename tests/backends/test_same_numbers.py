@@ -16,7 +16,7 @@ def numbers(backend, fields, *cases):
 def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
     one = {"precision": ways["precision"]} if "precision" in ways else {}
     expected, received = numbers(BACKENDS[0], json.dumps(one), *cases), numbers(backend, json.dumps(ways), *cases)
-    assert expected.keys() == received.keys() and expected
+    assert received and received.keys() <= expected.keys()
     for name, results in received.items():
         (whole,) = expected[name]
         for own in results:

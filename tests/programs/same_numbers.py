@@ -15,18 +15,21 @@ def probabilities(keras, numbers):
     """Softmax and sigmoid outputs, most of which are so sure that Keras clips them."""
     inputs = keras.Input((5,))
     hidden = keras.layers.Dense(6, "tanh")(inputs)
+    image = keras.layers.Reshape((2, 1, 3))(hidden)
     outputs = {
+        "pixels": keras.layers.Conv2D(3, 1, activation="softmax", name="pixels")(image),
         "kind": keras.layers.Dense(4, "softmax", name="kind")(hidden),
         "coded": keras.layers.Softmax(name="coded")(keras.layers.Dense(4, name="coded_logits")(hidden)),
         "is": keras.layers.Dense(3, "sigmoid", name="is")(hidden),
     }
     losses = {
+        "pixels": keras.losses.SparseCategoricalCrossentropy(),
         "kind": keras.losses.SparseCategoricalCrossentropy(),
         "coded": keras.losses.CategoricalCrossentropy(label_smoothing=0.1),
         "is": keras.losses.BinaryCrossentropy(),
     }
     kinds = numbers.randint(0, 4, 24)
-    y = {"kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"),
+    y = {"pixels": numbers.randint(0, 3, (24, 2, 1)), "kind": kinds, "coded": np.eye(4)[kinds[::-1]].astype("float32"),
          "is": numbers.randint(0, 2, (24, 3)).astype("float32")}  # fmt: skip
     return keras.Model(inputs, outputs), losses, numbers.randn(24, 5).astype("float32"), y
 
@@ -119,7 +122,9 @@ def train(runner):
                 "metrics": history.get("mse", [])}  # fmt: skip
 
     is_eager = [False, True] if runner.config.backend == "tensorflow" else [False]
-    names = sys.argv[3:] or CASES
+    # Micro-batches of an output that carries a mask are refused.
+    in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
+    names = sys.argv[3:] or [name for name in CASES if not in_parts or name != "masked_and_weighted"]
     return {name: [result(name, each) for each in is_eager] for name in names}
 
 
