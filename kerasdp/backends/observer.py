@@ -127,7 +127,7 @@ def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
 
     A layer counts as a whole with all layers in it; only models within models are entered.
     """
-    layers = list(layers_within(model)) if detail == Detail.EVERYTHING else []
+    layers = layers_within(model) if detail == Detail.EVERYTHING else []
     kept = [vars(layer).get("call") for _, layer in layers]  # may be bound to the instance already
     for name, layer in layers:
         object.__setattr__(layer, "call", types.MethodType(_call_and_collect(layer.call, name), layer))
@@ -140,13 +140,20 @@ def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
-def layers_within(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
-    """Yields the layers of a model and of models within it, with the names by which they are recorded."""
-    for layer in model.layers:
-        if isinstance(layer, keras.Model):
-            yield from layers_within(layer, f"{prefix}{layer.name}/")
-        elif not isinstance(layer, keras.layers.InputLayer):
-            yield f"{prefix}{layer.name}", layer
+def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
+    """Returns the layers of a model and of models within it, once each, with the names by which they are recorded."""
+    found: dict[int, tuple[str, keras.layers.Layer]] = {}
+
+    def enter(part: keras.Model, prefix: str) -> None:
+        for layer in part.layers:
+            if isinstance(layer, keras.Model):
+                enter(layer, f"{prefix}{layer.name}/")
+            elif not isinstance(layer, keras.layers.InputLayer):
+                # A head may use a layer of its backbone, too.
+                found.setdefault(id(layer), (f"{prefix}{layer.name}", layer))
+
+    enter(model, "")
+    return list(found.values())
 
 
 def _call_and_collect(call: Any, name: str) -> Any:

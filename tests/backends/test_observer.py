@@ -38,6 +38,17 @@ def test_every_layer_in_the_order_of_the_calls(model):
     np.testing.assert_array_equal(values[3], outputs)
 
 
+def test_a_layer_of_a_backbone_and_of_its_head_is_recorded_once_a_call():
+    """As the embedding of a language model, which gives its logits, too."""
+    backbone = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="both")], name="backbone")
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, backbone.layers[0](backbone(inputs)))
+    for _ in range(2):  # the layers are as before afterwards
+        found, _ = recorded(model, Detail.EVERYTHING)
+        names = [name[6:] for name in found["outputs"]]
+        assert len(names) == 3 and len({name.removesuffix(" (2)") for name in names[1:]}) == 1
+
+
 def test_layers_are_as_before_afterwards(model):
     layer = model.get_layer("shared")
     bound = layer.call  # as a user may have bound it
