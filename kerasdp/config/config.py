@@ -64,8 +64,9 @@ class Config:
         verbose: 0 nothing, 1 progress bar, 2 a line per epoch; None: a bar in a terminal, else lines.
         tensorboard: write event files into the workdir.
         checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
-            after every 50 steps; `"10m"`, and every 10 minutes; `"never"`.
-        keep: how many of the newest checkpoints stay. The best one, by validation loss, stays besides.
+            after every 50 steps; `"10m"`, and every 10 minutes; `"never"`, none at all.
+        keep: how many of the newest checkpoints stay. The best one, by validation loss (without validation data by
+            training loss), stays besides.
         resume: resume from the newest checkpoint in the workdir; without one, start from the beginning.
         max_restarts: how often a run is restarted from its last checkpoint when a worker dies or hangs.
         hang_timeout: seconds without a step after which a run counts as hanging, and is ended. None: never.
@@ -115,6 +116,8 @@ class Config:
     export: str | None = None
 
     def __post_init__(self) -> None:
+        for name, value in validation.normalized(self).items():
+            object.__setattr__(self, name, value)
         validation.check(self)
 
     def check_replicas(self, num_replicas: int) -> None:
@@ -223,9 +226,7 @@ class Config:
             return None, None
         number = text.removesuffix("m")
         if not number.isdecimal() or int(number) < 1:
-            raise UserError(
-                f"--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). Received: {text!r}"
-            )
+            raise UserError(f"--checkpoint_every: expected {validation.CHECKPOINT_TIMES}. Received: {text!r}")
         return (None, 60.0 * int(number)) if text.endswith("m") else (int(number), None)
 
     @property

@@ -34,9 +34,15 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"f({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise wrong
-        return name.strip(), {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+        words = [(word.arg, ast.literal_eval(word.value)) for word in call.keywords]
     except (SyntaxError, ValueError) as error:
         raise wrong from error
+    arguments = {word: value for word, value in words if word is not None}
+    if any(word is None for word, _ in words):  # **{...}
+        raise wrong
+    if len(arguments) < len(words):
+        raise UserError(f"--{flag}: expected each argument once. Received: {text!r}")
+    return name.strip(), arguments
 
 
 def is_user_function(name: str) -> bool:

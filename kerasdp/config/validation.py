@@ -1,10 +1,15 @@
 """What may be chosen for a run, and which choices go together."""
 
+import dataclasses
 import math
+import numbers
+import os
+import typing
+from collections.abc import Callable
 from typing import Any
 
 from kerasdp.config import spec
-from kerasdp.errors import UserError
+from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
 DEVICES = ("auto", "gpu", "cpu")
@@ -18,29 +23,77 @@ PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 GRADIENT_PRECISIONS = ("float32", "bfloat16")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "backend": (None, *BACKENDS),
+    "device": DEVICES,
+    "strategy": STRATEGIES,
+    "schedule": SCHEDULES,
+    "balance": BALANCES,
+    "batch_norm": BATCH_NORMS,
+    "precision": PRECISIONS,
+    "compile": SWITCHES,
+    "check": CHECKS,
+    "data_on_device": SWITCHES,
+    "gradient_precision": GRADIENT_PRECISIONS,
+    "verbose": (None, 0, 1, 2),
+}
+_COUNTS = (
+    "num_devices", "batch_size", "accumulate", "epochs", "max_steps", "lr_base_batch", "log_every", "keep",
+    "num_stages", "micro_batches",
+)  # fmt: skip
+_NAMES = ("model", "dataset", "optimizer", "kernel_initializer")
+CHECKPOINT_TIMES = "epoch, never, steps (as 50) or minutes (as 10m)"
+
+
+def _is_split_size(size: int | str) -> bool:
+    return size == "auto" or (str(size).isdecimal() and int(size) > 0)
+
+
+# What the other fields may be: in words, and as a question to a value of the field's type that is not None.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(_COUNTS, ("a whole number of at least 1", lambda number: number >= 1)),
+    "split_size": ("auto, or a whole number of at least 1", _is_split_size),
+    "max_restarts": ("a whole number of at least 0", lambda number: number >= 0),
+    "seed": ("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
+    "learning_rate": ("a number above 0", lambda number: math.isfinite(number) and number > 0),
+    "hang_timeout": ("a number of seconds above 0", lambda number: number > 0),
+    "export": (
+        "a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))
+    ),
+    # What else these must be is checked where they are parsed.
+    **dict.fromkeys(_NAMES, ("a name, or a name with arguments such as sgd(momentum=0.9)", lambda text: True)),
+    "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
+    "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
+    "workdir": ("a folder", lambda path: True),
+    "data_dir": ("a folder", lambda path: True),
+    **dict.fromkeys(("tensorboard", "resume"), ("True or False", lambda switch: True)),
+}  # fmt: skip
+_PATHS = ("workdir", "data_dir", "export")
 # Fields that data parallelism has no use for.
 _OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "schedule")
 
 
+def normalized(config: Any) -> dict[str, Any]:
+    """Returns the fields of a `Config` as the types that JSON can hold, where people in Python have others.
+
+    Those are paths, NumPy's numbers, the number of steps in `checkpoint_every`, and True or False as `verbose`.
+    """
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for name, value in values.items():
+        if name in _PATHS and isinstance(value, os.PathLike):
+            values[name] = os.fspath(value)
+        elif isinstance(value, bool):
+            values[name] = int(value) if name == "verbose" else value
+        elif isinstance(value, numbers.Integral):
+            values[name] = str(int(value)) if name == "checkpoint_every" else int(value)
+        elif isinstance(value, numbers.Real):
+            values[name] = float(value)
+    return values
+
+
 def check(config: Any) -> None:
     """Raises `UserError` if a choice is out of its range, or choices do not go together."""
-    _one_of("backend", config.backend, (None, *BACKENDS))
-    _one_of("device", config.device, DEVICES)
-    _one_of("strategy", config.strategy, STRATEGIES)
-    _one_of("schedule", config.schedule, SCHEDULES)
-    _one_of("balance", config.balance, BALANCES)
-    _one_of("batch_norm", config.batch_norm, BATCH_NORMS)
-    _one_of("precision", config.precision, PRECISIONS)
-    _one_of("compile", config.compile, SWITCHES)
-    _one_of("check", config.check, CHECKS)
-    _one_of("data_on_device", config.data_on_device, SWITCHES)
-    _one_of("gradient_precision", config.gradient_precision, GRADIENT_PRECISIONS)
-    _one_of("verbose", config.verbose, (None, 0, 1, 2))
-    _check_numbers(config)
-    if config.export is not None and not config.export.endswith((".keras", ".weights.h5")):
-        raise UserError(
-            f"--export: expected a file name that ends in .keras or .weights.h5. Received: {config.export!r}"
-        )
+    _check_values(config)
     config.checkpoint_interval()
     for flag, needs_workdir in (
         ("tensorboard", config.tensorboard),
@@ -52,7 +105,7 @@ def check(config: Any) -> None:
     if config.checkpoint_every == "never" and (config.resume or config.max_restarts):
         flag = "resume" if config.resume else "max_restarts"
         raise UserError(f"--{flag} resumes from a checkpoint, but --checkpoint_every=never keeps none")
-    for flag in ("model", "dataset", "optimizer", "kernel_initializer"):
+    for flag in _NAMES:
         if getattr(config, flag) is not None:
             name, _ = spec.parse(getattr(config, flag), flag)
             known = {"model": MODELS, "dataset": DATASETS}.get(flag)
@@ -82,39 +135,28 @@ def check(config: Any) -> None:
         config.check_replicas(config.num_replicas(config.num_devices))
 
 
-def _check_numbers(config: Any) -> None:
-    for flag, value in (
-        ("gpus", config.num_devices),
-        ("batch_size", config.batch_size),
-        ("accumulate", config.accumulate),
-        ("epochs", config.epochs),
-        ("max_steps", config.max_steps),
-        ("lr_base_batch", config.lr_base_batch),
-        ("log_every", config.log_every),
-        ("keep", config.keep),
-        ("stages", config.num_stages),
-        ("micro_batches", config.micro_batches),
-    ):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value}")
-    if config.learning_rate is not None and not (math.isfinite(config.learning_rate) and config.learning_rate > 0):
-        raise UserError(f"--learning_rate: expected a number above 0. Received: {config.learning_rate}")
-    if not 0 <= config.seed < 2**32:
-        raise UserError(f"--seed: expected a whole number from 0 to 4294967295. Received: {config.seed}")
-    if not isinstance(config.max_restarts, int) or config.max_restarts < 0:
-        raise UserError(f"--max_restarts: expected a whole number of at least 0. Received: {config.max_restarts}")
-    if config.hang_timeout is not None and not config.hang_timeout > 0:
-        raise UserError(f"--hang_timeout: expected a number of seconds above 0. Received: {config.hang_timeout}")
+def _check_values(config: Any) -> None:
+    """Raises if a field is not of its type, or out of its range."""
+    flags = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        kinds = typing.get_args(field.type) or (field.type,)
+        is_of_type = isinstance(value, (*kinds, int) if float in kinds else kinds)
+        is_of_type = is_of_type and (bool in kinds or not isinstance(value, bool))
+        if name in _CHOICES:
+            expected = f"one of {', '.join(str(choice) for choice in _CHOICES[name] if choice is not None)}"
+            is_right = is_of_type and value in _CHOICES[name]
+        else:
+            expected, is_in_range = _RANGES[name]
+            is_right = is_of_type and (value is None or is_in_range(value))
+        if not is_right:
+            received = " ".join(repr(value).split())  # an array has several lines
+            raise UserError(f"--{flags.get(name, name)}: expected {expected}. Received: {received:.200}")
 
 
 def _check_pipeline(config: Any) -> None:
     if config.split_size is not None and config.micro_batches is not None:
         raise UserError("--split_size and --micro_batches say the same in two ways: give one of them")
-    size = str(config.split_size)  # a number in Python is one, too
-    if config.split_size is not None and size != "auto" and not (size.isdecimal() and int(size) > 0):
-        raise UserError(
-            f"--split_size: expected auto, or a whole number of at least 1. Received: {config.split_size!r}"
-        )
     if config.split_size == "auto" and (config.resume or config.max_restarts):
         flag = "resume" if config.resume else "max_restarts"
         raise UserError(
@@ -156,9 +198,3 @@ def _check_gradients(config: Any) -> None:
 def _engine_flag(config: Any) -> str:
     """What on the command line asks for the engine."""
     return f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
-
-
-def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        names = ", ".join(str(name) for name in allowed if name is not None)
-        raise UserError(f"--{flag}: expected one of {names}. Received: {value!r}")

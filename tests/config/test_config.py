@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import pathlib
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from kerasdp import config
@@ -74,6 +76,33 @@ from kerasdp.runtime.devices import Devices
         ({"gradient_precision": "bfloat16", "accumulate": 2}, "not together with --accumulate=2"),
         ({"gradient_precision": "bfloat16", "strategy": "pipeline"}, "not together with --strategy=pipeline"),
         ({"gradient_precision": "bfloat16", "strategy": "tensor"}, "not together with --strategy=tensor"),
+        ({"num_devices": "2"}, "--gpus: expected a whole number of at least 1. Received: '2'"),
+        ({"batch_size": True}, "--batch_size: expected a whole number of at least 1. Received: True"),
+        ({"learning_rate": "0.1"}, "--learning_rate: expected a number above 0. Received: '0.1'"),
+        ({"hang_timeout": "60"}, "--hang_timeout: expected a number of seconds above 0. Received: '60'"),
+        ({"seed": None}, "--seed: expected a whole number from 0 to 4294967295. Received: None"),
+        ({"seed": 1.5}, "--seed: expected a whole number from 0 to 4294967295. Received: 1.5"),
+        ({"cut_at": ["a", "b"]}, "--cut_at: expected names of layers in one string, comma-separated. Received: ['a', "),
+        ({"optimizer": Config}, "--optimizer: expected a name, or a name with arguments such as sgd(momentum=0.9). Re"),
+        ({"optimizer": None}, "--optimizer: expected a name"),
+        ({"model": pathlib.Path("m.py")}, "--model: expected a name"),
+        ({"workdir": 3}, "--workdir: expected a folder. Received: 3"),
+        ({"resume": "no"}, "--resume: expected True or False. Received: 'no'"),
+        (
+            {"backend": np.zeros((2, 2))},
+            "--backend: expected one of torch, jax, tensorflow. Received: array([[0., 0.],",
+        ),
+        (
+            {"export": pathlib.Path("m.h5")},
+            "--export: expected a file name that ends in .keras or .weights.h5. Received",
+        ),
+        ({"checkpoint_every": 0}, "--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). Rece"),
+        ({"checkpoint_every": None}, "--checkpoint_every: expected epoch, never, steps (as 50) or minutes (as 10m). R"),
+        (
+            {"strategy": "pipeline", "split_size": 0},
+            "--split_size: expected auto, or a whole number of at least 1. Rec",
+        ),
+        ({"strategy": "pipeline", "split_size": 2.5}, "--split_size: expected auto, or a whole number of at least 1."),
         ({"data_on_device": "yes"}, "--data_on_device: expected one of auto, on, off"),
         ({"data_on_device": "on", "strategy": "pipeline"}, "--data_on_device=on: not together with --strategy=pipe"),
     ],
@@ -122,6 +151,31 @@ def test_a_config_is_frozen_and_fits_into_json():
     assert Config(**json.loads(json.dumps(settings.as_dict()))) == settings
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("workdir", pathlib.Path("runs/a"), "runs/a"),
+        ("data_dir", pathlib.Path("data"), "data"),
+        ("export", pathlib.Path("a.keras"), "a.keras"),
+        ("checkpoint_every", 50, "50"),
+        ("checkpoint_every", np.int64(50), "50"),
+        ("seed", np.int64(7), 7),
+        ("learning_rate", np.float32(0.5), 0.5),
+        ("learning_rate", 1, 1),
+        ("verbose", False, 0),
+    ],
+)
+def test_types_that_people_have_in_python(name, value, plain):
+    settings = Config(**{name: value})
+    found = json.loads(json.dumps(settings.as_dict()))[name]
+    assert (found, type(found)) == (plain, type(plain))
+    assert settings == Config(**{name: plain})
+
+
+def test_the_steps_between_checkpoints_as_a_number():
+    assert Config(checkpoint_every=50).checkpoint_interval() == (50, None)
+
+
 def test_the_tables_hold_what_the_config_names():
     pytest.importorskip("keras")
     import importlib
@@ -148,6 +202,20 @@ def test_names_with_arguments(text, expected):
 def test_names_that_are_none(text):
     with pytest.raises(UserError, match="--flag: expected a name"):
         spec.parse(text, "flag")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('sgd(**{"momentum":0.5})', "--flag: expected a name, or a name with arguments"),
+        ("sgd(momentum=0.5, momentum=0.7)", "--flag: expected each argument once. Received: 'sgd(momentum=0.5, mom"),
+    ],
+)
+def test_arguments_that_would_be_lost(text, words):
+    with pytest.raises(UserError) as caught:
+        spec.parse(text, "flag")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_users_own_functions(tmp_path):
