@@ -168,14 +168,14 @@ class StagedModels(Generic[Engine]):
             first_batch: gives one of the batches to train on.
             report: is told what was tried.
         """
-        from kerasdp.pipeline.plan import accumulating, find_size
+        from kerasdp.pipeline.plan import find_size, with_rows
 
         engine = self.engine_of(model)
-        if self.config.accumulate > 1:
-            plan = accumulating(engine.plan, self.config, len(first_batch().indices))
+        if self.config.split_size != "auto":
+            plan = with_rows(engine.plan, self.config, len(first_batch().indices))
             if plan.size != engine.plan.size:  # a new plan is new graphs on TensorFlow
                 engine.plan = plan
-        if self.config.split_size == "auto" and self._tuned.get(model) is not engine:
+        elif self._tuned.get(model) is not engine:
             self._tuned.put(model, engine)
             find_size(engine, self._shard_batch(first_batch()), report)
 

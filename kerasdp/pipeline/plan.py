@@ -89,6 +89,7 @@ class Plan:
         stages: of the model.
         size: rows of a micro-batch, over all pipelines.
         num_pipelines: that share a micro-batch.
+        num_devices: of all of them together.
         schedule: of `kerasdp.config.validation.SCHEDULES`.
         is_whole_model: whether the only stage is the model, for `Config.accumulate`.
     """
@@ -97,6 +98,7 @@ class Plan:
     stages: list[Stage]
     size: int
     num_pipelines: int
+    num_devices: int
     schedule: str
     is_whole_model: bool = False
 
@@ -176,21 +178,28 @@ def make_plan(
         stages=stages,
         size=size * num_pipelines,
         num_pipelines=num_pipelines,
+        num_devices=num_devices,
         # Backward passes as soon as possible: with one stage, no more than one micro-batch is in memory.
         schedule="1f1b" if config.accumulate > 1 else config.schedule,
         is_whole_model=config.accumulate > 1,
     )
 
 
-def accumulating(plan: Plan, config: Config, num_rows: int) -> Plan:
+def with_rows(plan: Plan, config: Config, num_rows: int) -> Plan:
     """Returns the plan for batches of `num_rows` rows, whatever `config.batch_size` is.
 
+    Args:
+        config: its `split_size` is not `"auto"`.
+
     Raises:
-        UserError: if they cannot be cut into `config.accumulate` micro-batches.
+        UserError: if they cannot be cut into micro-batches as the configuration says.
     """
     config = dataclasses.replace(config, num_devices=None, batch_size=num_rows)
     config.check_replicas(plan.num_pipelines)
-    return dataclasses.replace(plan, size=config.micro_batch_size(1, plan.num_pipelines) * plan.num_pipelines)
+    num_stages = len(plan.stages)
+    size = config.micro_batch_size(num_stages, plan.num_pipelines)
+    _check_sizes(config, num_stages, plan.num_pipelines, plan.num_devices, size)
+    return dataclasses.replace(plan, size=size * plan.num_pipelines)
 
 
 def find_size(pipeline: Any, batch: Any, report: Callable[[str], None]) -> None:

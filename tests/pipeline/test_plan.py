@@ -1,14 +1,17 @@
 """How batch and model are cut, and who works on what when: the same on every backend."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
+from kerasdp.backends.base import StagedModels
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import slots_of
-from kerasdp.pipeline.plan import MicroBatches, accumulating, actions, make_plan
+from kerasdp.pipeline.plan import MicroBatches, actions, make_plan, with_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 61, 64])
@@ -209,12 +212,43 @@ def test_parts_of_a_batch():
     assert (len(made.stages), made.num_pipelines, made.size, made.schedule) == (1, 2, 16, "1f1b")
     assert made.micro_batches(64).instead == "leave out --accumulate"
     assert str(made) == "gradients are summed over micro-batches of 16 samples"
-    other = accumulating(made, config, 61)  # 31 on a device: 8, 8, 8, 7
+    other = with_rows(made, config, 61)  # 31 on a device: 8, 8, 8, 7
     assert (other.size, len(other.micro_batches(61))) == (16, 4)
     with pytest.raises(UserError, match="--accumulate: 9 samples, those of a device, cannot be cut into 4 parts of"):
-        accumulating(made, config, 18)
+        with_rows(made, config, 18)
     with pytest.raises(UserError, match="--accumulate needs a model whose layers are known"):
         make_plan(Unknown(), config, 2, lambda costs: costs)
+
+
+def tuned(num_rows, **choices):
+    """Returns the plan of a run with a `config.batch_size` of 64 after `fit` was given batches of `num_rows`."""
+    config = Config(strategy="pipeline", balance="parameters", batch_size=64, **choices)
+    engine = SimpleNamespace(plan=make_plan(net(), config, 2, lambda costs: costs), is_stale=False)
+    stages = StagedModels(config, lambda model: engine, lambda batch: batch)
+    stages.tune(engine.plan.model, lambda: SimpleNamespace(indices=np.arange(num_rows)), print)
+    return engine.plan
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(16, 4), (61, 16), (64, 16), (256, 64)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("choices", [{"micro_batches": 4}, {}])
+def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule, choices):
+    made = tuned(num_rows, schedule=schedule, **choices)
+    assert (made.size, len(made.micro_batches(num_rows))) == (size, 4)
+    assert made.schedule_for(len(made.micro_batches(num_rows))) == schedule
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "choices", "words"),
+    [
+        (9, {"micro_batches": 4}, "--micro_batches: 9 samples cannot be cut into 4 of one size"),
+        (8, {"split_size": 16}, "--split_size: expected at most 8, a pipeline's samples. Received: 16"),
+        (16, {"split_size": 16, "schedule": "1f1b"}, "--schedule=1f1b: expected at least 2 micro-batches, one per"),
+    ],
+)
+def test_batches_that_cannot_be_cut_as_asked(num_rows, choices, words):
+    with pytest.raises(UserError, match=words):
+        tuned(num_rows, **choices)
 
 
 class Unknown(keras.Model):
