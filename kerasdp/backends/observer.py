@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,8 +75,9 @@ def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dic
     return seen
 
 
-# Characters of the number before a name.
+# Characters of the number before a name; what follows the name in further calls.
 _PLACE = 6
+_NUMBER_OF_CALL = re.compile(r" \(\d+\)$")
 # What layers gave, by name, and what is done to it first. A context variable: TensorFlow traces replicas in threads.
 _outputs: contextvars.ContextVar[tuple[dict[str, Any], Callable[[Any], Any]] | None] = contextvars.ContextVar(
     "kerasdp_outputs", default=None
@@ -118,7 +120,7 @@ def shard_outputs() -> Iterator[dict[str, Any]]:
 
 def layer_name(recorded: str) -> str:
     """Returns the name of a layer by that of one of its outputs."""
-    return recorded[_PLACE:].partition(" ")[0]
+    return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
 
 
 @contextlib.contextmanager
@@ -171,7 +173,7 @@ def _collect(name: str, result: Any) -> None:
         return
     outputs, convert = recorded
     for tensor in keras.tree.flatten(result):
-        if tensor is not None:
+        if hasattr(tensor, "shape"):  # a layer may give numbers and objects, too
             number = sum(layer_name(known) == name for known in outputs)
             name_of_call = f"{name} ({number + 1})" if number else name
             # Numbered, because what leaves a function compiled by JAX comes in the order of its names.

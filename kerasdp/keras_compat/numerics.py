@@ -146,11 +146,40 @@ def _leaky_relu(_: Callable[..., Any]) -> Callable[..., Any]:
 
 def _selu(_: Callable[..., Any]) -> Callable[..., Any]:
     scale, alpha = 1.0507009873554805, 1.6732632423543772
-    return lambda x: ops.where(x > 0, scale * x, scale * alpha * ops.expm1(ops.minimum(x, 0.0)))
+    return lambda x: ops.where(x > 0, scale * x, scale * alpha * ops.expm1(_of_negative(x)))
 
 
 def _celu(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, alpha=1.0: ops.where(x > 0, x, alpha * ops.expm1(ops.minimum(x, 0.0) / alpha))
+    return lambda x, alpha=1.0: ops.where(x > 0, x, alpha * ops.expm1(_of_negative(x) / alpha))
+
+
+def _of_negative(x: Any) -> Any:
+    return ops.where(x > 0, ops.zeros_like(x), x)
+
+
+def _whole_at_bounds(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `clip` whose gradient is 1 where a number is exactly a bound."""
+
+    def clip(x: Any, x_min: Any, x_max: Any) -> Any:
+        clipped = original(x, x_min, x_max)
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(clipped.dtype)):
+            return clipped
+        return ops.where(ops.equal(clipped, x), x, clipped)
+
+    return clip
+
+
+def _half_at_ties(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a maximum or minimum whose gradient goes to both of two equal numbers, half to each."""
+
+    def of_two(x1: Any, x2: Any) -> Any:
+        larger = original(x1, x2)
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(larger.dtype)):
+            return larger
+        x1, x2 = (ops.cast(x, larger.dtype) for x in (x1, x2))
+        return ops.where(ops.equal(x1, x2), 0.5 * x1 + 0.5 * x2, larger)
+
+    return of_two
 
 
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
@@ -159,6 +188,8 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("nn", "binary_crossentropy"): _of_values,
         ("nn", "sparse_categorical_crossentropy"): _sparse_of_values,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("numpy", "maximum"): _half_at_ties,
+        ("numpy", "minimum"): _half_at_ties,
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
     },
@@ -168,6 +199,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
     },
     "jax": {
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("numpy", "clip"): _whole_at_bounds,
         ("numpy", "absolute"): _absolute,
         ("numpy", "abs"): _absolute,
         ("nn", "leaky_relu"): _leaky_relu,

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ class WholeBatchPenalties:
         self.layers = all_layers(model)
         self.regularized = [layer for layer in self.layers if layer.activity_regularizer is not None]
         self.is_checked = False
+        self.num_calls: dict[int, int] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -33,8 +33,9 @@ class WholeBatchPenalties:
             UserError: if a layer adds a loss of its own, in which a replica's shard cannot be told from the whole.
         """
         kept = [layer.activity_regularizer for layer in self.regularized]
+        self.num_calls.clear()
         for layer, regularizer in zip(self.regularized, kept):
-            layer.activity_regularizer = functools.partial(_penalize, layer, regularizer)
+            layer.activity_regularizer = functools.partial(self._penalize, layer, regularizer)
         try:
             yield
         finally:
@@ -46,20 +47,21 @@ class WholeBatchPenalties:
         """Raises `UserError` if a layer has added a loss of its own, in which a shard cannot be told from the whole."""
         if self.is_checked:
             return
-        for layer in itertools.filterfalse(self.regularized.__contains__, self.layers):
-            if added_losses(layer):
+        for layer in self.layers:
+            # Keras adds what a regularizer gives, too.
+            if len(added_losses(layer)) > self.num_calls.get(id(layer), 0):
                 raise UserError(
                     f"layer {layer.name} calls add_loss, with which it would count only one device's shard of the "
                     "batch; move that loss into the model's compute_loss, or train on one device or with --backend=jax"
                 )
         self.is_checked = True
 
-
-def _penalize(layer: keras.layers.Layer, regularizer: Any, output: Any) -> Any:
-    context = replica_context.current()
-    if context is None or context.rows is None:
-        return regularizer(output)
-    axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
-    whole = context.whole(output, axis)
-    context.penalties.append(regularizer(whole) / whole.shape[0])  # by the samples, as Keras does
-    return keras.ops.zeros(())
+    def _penalize(self, layer: keras.layers.Layer, regularizer: Any, output: Any) -> Any:
+        self.num_calls[id(layer)] = self.num_calls.get(id(layer), 0) + 1
+        context = replica_context.current()
+        if context is None or context.rows is None:
+            return regularizer(output)
+        axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
+        whole = context.whole(output, axis)
+        context.penalties.append(regularizer(whole) / whole.shape[0])  # by the samples, as Keras does
+        return keras.ops.zeros(())

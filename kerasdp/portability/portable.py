@@ -31,6 +31,9 @@ _REPLACEMENTS = {
 
 _A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randint)\(")
 
+# The attribute of a layer that keeps the `call` which the user has bound to that one layer, or None.
+_OWN_CALL = "_kerasdp_own_call"
+
 # These differ even with the same random numbers (Keras 3.15).
 _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
 
@@ -64,9 +67,10 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
     for layer in all_layers(model):
         if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
             give_seed_generator(layer)
-        if type(layer) in _REPLACEMENTS:
+        if type(layer) in _REPLACEMENTS and "call" not in vars(layer):
             layer.__class__ = _REPLACEMENTS[type(layer)]
-        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
+        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())) and not hasattr(layer, _OWN_CALL):
+            object.__setattr__(layer, _OWN_CALL, vars(layer).get("call"))
             # Bound to the instance: the class, by which a model is saved, stays. Survives copy.deepcopy, too.
             object.__setattr__(layer, "call", types.MethodType(_call_with_portable_draws, layer))
         if isinstance(layer, layers.BatchNormalization):
@@ -76,13 +80,6 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
             warnings.warn(
                 f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
                 stacklevel=2,
-            )
-    for layer in all_layers(model):
-        if isinstance(layer, keras.layers.SpectralNormalization) and keras.backend.backend() == "jax":
-            # Keras 3.15: its stateless step takes back what a call assigns to trainable weights, the others keep it.
-            raise UserError(
-                f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, which Keras loses "
-                "on jax; train it with --backend=torch or --backend=tensorflow"
             )
     for layer in foreign_batch_norms(model):
         warnings.warn(
@@ -132,7 +129,8 @@ def _draws_without_seed(kind: Any) -> bool:
 
 def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
     with random_numbers.portable_draws(f"layer {layer.name}", (args, kwargs), given_seed_generator(layer)):
-        return type(layer).call(layer, *args, **kwargs)
+        own = getattr(layer, _OWN_CALL, None)
+        return type(layer).call(layer, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 def _draw_initial_weights(model: keras.Model, seed: int) -> None:

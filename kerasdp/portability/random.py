@@ -136,7 +136,7 @@ class _Drawing(NamedTuple):
 
 
 # User-defined code that is no layer with a seed generator.
-_UNNAMED = _Drawing("a layer or loss without a keras.random.SeedGenerator", [], None)
+_UNNAMED = _Drawing("a layer or loss that has no seed generator of Keras", [], None)
 # A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
 _drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kerasdp_drawing", default=None)
 

@@ -151,12 +151,18 @@ class ReplicaContext:
         return self.row_axis(("output", number), output, f"output {number} of the model")
 
     def whole(self, tensor: Any, axis: RowAxis | None) -> Any:
-        """Gathers the tensor of the global batch from the replicas' shards of it."""
+        """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one."""
+        from kerasdp.keras_compat import with_mask
+
         if axis is None or self.gather_rows is None or self.rows is None:
             return tensor
-        own = axis.rows_first(tensor, self.rows)
-        whole = self.gather_rows(own)
-        return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // self.rows))
+
+        def gather(part: Any) -> Any:
+            own = axis.rows_first(part, self.rows)
+            whole = self.gather_rows(own)
+            return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // self.rows))
+
+        return with_mask(gather, tensor)
 
 
 # A context variable, not a global: TensorFlow traces each replica in a thread of its own.

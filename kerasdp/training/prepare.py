@@ -46,6 +46,7 @@ def prepare(
     strategy: Strategy,
     scope: Callable[[], AbstractContextManager[None]],
     with_targets: bool = True,
+    training: bool = False,
 ) -> None:
     """Builds what is not built of a model, and makes its batch norm the one of this run.
 
@@ -57,6 +58,7 @@ def prepare(
         strategy: how the devices share the work.
         scope: makes the context in which variables are made.
         with_targets: whether the batch has what loss and metrics need.
+        training: whether weights will change.
 
     Raises:
         UserError: if the model cannot be used in this run, or not with this data.
@@ -84,14 +86,29 @@ def prepare(
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
         warnings.warn(addressed(text), stacklevel=4)
-    for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
-        raise UserError(
-            f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
-            "would diverge between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
-        )
+    if training:
+        _refuse_lost_statistics(model, config, strategy)
     sees_some_rows = strategy.splits_batches or strategy.stages is not None  # a layer, of a batch
     if sees_some_rows and not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
+
+
+def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:
+    """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
+    for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
+        # The check of the first step knows those that take their statistics of training for no call.
+        if layer.trainable and config.check == "off":
+            raise UserError(
+                f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
+                "would diverge between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
+            )
+    for layer in all_layers(model) if config.backend == "jax" else ():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            # Keras 3.15: its stateless step takes back what a call assigns to trainable weights, the others keep it.
+            raise UserError(
+                f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, which Keras loses "
+                "on jax; train it with --backend=torch or --backend=tensorflow"
+            )
 
 
 def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy, with_targets: bool) -> None:

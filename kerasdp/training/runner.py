@@ -131,7 +131,7 @@ class Runner:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
-        num_rows = self._prepare(model, reader)
+        num_rows = self._prepare(model, reader, training=True)
         feed = Feed(reader, self.strategy.shard_batch, self.state)
         validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
@@ -274,11 +274,11 @@ class Runner:
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
-    def _prepare(self, model: keras.Model, reader: Reader, with_targets: bool = True) -> int:
+    def _prepare(self, model: keras.Model, reader: Reader, with_targets: bool = True, training: bool = False) -> int:
         """Prepares the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
-        prepare(model, reader, batch, self.config, self.strategy, self._scope, with_targets)
+        prepare(model, reader, batch, self.config, self.strategy, self._scope, with_targets, training)
         return len(batch.indices)
 
     @contextlib.contextmanager

@@ -8,7 +8,8 @@ import json
 import os
 import sys
 
-import model_kinds  # noqa: F401  # holds cases
+import model_kinds  # noqa: F401  # holds cases, as does the next
+import model_methods  # noqa: F401
 from model_case import CASES
 from model_changes import MADE_BEFORE, make_before
 

@@ -1,7 +1,7 @@
 """Cases of `any_model.py`: models that are built or called in other ways than most."""
 
 import numpy as np
-from model_case import RANDOM, X, Y, case, fit, make, mlp, sums
+from model_case import RANDOM, X, Y, case, compile_it, fit, make, sums
 
 
 @case
@@ -76,6 +76,128 @@ def equal_paths(runner):
 
 
 @case
+def mask_and_unused_weights(runner):
+    """Outputs that carry a mask, one of them without a loss, so that some weights are not trained."""
+    import keras
+
+    def build():
+        inputs = keras.Input((6,), dtype="int32")
+        hidden = keras.layers.LSTM(4, return_sequences=True)(keras.layers.Embedding(20, 4, mask_zero=True)(inputs))
+        return keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")})
+
+    with runner.scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(0.5), {"a": "mse"})
+    tokens = np.where(np.arange(6) <= np.arange(22)[:, None] % 5, np.arange(132).reshape(22, 6) % 19 + 1, 0)
+    targets = {"a": np.sin(np.arange(132)).reshape(22, 6, 1)}
+    history = runner.fit(model, tokens, targets, batch_size=7, epochs=2, verbose=0).history
+    return history["loss"] + sums(model)
+
+
+@case
+def weight_of_the_loss(runner):
+    """A weight that the loss alone uses, beside some that nothing does."""
+    import keras
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head, self.unused = keras.layers.Dense(3), keras.layers.Dense(5, kernel_regularizer="l2")
+            self.balance = self.add_weight(shape=(), initializer="zeros", name="balance")
+
+        def build(self, shape):
+            self.head.build(shape)
+            self.unused.build(shape)
+
+        def call(self, x):
+            return self.head(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+            return loss * keras.ops.exp(-self.balance) + self.balance
+
+    model = make(runner, Model)
+    return fit(runner, model) + sums(model)
+
+
+@case
+def used_from_the_second_epoch_on(runner):
+    """A branch that a callback switches on: its weights have no gradients before."""
+    import keras
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head, self.late, self.is_on = keras.layers.Dense(3), keras.layers.Dense(3), False
+
+        def build(self, shape):
+            self.head.build(shape)
+            self.late.build(shape)
+
+        def call(self, x):
+            return self.head(x) + self.late(x * x) if self.is_on else self.head(x)
+
+    model = make(runner, Model)
+    losses = fit(runner, model)
+    model.is_on = True
+    with runner.scope():
+        compile_it(model, keras.optimizers.SGD(0.1, momentum=0.9))
+    return losses + fit(runner, model) + sums(model)
+
+
+@case
+def loss_that_draws(runner):
+    """With a seed generator that the model holds, so that each backend keeps its state."""
+    import keras
+
+    class Model(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            noise = keras.random.normal(keras.ops.shape(y_pred), seed=self.noise)
+            return super().compute_loss(x, y, y_pred + 0.3 * noise, sample_weight, training)
+
+    def build():
+        model = Model([keras.Input((4,)), keras.layers.Dense(3)])
+        model.noise = keras.random.SeedGenerator(3)
+        return model
+
+    model = make(runner, build)
+    return fit(runner, model) + sums(model)
+
+
+@case
+def layers_of_their_own_kind(runner):
+    """One that gives a number with its tensor, a batch norm that is never in training, a `call` bound to one layer."""
+    import keras
+
+    class Patches(keras.layers.Layer):
+        def __init__(self, name):
+            super().__init__(name=name)
+            self.dense = keras.layers.Dense(6)
+
+        def call(self, x):
+            return self.dense(x), 3
+
+    class FrozenNorm(keras.layers.BatchNormalization):
+        def call(self, x, training=None):
+            return super().call(x, training=False)
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.patches, self.norm = Patches("patches"), FrozenNorm()
+            self.noise, self.head = keras.layers.GaussianNoise(0.1), keras.layers.Dense(3)
+            own = self.noise.call
+            self.noise.call = lambda x, training=False: 2 * own(x, training=training)
+
+        def call(self, x, training=False):
+            x, number = self.patches(x)
+            return self.head(self.noise(self.norm(x) / number, training=training))
+
+    model = make(runner, Model)
+    return fit(runner, model, validation_data=(X, Y)) + sums(model) + runner.predict(model, X)[3].tolist()
+
+
+@case
 def only_predicts(runner):
     """Neither compiled nor called before, and without a `build` of its own."""
     import keras
@@ -125,109 +247,3 @@ def nothing_to_train(runner):
     norm = {"center": False, "scale": False}
     model = make(runner, lambda: keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(**norm)]))
     return fit(runner, model) + sums(model)
-
-
-def rate(model):
-    import keras
-
-    return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-
-
-@case
-def own_fit(runner):
-    """A `fit` that adds a callback, and calls `super()`, is heeded, whichever way it is called."""
-    import keras
-
-    class Halve(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.optimizer.learning_rate = rate(self.model) / 2
-
-    class Model(keras.Sequential):
-        def fit(self, *args, callbacks=(), **kwargs):
-            return super().fit(*args, callbacks=[*(callbacks or ()), Halve()], **kwargs)
-
-    model, other = (make(runner, lambda: Model(mlp().layers)) for _ in range(2))
-    losses = fit(runner, model)
-    assert losses == other.fit(X, Y, batch_size=7, epochs=2, verbose=0).history["loss"]
-    return [*losses, rate(model)]
-
-
-@case
-def own_loop(runner):
-    import keras
-
-    class Model(keras.Sequential):
-        def fit(self, *args, **kwargs):
-            return "trained somehow"
-
-    return fit(runner, make(runner, lambda: Model(mlp().layers)))
-
-
-def pipeline_model():
-    """A class in the manner of KerasHub's PipelineModel and its tasks."""
-    import keras
-
-    class PipelineModel(keras.Model):
-        def preprocess_samples(self, x, y=None, sample_weight=None):
-            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-
-        def fit(self, *args, **kwargs):
-            raise AssertionError("not with a kit that preprocesses before it splits the data")
-
-        predict = fit
-
-        def evaluate(self, *args, _use_cached_eval_dataset=False, **kwargs):
-            if _use_cached_eval_dataset:  # by Keras' fit
-                return super().evaluate(*args, _use_cached_eval_dataset=True, **kwargs)
-            return self.fit()
-
-    class Task(PipelineModel):
-        def __init__(self):
-            inputs = {name: keras.Input((5,), dtype="int32", name=name) for name in ("tokens", "mask")}
-            hidden = keras.layers.Embedding(30, 6)(inputs["tokens"])
-            weights = keras.ops.cast(inputs["mask"], "float32")
-            hidden = keras.layers.Dropout(0.2)(keras.ops.einsum("bte,bt->be", hidden, weights))
-            super().__init__(inputs, keras.layers.Dense(3)(hidden))
-            self.compile()
-
-        def compile(self, optimizer="auto", loss="auto", **kwargs):
-            optimizer = keras.optimizers.Adam(0.05) if optimizer == "auto" else optimizer
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if loss == "auto" else loss
-            super().compile(optimizer=optimizer, loss=loss, **kwargs)
-
-        def preprocess_samples(self, x, y=None, sample_weight=None):
-            lengths = [min(len(text), 5) for text in x]
-            tokens = [[ord(letter) % 30 for letter in text[:5]] + [0] * (5 - len(text[:5])) for text in x]
-            mask = [[int(place < length) for place in range(5)] for length in lengths]
-            x = {
-                "tokens": keras.ops.convert_to_tensor(tokens, "int32"),
-                "mask": keras.ops.convert_to_tensor(mask, "int32"),
-            }
-            if y is None:
-                y = np.zeros(len(lengths), "int32")  # as a language model makes its targets of its inputs
-            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-
-    return Task()
-
-
-TEXTS = ["word " * (number % 2) + "abcdefghij"[number % 7 : number % 7 + number % 5 + 1] for number in range(22)]
-
-
-@case
-def task(runner):
-    """Its `fit` would hand the kit's batches to its preprocessor; texts are preprocessed before."""
-    losses = []
-    for texts in (TEXTS, np.array(TEXTS)):
-        with runner.scope():
-            model = pipeline_model()
-        arguments = {"batch_size": 7, "epochs": 2, "verbose": 0, "validation_data": (texts[:5], Y[:5])}
-        losses.append(runner.fit(model, texts, Y, **arguments).history["loss"])
-    assert losses[0] == losses[1]
-    return losses[0] + [runner.evaluate(model, TEXTS, Y)] + runner.predict(model, TEXTS)[3].tolist()
-
-
-@case
-def method_of_task(runner):
-    import keras
-
-    return keras.Model.fit(pipeline_model(), TEXTS, Y)

@@ -52,6 +52,11 @@ def zeros(keras, numbers):
     """Inputs and biases of zeros, where activations and L1 have a kink."""
     inputs = keras.Input((4,))
     kinds = ("relu", "leaky_relu", "elu", "selu", "celu", "relu6", "hard_sigmoid", "soft_shrink")
+    kinds += (
+        lambda x: keras.ops.maximum(x, 0.0),
+        lambda x: keras.ops.minimum(0.0, x),
+        lambda x: keras.ops.clip(x, 0, 1),
+    )
     hidden = [keras.layers.Dense(3, kind, bias_regularizer="l1")(inputs) for kind in kinds]
     outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(hidden))
     x = numbers.randn(24, 4).astype("float32")

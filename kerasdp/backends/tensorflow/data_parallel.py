@@ -111,7 +111,6 @@ class DataParallel(Strategy):
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
         the loss of the global batch, whatever that loss is.
         """
-        from kerasdp.keras_compat import with_mask
 
         if self.num_replicas == 1:
             return outputs
@@ -126,7 +125,7 @@ class DataParallel(Strategy):
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
             return tf.ensure_shape(whole, (size, *rows.shape[1:]))
 
-        return tf.nest.map_structure(lambda rows: with_mask(gather, rows), outputs)
+        return tf.nest.map_structure(gather, outputs)
 
     def context(self, model: "keras.Model", num_rows: int) -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows."""

@@ -131,6 +131,7 @@ class ReplicaSteps:
         import keras
 
         from kerasdp.keras_compat import compute_loss, losses_of_whole_batch
+        from kerasdp.portability.random import portable_draws
 
         inputs, targets, outputs, sample_weight = batch
         if is_shard_loss and context is not None and context.rows is not None:
@@ -139,7 +140,8 @@ class ReplicaSteps:
                 lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
             )
         inputs = inputs_for("compute_loss", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
-        with losses_of_whole_batch():
+        # The thread of a replica knows nothing of the context of the run.
+        with losses_of_whole_batch(), portable_draws("a loss"):
             loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
         return loss if context is None else sum(context.penalties, loss)
 

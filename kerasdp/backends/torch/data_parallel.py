@@ -66,8 +66,6 @@ class DataParallel(Strategy):
         """
         import keras
 
-        from kerasdp.keras_compat import with_mask
-
         if self.num_replicas == 1:
             return outputs
         size = replica_rows(num_rows, self.num_replicas)
@@ -75,7 +73,7 @@ class DataParallel(Strategy):
         def gather(rows: torch.Tensor) -> torch.Tensor:
             return gather_rows(rows)[: num_rows * (len(rows) // size)]
 
-        return keras.tree.map_structure(lambda rows: with_mask(gather, rows), outputs)
+        return keras.tree.map_structure(gather, outputs)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that work on all replicas.
@@ -153,6 +151,7 @@ class DataParallel(Strategy):
         shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
         if variables:
             model.optimizer.scale_loss(loss).backward()
+            self._reduce_others(parallel, variables)
         gradients = [variable.value.grad for variable in variables]
         with torch.no_grad():
             outputs, loss = finish(None if shared is None else wait(shared))
@@ -161,6 +160,20 @@ class DataParallel(Strategy):
             model.optimizer.apply(gradients, variables)
             logs = whole.metrics(batch, outputs, loss)
         return loss, rate, logs, seen
+
+    def _reduce_others(self, parallel: Any, variables: list[Any]) -> None:
+        """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
+
+        Those of weights that the first batch's loss did not depend on: a part of the model may come into use later.
+        """
+        if self.num_replicas == 1:
+            return
+        known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
+        for variable in variables:
+            gradient = variable.value.grad
+            if id(variable.value) not in known and gradient is not None:
+                torch.distributed.all_reduce(gradient)
+                gradient /= self.num_replicas
 
     def _compiles(self, model: Any, run_state: RunState, num_rows: int) -> bool:
         """Returns whether a batch of so many rows is trained by a compiled step; a smaller last one is not.
@@ -180,11 +193,13 @@ class DataParallel(Strategy):
         leave_ranks_to_us(model)
         if not model.trainable_weights:  # which DistributedDataParallel refuses
             return model
+        used = self._used_weights(model, batch)
+        if not used:
+            return model
+        # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
+        # loss, and makes new tensors of the outputs, without their masks.
         parallel = torch.nn.parallel.DistributedDataParallel(
-            _TrainedModel(model),
-            device_ids=[self.device] if self.is_gpu else None,
-            # Otherwise the second step fails. Finding them costs a walk through the graph in each step.
-            find_unused_parameters=self._has_unused_weights(model, batch),
+            _TrainedModel(model, used), device_ids=[self.device] if self.is_gpu else None
         )
         if self.config.gradient_precision == "bfloat16":
             # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
@@ -192,18 +207,19 @@ class DataParallel(Strategy):
             parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
         return parallel
 
-    def _has_unused_weights(self, model: Any, batch: DeviceBatch) -> bool:
-        """Returns whether there is a weight that the loss does not depend on, as in an output without a loss."""
+    def _used_weights(self, model: Any, batch: DeviceBatch) -> list[Any]:
+        """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
         import keras
 
         from kerasdp.backends.torch.train_step import GlobalBatch
 
         values = [(variable, variable.value) for variable in all_variables(model)]
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
-        with keras.StatelessScope(values), use(self.context(model, len(batch.indices))) as context:
-            # A separate one: in this scope, losses that layers add are not seen, so it cannot look for them.
+        with keras.StatelessScope(values):
+            # One for this pass alone: it would not see the losses that layers add, in this scope, and look no more.
             whole = GlobalBatch(self, model)
-            outputs = whole.forward(model, batch.inputs, context, training=True)
+            with use(self.context(model, len(batch.indices))) as context:
+                outputs = whole.forward(model, batch.inputs, context, training=True)
             loss, _, _ = whole.training_loss(batch, outputs, context)
         used, seen, ahead = set(), set(), [loss.grad_fn]
         while ahead:
@@ -212,7 +228,7 @@ class DataParallel(Strategy):
                 seen.add(node)
                 used.add(id(getattr(node, "variable", None)))
                 ahead += [following for following, _ in node.next_functions]
-        return any(id(variable.value) not in used for variable in model.trainable_weights)
+        return [variable.value for variable in model.trainable_weights if id(variable.value) in used]
 
     @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
@@ -226,8 +242,8 @@ class DataParallel(Strategy):
         whole, context = GlobalBatch(self, model), self.context(model, len(batch.indices))
         if context is None:
             return []
-        with keras.StatelessScope(fixed_values(model), collect_losses=True), use(context):
-            with watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
+        with keras.StatelessScope(fixed_values(model), collect_losses=True):
+            with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
                 outputs = whole.outputs(model, batch.inputs, context, training=True)
             loss = whole.loss(batch, outputs, context, training=True)
         leaves = keras.tree.flatten(outputs)
@@ -247,15 +263,15 @@ class DataParallel(Strategy):
 
 
 class _TrainedModel(torch.nn.Module):
-    """Calls a model, and has its trainable weights as parameters: each once, and no others.
+    """Calls a model, and has the weights that are trained as parameters: each once, and no others.
 
     A Keras (3.15) model as a module knows its weights by their paths, of which two may be equal, and those that it had
     when it was built, so that DistributedDataParallel would leave some alone and wait for others.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, weights: list[Any]):
         super().__init__()
-        self.weights = torch.nn.ParameterList([variable.value for variable in model.trainable_weights])
+        self.weights = torch.nn.ParameterList(weights)
         self._call = model.__call__  # not the model itself, whose parameters would be this module's
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

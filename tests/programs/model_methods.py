@@ -1,0 +1,110 @@
+"""Cases of `any_model.py`: models with methods of their own, tasks with their preprocessing among them."""
+
+import numpy as np
+from model_case import X, Y, case, fit, make, mlp
+
+
+def rate(model):
+    import keras
+
+    return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+
+
+@case
+def own_fit(runner):
+    """A `fit` that adds a callback, and calls `super()`, is heeded, whichever way it is called."""
+    import keras
+
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = rate(self.model) / 2
+
+    class Model(keras.Sequential):
+        def fit(self, *args, callbacks=(), **kwargs):
+            return super().fit(*args, callbacks=[*(callbacks or ()), Halve()], **kwargs)
+
+    model, other = (make(runner, lambda: Model(mlp().layers)) for _ in range(2))
+    losses = fit(runner, model)
+    assert losses == other.fit(X, Y, batch_size=7, epochs=2, verbose=0).history["loss"]
+    return [*losses, rate(model)]
+
+
+@case
+def own_loop(runner):
+    import keras
+
+    class Model(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return "trained somehow"
+
+    return fit(runner, make(runner, lambda: Model(mlp().layers)))
+
+
+def pipeline_model():
+    """A class in the manner of KerasHub's PipelineModel and its tasks."""
+    import keras
+
+    class PipelineModel(keras.Model):
+        def preprocess_samples(self, x, y=None, sample_weight=None):
+            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+        def fit(self, *args, **kwargs):
+            raise AssertionError("not with a kit that preprocesses before it splits the data")
+
+        predict = fit
+
+        def evaluate(self, *args, _use_cached_eval_dataset=False, **kwargs):
+            if _use_cached_eval_dataset:  # by Keras' fit
+                return super().evaluate(*args, _use_cached_eval_dataset=True, **kwargs)
+            return self.fit()
+
+    class Task(PipelineModel):
+        def __init__(self):
+            inputs = {name: keras.Input((5,), dtype="int32", name=name) for name in ("tokens", "mask")}
+            hidden = keras.layers.Embedding(30, 6)(inputs["tokens"])
+            weights = keras.ops.cast(inputs["mask"], "float32")
+            hidden = keras.layers.Dropout(0.2)(keras.ops.einsum("bte,bt->be", hidden, weights))
+            super().__init__(inputs, keras.layers.Dense(3)(hidden))
+            self.compile()
+
+        def compile(self, optimizer="auto", loss="auto", **kwargs):
+            optimizer = keras.optimizers.Adam(0.05) if optimizer == "auto" else optimizer
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if loss == "auto" else loss
+            super().compile(optimizer=optimizer, loss=loss, **kwargs)
+
+        def preprocess_samples(self, x, y=None, sample_weight=None):
+            lengths = [min(len(text), 5) for text in x]
+            tokens = [[ord(letter) % 30 for letter in text[:5]] + [0] * (5 - len(text[:5])) for text in x]
+            mask = [[int(place < length) for place in range(5)] for length in lengths]
+            x = {
+                "tokens": keras.ops.convert_to_tensor(tokens, "int32"),
+                "mask": keras.ops.convert_to_tensor(mask, "int32"),
+            }
+            if y is None:
+                y = np.zeros(len(lengths), "int32")  # as a language model makes its targets of its inputs
+            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+    return Task()
+
+
+TEXTS = ["word " * (number % 2) + "abcdefghij"[number % 7 : number % 7 + number % 5 + 1] for number in range(22)]
+
+
+@case
+def task(runner):
+    """Its `fit` would hand the kit's batches to its preprocessor; texts are preprocessed before."""
+    losses = []
+    for texts in (TEXTS, np.array(TEXTS)):
+        with runner.scope():
+            model = pipeline_model()
+        arguments = {"batch_size": 7, "epochs": 2, "verbose": 0, "validation_data": (texts[:5], Y[:5])}
+        losses.append(runner.fit(model, texts, Y, **arguments).history["loss"])
+    assert losses[0] == losses[1]
+    return losses[0] + [runner.evaluate(model, TEXTS, Y)] + runner.predict(model, TEXTS)[3].tolist()
+
+
+@case
+def method_of_task(runner):
+    import keras
+
+    return keras.Model.fit(pipeline_model(), TEXTS, Y)
