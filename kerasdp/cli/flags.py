@@ -50,7 +50,8 @@ def _define_flags_of_devices() -> None:
             "what devices send when they exchange gradients (torch, tensorflow).")  # fmt: skip
 
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
-            "on torch, in runs of 1,000 steps or more. jax and tensorflow always compile.")  # fmt: skip
+            "on torch, in runs of 1,000 steps or more. On jax and tensorflow the model's jit_compile decides, as in "
+            "Keras.")  # fmt: skip
     _define(group, "check", text, _DEFAULTS.check, "first: before the first update on several devices, a few samples "
             "go through the model whole and split over all; the run ends if they differ. Or off.")  # fmt: skip
     _define(group, "data_on_device", text, _DEFAULTS.data_on_device, "on, off, or auto: inputs in memory stay on every "
@@ -129,9 +130,13 @@ def _define_flags_of_files() -> None:
 
     group = "Checkpoints and faults"
     _define(group, "checkpoint_every", text, _DEFAULTS.checkpoint_every, "epoch; 50: also every 50 steps; 10m: also "
-            "every 10 minutes; never.")  # fmt: skip
+            "every 10 minutes; never: none.")  # fmt: skip
     _define(
-        group, "keep", number, _DEFAULTS.keep, "Number of newest checkpoints to keep; the best one is kept as well."
+        group,
+        "keep",
+        number,
+        _DEFAULTS.keep,
+        "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.",
     )
     _define(group, "resume", switch, _DEFAULTS.resume, "Resume from the newest checkpoint in --workdir, on any backend "
             "and number of devices; without one, start from the beginning.")  # fmt: skip

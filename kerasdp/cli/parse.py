@@ -15,7 +15,6 @@ from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
-_OF_ONE_PIPELINE = ["strategy", "accumulate", "split_size", "micro_batches", "epochs", "max_steps"]
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
 _NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
 _NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
@@ -62,7 +61,9 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     _read(
         arguments,
         without=_of_recipes(COMPARISON, BENCHMARK)
-        | dict.fromkeys(_OF_ONE_PIPELINE, "use --split_sizes and --repetitions")
+        | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
+        | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
+        | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
         | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
     sizes = _numbers("split_sizes")

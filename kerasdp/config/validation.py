@@ -129,7 +129,7 @@ def check(config: Any) -> None:
     if config.compile != "auto" and (config.backend in ("jax", "tensorflow") or config.engine == "pipeline"):
         raise UserError(
             f"--compile: has an effect on torch alone, and not on a model in stages or --accumulate. Received: "
-            f"{config.compile}; leave it out (jax and tensorflow compile by themselves)"
+            f"{config.compile}; leave it out (on jax and tensorflow the model's jit_compile decides)"
         )
     if config.num_devices is not None:
         config.check_replicas(config.num_replicas(config.num_devices))

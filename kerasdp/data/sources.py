@@ -156,7 +156,16 @@ def num_samples(data: tuple[Any, Any, Any]) -> int:
         UserError: if they do not have equally many, or none.
     """
     given = dict(zip(("x", "y", "sample_weight"), data, strict=True))
-    counts = {name: sorted({len(leaf) for leaf in _arrays(part, name)}) for name, part in given.items()}
+    return common_length({name: _arrays(part, name) for name, part in given.items()})
+
+
+def common_length(leaves: dict[str, list[Any]]) -> int:
+    """Returns how many samples each of the arrays or lists under "x", "y" and "sample_weight" has.
+
+    Raises:
+        UserError: if they do not have equally many, or none.
+    """
+    counts = {name: sorted({len(leaf) for leaf in found}) for name, found in leaves.items()}
     every = {count for found in counts.values() for count in found}
     if len(every) != 1 or 0 in every or not counts["x"]:
         received = ", ".join(f"{' and '.join(map(str, found))} in {name}" for name, found in counts.items() if found)

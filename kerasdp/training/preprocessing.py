@@ -1,15 +1,18 @@
 """Lets models that preprocess raw data (KerasHub's tasks) do that before the data is split over the devices."""
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from kerasdp.data.sources import common_length
 from kerasdp.errors import UserError
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes
+from kerasdp.training.data_checks import about_validation
 
 # A tokenizer is faster with many texts at once; images must not be in memory twice.
 _ROWS_AT_ONCE = 256
@@ -36,7 +39,8 @@ def preprocessed(model: keras.Model, arguments: dict[str, Any], processes: Proce
         The arguments, with arrays.
 
     Raises:
-        UserError: if the data is not in memory, or becomes samples of different shapes, or other data on each rank.
+        UserError: if the data is not in memory, has no samples or not equally many, or becomes samples of different
+            shapes, or other data on each rank.
     """
     if getattr(model, "preprocessor", model) is None:
         return arguments
@@ -45,7 +49,8 @@ def preprocessed(model: keras.Model, arguments: dict[str, Any], processes: Proce
     arguments |= _named(*_preprocess(model, *data))
     if arguments.get("validation_data") is not None:
         data = keras.utils.unpack_x_y_sample_weight(arguments["validation_data"])
-        found = _named(*_preprocess(model, *data))
+        with about_validation():
+            found = _named(*_preprocess(model, *data))
         arguments["validation_data"] = tuple(found.values())
     digests = processes.all_gather_object(_digest([arguments.get(name) for name in ("x", "y", "validation_data")]))
     if len(set(digests)) > 1:
@@ -63,16 +68,14 @@ def _named(x: Any, y: Any, sample_weight: Any) -> dict[str, Any]:
 
 
 def _preprocess(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-    leaves = _leaves((x, y, sample_weight))
-    for leaf in leaves:
+    leaves = {"x": _leaves(x), "y": _leaves(y), "sample_weight": _leaves(sample_weight)}
+    for leaf in itertools.chain(*leaves.values()):
         if not (isinstance(leaf, list) or (hasattr(leaf, "shape") and len(leaf.shape))):
             raise UserError(
                 f"with {type(model).__name__}, which preprocesses its data: expected lists or arrays. Received: "
                 f"{type(leaf).__name__}"
             )
-    num_rows, *others = [len(leaf) for leaf in leaves]
-    if any(other != num_rows for other in others):
-        raise UserError(f"expected equally many inputs, targets and weights. Received: {[num_rows, *others]}")
+    num_rows = common_length(leaves)
     parts = [_part(model, (x, y, sample_weight), first) for first in range(0, num_rows, _ROWS_AT_ONCE)]
     again = _part(model, (x, y, sample_weight), 0)
     if _digest(again) != _digest(parts[0]):

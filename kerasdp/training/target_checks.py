@@ -82,6 +82,13 @@ def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list
             raise UserError(f"{title}targets of {model.name}: expected an array, since it has a loss. Received: none")
         return []
     if len(given) not in (len(flat), num_losses):
+        needed = [name for name, loss in zip(names, losses) if loss is not None]
+        missing = [name for name in needed if name not in targets] if isinstance(targets, dict) else []
+        if missing:
+            raise UserError(
+                f"{title}targets of {model.name}: expected {', '.join(needed)}. Received: "
+                f"{', '.join(map(str, targets))}; add {', '.join(missing)}"
+            )
         raise UserError(
             f"{title}targets of {model.name}: expected {count_text(len(flat), 'array')}, one an output. Received: "
             f"{len(given)}"

@@ -144,8 +144,10 @@ def test_a_study():
     ("flag", "words"),
     [
         ("--split_size=4", "--split_size has no effect here: use --split_sizes"),
-        ("--epochs=4", "use --split_sizes and --repetitions"),
-        ("--accumulate=4", "use --split_sizes and --repetitions"),
+        ("--micro_batches=4", "--micro_batches has no effect here: use --split_sizes"),
+        ("--epochs=4", "--epochs has no effect here: use --repetitions"),
+        ("--accumulate=4", "--accumulate has no effect here: a study trains on one device, and as a pipeline"),
+        ("--strategy=data", "--strategy has no effect here: a study trains on one device, and as a pipeline"),
         ("--split_sizes=1,two", "--split_sizes: expected numbers such as 1,2,4"),
         ("--split_sizes=0", "--split_sizes: expected numbers of at least 1"),
         ("--repetitions=1", "--repetitions: expected at least 2"),

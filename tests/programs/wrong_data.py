@@ -97,6 +97,7 @@ CASES = {
     "targets repeated": ("mse", {}, X, Y.astype("float32")[:, None], {}),
     "no targets": (SPARSE, {}, X, None, {}),
     "targets of one output": ("mse", {"kind": "two outputs"}, X, ONE_HOT, {}),
+    "a target is missing": ("mse", {"kind": "two outputs"}, X, {"head": ONE_HOT, "othre": Y}, {}),
     "shape of inputs": (SPARSE, {}, X[:, :3], Y, {}),
     "rank of inputs": (SPARSE, {}, X[:, None], Y, {}),
     "too many inputs": (SPARSE, {}, [X, X], Y, {}),

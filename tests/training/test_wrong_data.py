@@ -30,6 +30,7 @@ REFUSED = {
     "rank of targets": "targets: expected shape (samples, 3), that of the outputs. Received: (samples,)",
     "no targets": "targets of m: expected an array, since it has a loss. Received: none",
     "targets of one output": "targets of m: expected 2 arrays, one an output. Received: 1",
+    "a target is missing": "targets of m: expected head, other. Received: head, othre; add other",
     "shape of inputs": "inputs of m: expected shape (samples, 4). Received: (samples, 3)",
     "rank of inputs": "inputs of m: expected shape (samples, 4). Received: (samples, 1, 4)",
     "too many inputs": "inputs of m: expected 1 array. Received: 2",
