@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.checkpoint import files, old_format
+from kerasdp.checkpoint import callback_state, files, old_format
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
@@ -75,7 +75,9 @@ class Checkpointer:
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
         self._gather_variables, self._resumed = gather_variables, resumed
-        self._begin = [training_state.plain_attributes(callback) for callback in stateful]
+        self._begin = [callback_state.plain_attributes(callback) for callback in stateful]
+        self._unsaved: list[dict[str, str]] = [{} for _ in stateful]
+        self._warned: set[str] = set()
         self._last_time = time.monotonic()
         self._last_saved = -1
         self._last_step = run_state.step
@@ -89,12 +91,18 @@ class Checkpointer:
         for callback in self.stateful:
             set_monitor_direction(callback)
         for known, callback in zip(self._begin, self.stateful):
-            after = training_state.plain_attributes(callback)
+            after = callback_state.plain_attributes(callback)
             for name in [name for name in known if after.get(name) != known[name]]:
                 del known[name]
         if self._resumed:
             states = self._resumed.state["callbacks"]
-            training_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
+            left = callback_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
+            if left and self.writer:
+                report.warn(
+                    f"--resume: not restored: {', '.join(left)}; make an object of the same class in the callback's "
+                    "`__init__` or `on_train_begin`, which then gets its items"
+                )
+        self._unsaved = [callback_state.unsaved_attributes(callback) for callback in self.stateful]
 
     def begin_epoch(self) -> None:
         """Gives the metrics the values of a resumed epoch's first part, which Keras has just reset."""
@@ -178,6 +186,7 @@ class Checkpointer:
             return
         self.recorder.catch_up()  # raises if a loss is not a number
         arrays = self._gather() | self._train_metrics
+        self._warn_of_unsaved()
         is_stopped = self.model.stop_training and not position.batch and not self.run_state.is_at_last_step
         state = {
             "step": step,
@@ -187,7 +196,7 @@ class Checkpointer:
             "best": self.best,
             "identity": self.identity,
             "recorder": self.recorder.saved_state(),
-            "callbacks": training_state.callback_states(self.stateful, self._begin, arrays, self.model),
+            "callbacks": callback_state.callback_states(self.stateful, self._begin, arrays, self.model),
             "saved_by": {
                 "backend": self.config.backend,
                 "devices": self.num_devices,
@@ -198,6 +207,22 @@ class Checkpointer:
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
         self._last_saved = step
+
+    def _warn_of_unsaved(self) -> None:
+        """Names attributes of callbacks that changed and are in no checkpoint, each once."""
+        changed = [
+            f"{type(callback).__name__}.{name}"
+            for callback, before in zip(self.stateful, self._unsaved)
+            for name, value in callback_state.unsaved_attributes(callback).items()
+            if before.get(name) != value
+        ]
+        new = [name for name in dict.fromkeys(changed) if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            report.warn(
+                f"no checkpoint holds {', '.join(new)}, which changed: of a callback, numbers, text, arrays, and "
+                "lists, dictionaries, tuples and sets of such are saved"
+            )
 
     def _end(self, position: Position | None) -> None:
         if position is not None:

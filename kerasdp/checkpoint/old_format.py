@@ -31,7 +31,8 @@ def converted(checkpoint: Checkpoint, model: keras.Model, identity: dict[str, An
     arrays = {new_names.get(name, name): array for name, array in checkpoint.arrays.items()}
     saved = dict(checkpoint.state["identity"])
     with without_tensorflow():
-        digest = digest_of_layers(("", layer) for layer in all_layers(model, include_self=False))
+        layers = (("", layer) for layer in all_layers(model, include_self=False))
+        digest = digest_of_layers(layers, with_lines=True)
     if saved.get("model") == digest:
         saved["model"] = identity["model"]
     return dataclasses.replace(checkpoint, arrays=arrays, state=checkpoint.state | {"identity": saved})

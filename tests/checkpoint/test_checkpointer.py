@@ -23,7 +23,7 @@ from kerasdp.runtime.run_state import RunState
 def make(tmp_path):
     made = []
 
-    def make(**choices):
+    def make(callbacks=(), **choices):
         config = Config(backend=keras.backend.backend(), workdir=str(tmp_path), **({"keep": 9} | choices))
         facts = Facts(
             config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1,
@@ -39,8 +39,8 @@ def make(tmp_path):
         recorder = Recorder(state, facts, folder=None)
         recorder.set_model(model)
         one = Checkpointer(
-            config, state, recorder, model, [], processes=SingleProcess(), num_devices=1, identity={}, resumed=None,
-            gather_variables=lambda model: None, folder=str(tmp_path / "checkpoints"),
+            config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1, identity={},
+            resumed=None, gather_variables=lambda model: None, folder=str(tmp_path / "checkpoints"),
         )  # fmt: skip
         made.append(one)
         return one
@@ -142,3 +142,28 @@ def test_a_step_is_saved_once(make):
     checkpointer._save(checkpointer.run_state.position, wait=True)
     checkpointer.writer.wait()
     assert os.stat(files.paths_in(checkpointer.folder)[0]).st_mtime_ns == before
+
+
+def test_what_callbacks_lose_is_named_once(make, capsys):
+    class Own(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.function, self.count, self.by_step = print, 0, {}
+
+        def on_train_begin(self, logs=None):
+            self.file = object()
+
+    own = Own()
+    checkpointer = make([own, keras.callbacks.CSVLogger("unused")], checkpoint_every="1")
+    own.on_train_begin()
+    checkpointer.restore_callbacks()
+    own.count, own.by_step[1] = 1, 0.5
+    step(checkpointer)
+    assert capsys.readouterr().err == ""
+    own.by_step[2], own.function = object(), repr
+    for _ in range(2):
+        step(checkpointer)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "warning: no checkpoint holds Own.function, Own.by_step, which changed: of a callback, numbers"
+    )

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from keras import layers
 
-from kerasdp.checkpoint import files, names, old_format
+from kerasdp.checkpoint import callback_state, files, names, old_format, words
 from kerasdp.checkpoint import state as training_state
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers, without_tensorflow
@@ -150,12 +150,12 @@ def test_what_cannot_be_told_apart_is_refused():
 def test_the_best_weights_that_a_callback_keeps():
     source, target = (made(graph, "sgd", other_order=order) for order in (False, True))
     callback = keras.callbacks.EarlyStopping("loss")
-    begin = [training_state.plain_attributes(callback)]
+    begin = [callback_state.plain_attributes(callback)]
     callback.best_weights, callback.best = source.get_weights(), 0.5
     arrays = {}
-    states = json.loads(json.dumps(training_state.callback_states([callback], begin, arrays, source)))
+    states = json.loads(json.dumps(callback_state.callback_states([callback], begin, arrays, source)))
     restored = keras.callbacks.EarlyStopping("loss")
-    training_state.restore_callbacks([restored], states, arrays, target)
+    callback_state.restore_callbacks([restored], states, arrays, target)
     target.set_weights(restored.best_weights)
     np.testing.assert_array_equal(source.predict(X, verbose=0), target.predict(X, verbose=0))
 
@@ -178,7 +178,7 @@ def as_format_1(path, model):
     for layer in model._flatten_layers(include_self=False):
         with without_tensorflow():
             config = {} if isinstance(layer, keras.Model) else layer.get_config()
-        parts.append([type(layer).__name__, training_state._comparable(config)])
+        parts.append([type(layer).__name__, words.comparable(config, with_lines=True)])
     text = np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")
     digest = hashlib.sha256(f"{text.shape}".encode() + text.tobytes()).hexdigest()[:16]
     state = json.dumps({"step": 2, "identity": {"model": digest, "--seed": 0}})
@@ -195,6 +195,7 @@ def test_a_file_of_format_1(tmp_path):
     def build():
         # What format 1 could do: not two metrics of one place, nor layers without a config.
         model = keras.Sequential([keras.Input((4,)), layers.Dense(4, "tanh"), layers.Dropout(0.1), layers.Dense(1)])
+        model.add(layers.Lambda(lambda x: 2 * x))
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         return model
 

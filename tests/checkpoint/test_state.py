@@ -1,11 +1,13 @@
 """The state of a training, taken and given back."""
 
+import collections
 import json
 
 import keras
 import numpy as np
 import pytest
 
+from kerasdp.checkpoint import callback_state
 from kerasdp.checkpoint import state as training_state
 from kerasdp.config import Config
 from kerasdp.data.feed import SampleReader
@@ -122,6 +124,22 @@ def test_another_run_is_named(other, name):
         training_state.check_identity(identity(), other())
 
 
+def model_of_lambdas(source, line, name):
+    function = eval(compile("\n" * line + source, name, "eval"))
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(function), keras.layers.Dense(1, function)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_a_lambda_is_known_by_what_it_computes(monkeypatch):
+    monkeypatch.setattr("inspect.getsource", lambda thing: "")  # which Keras shows in a warning
+    source = "lambda x: keras.ops.relu(x) * max(y for y in (1, 2))"
+    first = identity(model_of_lambdas(source, 0, "a.py"))
+    assert first == identity(model_of_lambdas(source, 5, "b/a.py"))
+    assert first["model"] != identity(model_of_lambdas(source.replace("2", "3"), 0, "a.py"))["model"]
+    assert first["model"] != identity(model_of_lambdas(source.replace("relu", "tanh"), 0, "a.py"))["model"]
+
+
 class Counting(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
@@ -130,14 +148,95 @@ class Counting(keras.callbacks.Callback):
 
 def test_callbacks_keep_what_changed():
     first, second = Counting(), Counting()
-    begin = [training_state.plain_attributes(callback) for callback in (first, second)]
+    begin = [callback_state.plain_attributes(callback) for callback in (first, second)]
     second.count, second.seen, second.arrays = 5, {"best": np.float32(0.5)}, [np.arange(3.0)]
     arrays = {}
-    states = json.loads(json.dumps(training_state.callback_states([first, second], begin, arrays, build())))
+    states = json.loads(json.dumps(callback_state.callback_states([first, second], begin, arrays, build())))
     assert states.keys() == {"Counting/1"}
     restored = [Counting(), Counting()]
     restored[1].limit = 4  # the user thought better of it
-    training_state.restore_callbacks(restored, states, arrays, build())
+    callback_state.restore_callbacks(restored, states, arrays, build())
     assert vars(restored[0]) == vars(Counting())
     assert (restored[1].limit, restored[1].count, restored[1].seen) == (4, 5, {"best": 0.5})
     np.testing.assert_array_equal(restored[1].arrays[0], np.arange(3.0))
+
+
+class Collecting(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = []  # until one changes
+        self.epochs, self.nested, self.best, self.places = {}, {}, {}, {}
+        self.lists, self.counter = collections.defaultdict(list), collections.Counter()
+        self.latest, self.pair, self.seen = collections.deque(maxlen=2), None, set()
+        self.results = {}
+
+
+def test_callbacks_get_collections_as_they_were():
+    def collected(callback, model):
+        callback.first = [1]
+        callback.epochs = {1: 1.0, "1": 2.0, (1, None): {"array": 3}, "items": {"kind": "dict", "items": []}}
+        callback.nested = {"a": {"b": np.zeros(2)}, "a/b": np.ones(2), 0: [np.ones(1)]}
+        callback.best = {"weights": model.get_weights()}
+        callback.places = {"weights": [1, 2]}
+        callback.lists["x"].append(1)
+        callback.counter.update("aab")
+        callback.latest.extend([1, 2, 3])
+        callback.pair = (1, [2, (3,)])
+        callback.seen |= {1, "a"}
+        callback.results["loss"] = 0.5
+
+    callback, model, arrays = Collecting(), build(), {}
+    begin = [callback_state.plain_attributes(callback)]
+    collected(callback, model)
+    states = json.loads(json.dumps(callback_state.callback_states([callback], begin, arrays, model)))
+    restored = Collecting()
+    shown = restored.results  # which the user holds, too
+    assert callback_state.restore_callbacks([restored], states, arrays, model) == []
+    expected, received = vars(callback), vars(restored)
+    assert received.keys() == expected.keys()
+    for name, value in expected.items():
+        assert type(received[name]) is type(value)
+        assert list(map(type, received[name] or [])) == list(map(type, value or [])), name
+        np.testing.assert_equal(received[name], value)
+    assert shown == {"loss": 0.5}
+    assert restored.second == []
+    restored.lists["new"].append(1)
+    restored.latest.append(4)
+    assert list(restored.latest) == [3, 4]
+
+
+def test_a_collection_that_cannot_be_made_again_is_named():
+    callback, restored, arrays = Counting(), Counting(), {}
+    begin = [callback_state.plain_attributes(callback)]
+    callback.seen, callback.count = collections.defaultdict(list, {"a": [1]}), 1
+    states = json.loads(json.dumps(callback_state.callback_states([callback], begin, arrays, build())))
+    assert callback_state.restore_callbacks([restored], states, arrays, build()) == ["Counting.seen"]
+    assert (restored.seen, restored.count) == ({}, 1)
+
+
+def test_callbacks_of_old_files():
+    """Where dictionaries are as they were, and what stands for arrays and weights could be one."""
+    model = build()
+    weights = model.get_weights()
+    order = callback_state._order_of_names(model)
+    saved = {"seen": {"a": {"b": {"array": "k"}}}, "arrays": {"weights": [{"array": str(place)} for place in order]}}
+    arrays = {"k": np.arange(3.0)} | {str(place): array for place, array in enumerate(weights)}
+    restored = Counting()
+    callback_state.restore_callbacks([restored], {"Counting/0": saved}, arrays, model)
+    np.testing.assert_equal(restored.seen, {"a": {"b": np.arange(3.0)}})
+    for expected, received in zip(weights, restored.arrays, strict=True):
+        np.testing.assert_array_equal(received, expected)
+
+
+def test_attributes_that_cannot_be_saved_are_known_to_change():
+    callback = Counting()
+    callback.held, callback.loop = {"a": [print]}, []
+    callback.loop.append(callback.loop)
+    before = callback_state.unsaved_attributes(callback)
+    assert before.keys() == {"function", "held", "loop"}
+    assert callback_state.unsaved_attributes(callback) == before
+    callback.held["a"][0] = repr
+    callback.seen = {"a": object()}
+    after = callback_state.unsaved_attributes(callback)
+    assert {name for name in after if after[name] != before.get(name)} == {"held", "seen"}
+    assert callback_state.unsaved_attributes(keras.callbacks.LambdaCallback(on_epoch_end=print)) == {}
