@@ -15,7 +15,16 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import Parts, inner_optimizer, parts_of, slots_by_weight
+from kerasdp.checkpoint.words import in_words
+from kerasdp.keras_compat import (
+    Parts,
+    compiled_metrics,
+    inner_optimizer,
+    made_by_compile,
+    parts_of,
+    slots_by_weight,
+    without_tensorflow,
+)
 
 GROUPS = ("model", "optimizer", "loss_scale", "metrics")
 # What stands behind the names of variables that cannot be told apart.
@@ -134,14 +143,33 @@ def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
 
 
 def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
-    metrics = list({id(metric): metric for metric in model.metrics}.values())  # of inner layers Keras has some twice
-    of_compile = [metric for metric in metrics if id(metric) not in names.metrics]
+    """Names metrics by the layer that holds them; the others by their own name, whatever their order in `compile`."""
+    _, of_compile = made_by_compile(model)
+    held: list[tuple[str, Any]] = []
+    others: list[tuple[str, Any]] = []
+    for metric in {id(metric): metric for metric in model.metrics}.values():  # of inner layers Keras has some twice
+        if metric is of_compile:
+            others += [(f"compiled/{without_numbers(name)}", each) for name, each in compiled_metrics(model)]
+        elif id(metric) in names.metrics:
+            held.append((names.metrics[id(metric)], metric))
+        else:
+            others.append((f"tracked/{without_numbers(metric.name)}", metric))
     pairs: dict[int, tuple[str, Any]] = {}
-    for metric in metrics:
-        name = names.metrics.get(id(metric)) or f"compiled.{of_compile.index(metric)}"
+    for name, metric in held + _numbered_by_arguments(others):
         for label, variable in zip(_numbered(metric.variables), metric.variables):
             pairs.setdefault(id(variable), (f"{name}/{label}", variable))
     return list(pairs.values())
+
+
+def _numbered_by_arguments(metrics: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Numbers metrics that share a name by the order of their arguments: those that share these, too, are alike."""
+    counts = collections.Counter(name for name, _ in metrics)
+    shared = [(name, metric) for name, metric in metrics if counts[name] > 1]
+    with without_tensorflow():
+        shared.sort(key=lambda pair: in_words(pair[1]))
+    numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+    alone = [(name, metric) for name, metric in metrics if counts[name] == 1]
+    return alone + [(f"{name}.{next(numbers[name])}", metric) for name, metric in shared]
 
 
 def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[str, Any]]:

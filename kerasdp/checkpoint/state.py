@@ -45,6 +45,11 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
             continue
         own = {name: tuple(variable.shape) for name, variable in variables}
         odd = next((name for name in (*own, *known) if name not in known or own.get(name) != known[name].shape), None)
+        if odd is not None and group == "metrics" and (odd in known) != (odd in own):
+            raise UserError(
+                f"--resume: the checkpoint was written within an epoch, whose metrics were others: {odd} is only "
+                f"{'in the checkpoint' if odd in known else 'in this run'}; resume with the metrics of then"
+            )
         if odd is not None:
             raise UserError(
                 f"the checkpoint is of another {group}: {odd} has shape {known[odd].shape if odd in known else 'none'} "

@@ -167,6 +167,24 @@ def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
     return model._compile_loss, model._compile_metrics
 
 
+def compiled_metrics(model: keras.Model) -> list[tuple[str, keras.metrics.Metric]]:
+    """Returns the metrics of `compile` with their names, after "weighted" and the output where there are such.
+
+    Keras 3.15: `CompileMetrics._flat_metrics` and `_flat_weighted_metrics`, an entry (or None) an output, are there
+    once it is built. The public `CompileMetrics.metrics` does not tell one from the other.
+    """
+    metrics = model._compile_metrics
+    if metrics is None or not metrics.built:
+        return []
+    found = []
+    for kind, outputs in (([], metrics._flat_metrics), (["weighted"], metrics._flat_weighted_metrics)):
+        for place, output in enumerate(outputs):
+            # Outputs without a name of their own differ by a number that Keras gives, another in each process.
+            where = [*kind, output.output_name or "output", str(place)] if output and len(outputs) > 1 else kind
+            found += [("/".join((*where, metric.name)), metric) for metric in (output.metrics if output else ())]
+    return found
+
+
 def compiled_loss(model: keras.Model) -> Callable[..., Any] | None:
     """Returns the function of targets, outputs and sample weights that `compile(loss=)` made; None without a loss.
 

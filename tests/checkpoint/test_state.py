@@ -79,6 +79,59 @@ def test_metrics_go_on():
     assert {name: float(value) for name, value in model.get_metrics_result().items()} == before
 
 
+def with_metrics(metrics, weighted=None):
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, [keras.layers.Dense(1)(inputs) for _ in range(2)])
+    model.compile("sgd", ["mse", "mae"], metrics=metrics, weighted_metrics=weighted)
+    return model
+
+
+def fitted(model):
+    x = np.random.RandomState(0).randn(8, 3).astype("float32")
+    y = [x[:, :1] > 0, x[:, 1:2] > 0]
+    model.fit(x, y, sample_weight=[x[:, 2] ** 2] * 2, shuffle=False, verbose=0)
+    return model
+
+
+def alike(*smoothings):
+    """Metrics with the names that Keras gives such without one."""
+    return [
+        keras.metrics.BinaryCrossentropy(from_logits=True, label_smoothing=smoothing, name=f"own_{place}")
+        for place, smoothing in enumerate(smoothings)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (([["mae", "mse"], ["mse", "cosine_similarity"]],), ([["mse", "mae"], ["cosine_similarity", "mse"]],)),
+        (([alike(0.0, 0.5), None],), ([alike(0.5, 0.0), None],)),
+        (([["mae"], None], [["mse", "mae"], None]), ([["mae"], None], [["mae", "mse"], None])),
+    ],
+    ids=["names", "arguments", "weighted"],
+)
+def test_metrics_in_another_order(saved, resumed):
+    source, target = fitted(with_metrics(*saved)), fitted(with_metrics(*resumed))
+    target.reset_metrics()
+    training_state.restore(target, training_state.gather(source), ("metrics",))
+
+    def results(model):
+        metrics = model._compile_metrics.metrics
+        return sorted((json.dumps(training_state.in_words(each)), float(each.result())) for each in metrics)
+
+    assert results(target) == results(source)
+    assert len({value for _, value in results(source)}) > 1
+
+
+@pytest.mark.parametrize("metrics", [[["mae", "mse"], ["mse"]], [["mae"], None], [None, ["mae"]], [["mse"], ["mse"]]])
+def test_other_metrics_within_an_epoch_are_refused(metrics):
+    source, target = fitted(with_metrics([["mae"], ["mse"]])), fitted(with_metrics(metrics))
+    with pytest.raises(
+        UserError, match=r"within an epoch, whose metrics were others: metrics/compiled/dense/\d/m.*; resume"
+    ):
+        training_state.restore(target, training_state.gather(source), ("metrics",))
+
+
 def test_loss_scaling_comes_and_goes():
     """A run in float16 resumes in float32, and the other way round."""
     plain, scaled = trained(), trained(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))

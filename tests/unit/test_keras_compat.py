@@ -64,6 +64,12 @@ def test_optimizers_remember_what_does_not_decay(model, name):
     assert keras_compat.weights_without_decay(optimizer, model.trainable_variables) == model.trainable_variables[:1]
 
 
+def test_metrics_of_compile(model):
+    assert {"_flat_metrics", "_flat_weighted_metrics", "built"} <= vars(model._compile_metrics).keys()
+    ((name, metric),) = keras_compat.compiled_metrics(model)
+    assert (name, metric.name) == ("mae", "mae")
+
+
 def test_slots(model):
     slots = keras_compat.slots_of(model.optimizer, len(model.trainable_variables))
     assert {name for name, _ in slots} == {"_momentums", "_velocities"}
