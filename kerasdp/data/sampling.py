@@ -23,6 +23,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
+def seed_of_fit(seed: int, number: int) -> int:
+    """Returns the seed of the orders of a model's first `fit` (`number` 0), which is the run's, or of a further one."""
+    return seed if number == 0 else int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)[0])
+
+
 def replica_rows(num_rows: int, num_replicas: int) -> int:
     """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
     return -(-num_rows // num_replicas)

@@ -144,6 +144,8 @@ def as_arrays(structure: Any) -> Any:
             array = np.asarray(leaf)
         except ValueError as error:  # lists of different lengths
             raise UserError(f"expected arrays. Received: {type(leaf).__name__}, which is none ({error})") from error
+        if type(leaf).__name__ == "Series" and array.ndim == 1:  # of pandas or polars: a column, as in Keras
+            array = array[:, None]
         return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
     return keras.tree.map_structure(as_array, structure)

@@ -136,9 +136,23 @@ class _Drawing(NamedTuple):
 
 
 # User-defined code that is no layer with a seed generator.
-_UNNAMED = _Drawing("a layer or loss that has no seed generator of Keras", [], None)
+_UNNAMED = _Drawing("a layer or loss", [], None)
 # A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
 _drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kerasdp_drawing", default=None)
+
+
+# By `id`, the variables whose new values a step of jax keeps: those of the model. None elsewhere, where all are kept.
+_kept: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("kerasdp_kept", default=None)
+
+
+@contextlib.contextmanager
+def keeping_only(variables: list[Any]) -> Iterator[None]:
+    """Refuses, within the context, draws with a seed generator whose state is not among some variables."""
+    token = _kept.set({id(variable) for variable in variables})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 @contextlib.contextmanager
@@ -235,6 +249,12 @@ def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:
         raise UserError(
             f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
             "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"
+        )
+    kept = _kept.get()
+    if kept is not None and isinstance(seed, keras.random.SeedGenerator) and id(seed.state) not in kept:
+        raise UserError(
+            f"{_UNNAMED.name if drawing is None else drawing.name} draws with a SeedGenerator that the model does not "
+            "hold, so that on jax each step would draw the same numbers: make it an attribute of the model"
         )
     # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
     state = ops.convert_to_tensor(ops.cast(next_seed(seed), "int32") if words is None else words(), "int32")

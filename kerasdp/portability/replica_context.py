@@ -154,13 +154,14 @@ class ReplicaContext:
         """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one."""
         from kerasdp.keras_compat import with_mask
 
-        if axis is None or self.gather_rows is None or self.rows is None:
+        gather_rows, rows = self.gather_rows, self.rows
+        if axis is None or gather_rows is None or rows is None:
             return tensor
 
         def gather(part: Any) -> Any:
-            own = axis.rows_first(part, self.rows)
-            whole = self.gather_rows(own)
-            return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // self.rows))
+            own = axis.rows_first(part, rows)
+            whole = gather_rows(own)
+            return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // rows))
 
         return with_mask(gather, tensor)
 

@@ -161,7 +161,7 @@ def trial(model: keras.Model, axes: RowAxes, rows: slice) -> Iterator[ReplicaCon
     )
     # The penalties in place, and no draws but those that layers make portable.
     penalties, stateless = WholeBatchPenalties(model).active(), keras.StatelessScope(fixed_values(model))
-    with use(context), penalties, portable_draws("a layer without a keras.random.SeedGenerator"), stateless:
+    with use(context), penalties, portable_draws("a layer"), stateless:
         yield context
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 import keras
 
 from kerasdp.backends.base import Strategy
+from kerasdp.data.feed import FeedAdapter
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import replaced_methods
 from kerasdp.training.model_steps import ModelSteps
@@ -82,12 +83,19 @@ def calls_meant_for(runner: CalledRunner) -> Iterator[None]:
         yield
 
 
+def _is_of_callback(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a callback evaluates on data of its own; what the runner evaluates on is a feed."""
+    if name != "evaluate":
+        return False
+    return not isinstance(inspect.signature(original).bind(*args, **kwargs).arguments.get("x"), FeedAdapter)
+
+
 def _meaning(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what a method of all models is to be while a runner is there."""
 
     @functools.wraps(original)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if runner.steps.num_running:
+        if runner.steps.num_running and not _is_of_callback(name, original, (model, *args), kwargs):
             return original(model, *args, **kwargs)
         if name in ("train_on_batch", "test_on_batch"):
             raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")

@@ -43,7 +43,7 @@ class ModelSteps:
                 self._strategy.running(model),
                 same_on_all_backends(),
                 building_nothing(model),
-                portable_draws("a layer or loss that has no seed generator of Keras"),
+                portable_draws("a layer or loss"),
             ):
                 yield
         finally:

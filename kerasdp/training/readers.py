@@ -8,14 +8,24 @@ import numpy as np
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.feed import BatchReader, SampleReader
-from kerasdp.data.sampling import Order
+from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, weights_of_classes
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.model_cache import ModelCache
 
 Reader = SampleReader | BatchReader
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30
+
+
+class FitNumbers(ModelCache[int]):
+    """Which orders of the samples a `fit` of a model has: the n-th that begins at epoch 0 has the n-th, from 0."""
+
+    def next(self, model: keras.Model, initial_epoch: int) -> int:
+        """Returns the number of one more `fit`. From a later epoch on it continues the orders of the one before."""
+        known = self.get(model)
+        return 0 if known is None else known + (initial_epoch == 0)
 
 
 def make_reader(
@@ -32,6 +42,7 @@ def make_reader(
     class_weight: dict[int, float] | None = None,
     training: bool = False,
     fitting: bool = False,
+    fit_number: int = 0,
 ) -> Reader:
     """Makes the reader of this process for what a user gives as data.
 
@@ -44,6 +55,7 @@ def make_reader(
         steps: batches in an epoch; None: all there are.
         training: whether an epoch of more batches than there are continues with the next pass over the data.
         fitting: whether the data is read in many epochs, so that it may stay on the devices.
+        fit_number: how often the model was trained from an epoch 0 before; each time has an order of its own.
 
     Raises:
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
@@ -62,7 +74,7 @@ def make_reader(
         order = Order(
             num_samples=source.num_samples,
             batch_size=batch_size,
-            seed=config.seed,
+            seed=seed_of_fit(config.seed, fit_number),
             shuffle=shuffle,
             steps_per_epoch=steps,
         )
@@ -70,14 +82,19 @@ def make_reader(
         return SampleReader(source, order, strategy.num_replicas, strategy.shard, is_kept)
     if fitting:
         _stays_on_device(x, config, devices)  # raises if it was asked to
-    if y is not None or weights_given:
+    if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
+    if class_weight is not None:
+        raise UserError(f"with batches as x ({type(x).__name__}), leave out class_weight: put sample weights into them")
     _check_batches(x, strategy)
-    return BatchReader(x, config.seed if shuffle else None, strategy.num_replicas, strategy.shard, steps)
+    seed = seed_of_fit(config.seed, fit_number) if shuffle else None
+    return BatchReader(x, seed, strategy.num_replicas, strategy.shard, steps)
 
 
 def _is_source(x: Any) -> bool:
-    return hasattr(x, "inputs") and hasattr(x, "targets")
+    return all(hasattr(x, name) for name in ("num_samples", "inputs", "targets")) and not isinstance(
+        x, keras.utils.PyDataset
+    )
 
 
 def _check_batches(x: Any, strategy: Strategy) -> None:

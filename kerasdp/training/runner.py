@@ -26,7 +26,7 @@ from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.model_calls import calls_meant_for, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, prepare
-from kerasdp.training.readers import Reader, make_reader
+from kerasdp.training.readers import FitNumbers, Reader, make_reader
 
 
 class Runner:
@@ -49,7 +49,7 @@ class Runner:
         self.state = RunState()
         self.num_fits = self.num_calls = 0
         self.steps = ModelSteps(strategy, self.state)
-        self._made_before = MadeBefore()
+        self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         keep_messages_of(RunError)
         set_seed(config.seed)
         set_precision(config.precision)
@@ -129,9 +129,11 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
-        order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight}
-        reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
+        number = self._fit_numbers.next(model, initial_epoch)
+        options = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
+        reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **options)
         num_rows = self._prepare(model, reader, training=True)
+        self._fit_numbers.put(model, number)
         feed = Feed(reader, self.strategy.shard_batch, self.state)
         validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
@@ -248,10 +250,9 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader, with_targets=False)
-        several = model.steps_per_execution
         with self.steps.running(model, "predict"), contextlib.ExitStack() as stack:
+            stack.callback(setattr, model, "steps_per_execution", model.steps_per_execution)
             model.steps_per_execution = 1  # the predict functions take a batch at a time
-            stack.callback(setattr, model, "steps_per_execution", several)
             return keras.Model.predict(
                 model,
                 self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
@@ -274,11 +275,11 @@ class Runner:
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
-    def _prepare(self, model: keras.Model, reader: Reader, with_targets: bool = True, training: bool = False) -> int:
+    def _prepare(self, model: keras.Model, reader: Reader, **options: bool) -> int:
         """Prepares the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
-        prepare(model, reader, batch, self.config, self.strategy, self._scope, with_targets, training)
+        prepare(model, reader, batch, self.config, self.strategy, self._scope, **options)
         return len(batch.indices)
 
     @contextlib.contextmanager

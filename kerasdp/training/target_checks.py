@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import last_activation, loss_options
+from kerasdp.keras_compat import is_of_keras, last_activation, loss_options
 
 _SPARSE = ("sparse_categorical_crossentropy",)
 _ONE_HOT = ("categorical_crossentropy", "categorical_focal_crossentropy", "categorical_hinge")
@@ -98,7 +98,8 @@ def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list
     found = []
     for number, (loss, symbol, target) in enumerate(zip(losses, flat, given, strict=True)):
         loss = keras.losses.get(loss) if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce") else loss
-        name = _NAMES.get(getattr(loss, "fn", loss)) if callable(loss) else None
+        is_own = isinstance(loss, keras.losses.Loss) and not is_of_keras(type(loss))  # with any `call`
+        name = _NAMES.get(getattr(loss, "fn", loss)) if callable(loss) and not is_own else None
         if name is not None and target is not None and not keras.tree.is_nested(target):
             which = f" of output {names[number]}" if len(flat) > 1 and len(names) == len(flat) else ""
             found.append((_Output(f"{title}targets{which}", name, dict(loss_options(loss)), symbol), target))
@@ -184,6 +185,8 @@ def _check_weight_shape(output: _Output, received: tuple[int, ...], title: str) 
     shape = tuple(received[1:])
     if len(shape) == len(sizes) + 1 and shape[-1] == 1:
         shape = shape[:-1]
+    if not shape and sizes == (1,):  # Keras (3.15) adds the axis
+        return
     if len(shape) != len(sizes) or any(own not in (1, size) and size is not None for own, size in zip(shape, sizes)):
         raise UserError(
             f"{title}sample_weight: expected shape {shape_text(sizes)}, that of the loss of each sample. Received: "

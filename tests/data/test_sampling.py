@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kerasdp.data.sampling import Order, epoch_order, pad_rows, replica_rows
+from kerasdp.data.sampling import Order, epoch_order, pad_rows, replica_rows, seed_of_fit
 
 
 def test_the_order_never_changes():
@@ -44,3 +44,9 @@ def test_padding_stands_at_the_end_and_divides(num_rows, num_replicas, size):
     assert len(padded) == size * num_replicas
     assert padded[:num_rows].tolist() == list(range(num_rows))
     assert set(padded[num_rows:]) <= {num_rows - 1}
+
+
+def test_each_fit_of_a_model_has_orders_of_its_own():
+    seeds = [seed_of_fit(7, number) for number in range(3)]
+    assert seeds == [7, 6635463128224577688, 18279110831140952437]  # for ever: checkpoints go on with them
+    assert epoch_order(10, seeds[1], 0).tolist() != epoch_order(10, seeds[0], 0).tolist()

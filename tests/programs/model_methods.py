@@ -1,7 +1,7 @@
 """Cases of `any_model.py`: models with methods of their own, tasks with their preprocessing among them."""
 
 import numpy as np
-from model_case import X, Y, case, fit, make, mlp
+from model_case import X, Y, case, fit, make, mlp, sums
 
 
 def rate(model):
@@ -27,6 +27,55 @@ def own_fit(runner):
     losses = fit(runner, model)
     assert losses == other.fit(X, Y, batch_size=7, epochs=2, verbose=0).history["loss"]
     return [*losses, rate(model)]
+
+
+@case
+def fit_by_fit(runner):
+    """In a loop of single epochs, whose samples come in new orders, and with a callback that evaluates."""
+    import keras
+
+    class Evaluate(keras.callbacks.Callback):
+        found = 0.0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.found = self.model.evaluate(X, Y, verbose=0)
+
+    model, other, evaluate = make(runner, mlp), make(runner, mlp), Evaluate()
+    losses = sum((fit(runner, model, epochs=1, callbacks=[evaluate]) for _ in range(3)), [])
+    assert evaluate.found == runner.evaluate(model, X, Y)
+    one_by_one = sum((fit(runner, other, epochs=epoch + 1, initial_epoch=epoch) for epoch in range(3)), [])
+    third = make(runner, mlp)
+    np.testing.assert_allclose(one_by_one, fit(runner, third, epochs=3), rtol=1e-6)
+    assert losses[0] == one_by_one[0] and losses[1] != one_by_one[1]
+    return losses + one_by_one + sums(model)
+
+
+@case
+def data_of_its_own_kind(runner):
+    """Attributes with the names of a source's, targets that a loss of the user's knows to be none."""
+    import keras
+
+    class Loss(keras.losses.SparseCategoricalCrossentropy):
+        def call(self, y_true, y_pred):
+            return super().call(keras.ops.maximum(y_true, 0), y_pred)
+
+    class Data(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.inputs, self.targets = X, Y - 1
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            own = slice(number * 7, number * 7 + 7)
+            return self.inputs[own], self.targets[own]
+
+    with runner.scope():
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), Loss(from_logits=True))
+    losses = runner.fit(model, Data(), epochs=2, verbose=0).history["loss"]
+    return losses + fit(runner, model) + runner.fit(model, X, Y - 1, verbose=0).history["loss"] + sums(model)
 
 
 @case

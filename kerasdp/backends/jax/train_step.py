@@ -190,13 +190,15 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
 
     from kerasdp.backends.observer import forward_pass, observed, watched_layers
     from kerasdp.keras_compat import mask_of, set_mask, update_loss_metric
+    from kerasdp.portability.random import keeping_only
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
 
     def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
         # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
-        with watched_layers(detail, model), forward_pass(detail, inputs) as found:
+        kept = keeping_only(model.non_trainable_variables)
+        with watched_layers(detail, model), forward_pass(detail, inputs) as found, kept:
             loss, updates = model.compute_loss_and_updates(
                 trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
             )
