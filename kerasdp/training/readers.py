@@ -25,7 +25,9 @@ class FitNumbers(ModelCache[int]):
     def next(self, model: keras.Model, initial_epoch: int) -> int:
         """Returns the number of one more `fit`. From a later epoch on it continues the orders of the one before."""
         known = self.get(model)
-        return 0 if known is None else known + (initial_epoch == 0)
+        number = 0 if known is None else known + (initial_epoch == 0)
+        self.put(model, number)
+        return number
 
 
 def make_reader(
@@ -60,7 +62,7 @@ def make_reader(
     Raises:
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
-    weights_given = sample_weight is not None or class_weight is not None
+    seed, weights_given = seed_of_fit(config.seed, fit_number), sample_weight is not None or class_weight is not None
     if _is_source(x) or isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__"):
         if _is_source(x) and (y is not None or weights_given):
             raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
@@ -72,11 +74,7 @@ def make_reader(
         if steps is not None and not training:  # else samples would count twice
             steps = min(steps, -(-source.num_samples // batch_size))
         order = Order(
-            num_samples=source.num_samples,
-            batch_size=batch_size,
-            seed=seed_of_fit(config.seed, fit_number),
-            shuffle=shuffle,
-            steps_per_epoch=steps,
+            num_samples=source.num_samples, batch_size=batch_size, seed=seed, shuffle=shuffle, steps_per_epoch=steps
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
         return SampleReader(source, order, strategy.num_replicas, strategy.shard, is_kept)
@@ -87,8 +85,7 @@ def make_reader(
     if class_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out class_weight: put sample weights into them")
     _check_batches(x, strategy)
-    seed = seed_of_fit(config.seed, fit_number) if shuffle else None
-    return BatchReader(x, seed, strategy.num_replicas, strategy.shard, steps)
+    return BatchReader(x, seed if shuffle else None, strategy.num_replicas, strategy.shard, steps)
 
 
 def _is_source(x: Any) -> bool:

@@ -118,8 +118,7 @@ class Runner:
             verbose: `"auto"`: `config.verbose`.
 
         Returns:
-            The `History`. With `config.workdir`, the files of the run are there as well, those of a second call in a
-            folder `fit-2` of its own.
+            The `History`. Files of the run are in `config.workdir`, those of a second call in its folder `fit-2`.
 
         Raises:
             UserError: if the data cannot be split over the devices.
@@ -130,10 +129,9 @@ class Runner:
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         number = self._fit_numbers.next(model, initial_epoch)
-        options = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
-        reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **options)
+        order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
+        reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
         num_rows = self._prepare(model, reader, training=True)
-        self._fit_numbers.put(model, number)
         feed = Feed(reader, self.strategy.shard_batch, self.state)
         validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)

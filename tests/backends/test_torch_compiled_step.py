@@ -16,11 +16,15 @@ def results_of(program, cases, **environment):
     return result_of(done), done.stderr
 
 
-@pytest.mark.parametrize("net", [pytest.param("norms", marks=pytest.mark.proof), "random"])
-def test_compiled_on_one_and_two_devices(net):
+@pytest.mark.parametrize(
+    ("net", "counts"),
+    [("random", (2,)), *(pytest.param(net, (1, 2), marks=pytest.mark.proof) for net in ("norms", "random"))],
+)
+def test_compiled_on_one_and_two_devices(net, counts):
     """Batch norm; dropout, penalties, clipping, two outputs, uint8 inputs, a last batch of 4."""
     case = {"backend": "torch", "net": net, "rule": "sgd"}
-    cases = [case | {"num_devices": count, "compile": mode} for count, mode in ((1, "off"), (1, "on"), (2, "on"))]
+    ways = ((1, "off"), *((count, "on") for count in counts))
+    cases = [case | {"num_devices": count, "compile": mode} for count, mode in ways]
     (eager, *compiled), errors = results_of("pipelines.py", cases)
     assert "warning" not in errors
     for received in compiled:

@@ -39,6 +39,8 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(backend, rule):
     by_hand = {"net": "norms", "rule": rule, "by_hand": True, "num_devices": 3 if backend == "jax" else 1}
     cases = [by_hand, cut(1, net="norms", rule=rule)]
     for place, schedule in enumerate(SCHEDULES[backend]):
+        if backend == "torch" and rule == "sgd" and schedule != "1f1b":  # each starts processes: the others are proofs
+            continue
         count = 4 if schedule == "interleaved1f1b" else 2 + (place + (rule == "adam")) % 2
         cases.append(cut(count, schedule, net="norms", rule=rule))
     plain, whole, *others = pipelines(backend, cases)
