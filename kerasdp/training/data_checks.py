@@ -51,8 +51,8 @@ def check_data(
 ) -> None:
     """Raises `UserError` if a model cannot be trained on, or evaluated with, the data of a reader.
 
-    Looks at the shapes of the first batch, for NaN in its inputs, and at all targets: those that are not in memory, or
-    too large, when they are read. Costs one pass over the targets.
+    Looks at the shapes of the first batch, and at all targets: those that are not in memory, or too large, when they
+    are read. Costs one pass over the targets.
 
     Args:
         model: may be not built yet; called in the scope in which it may be built.
@@ -67,9 +67,8 @@ def check_data(
     if with_targets and not model.compiled:
         raise UserError(f"{model.name} is not compiled: call model.compile(...) within runner.scope() first")
     _check_inputs(model, batch.inputs)
-    # Each process has its own inputs, and all should name the same sample.
-    whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
-    refuse_nan("inputs", whole.inputs, whole.indices, "", only_nan=True)
+    if is_validation:
+        refuse_nan_inputs(model, reader, batch)
     if not with_targets or not _has_usual_loss(model):
         return
     symbols = output_symbols(model, keras.tree.map_structure(_symbol(len(batch.indices)), batch.inputs))
@@ -91,6 +90,18 @@ def check_data(
         check(batch.targets, batch.sample_weight, batch.indices, title)
 
     reader.check = check_batch
+
+
+def refuse_nan_inputs(model: keras.Model, reader: SampleReader | BatchReader, batch: Batch) -> None:
+    """Raises `UserError` if inputs of the first batch are NaN, unless the model, by now built, makes numbers of them."""
+    # Each process has its own inputs, and all should name the same sample.
+    whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
+    try:
+        refuse_nan("inputs", whole.inputs, whole.indices, "", only_nan=True)
+    except UserError:
+        outputs = keras.tree.flatten(model(keras.tree.map_structure(keras.ops.convert_to_tensor, whole.inputs)))
+        if not all(np.isfinite(keras.ops.convert_to_numpy(output)).all() for output in outputs):
+            raise
 
 
 def explained(error: NonFiniteLossError, reader: SampleReader | BatchReader, state: RunState) -> NonFiniteLossError:

@@ -17,7 +17,7 @@ from kerasdp.keras_compat import all_layers, build_compiled, living_variables
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
-from kerasdp.training.data_checks import check_data
+from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 from kerasdp.training.readers import Reader
 
 
@@ -71,6 +71,8 @@ def prepare(
     with scope():
         check_data(model, reader, batch, with_targets=with_targets)
         _build(model, _symbols(batch), config, strategy, with_targets)
+        if with_targets:
+            refuse_nan_inputs(model, reader, batch)
     require_known_weights(model)
     if model.compiled and with_targets and strategy.stages is not None:
         try_losses(model, batch.targets)

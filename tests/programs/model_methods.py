@@ -52,7 +52,7 @@ def fit_by_fit(runner):
 
 @case
 def data_of_its_own_kind(runner):
-    """Attributes with the names of a source's, targets that a loss of the user's knows to be none."""
+    """Attributes named as a source's, targets that a loss knows to be none, missing numbers that a layer replaces."""
     import keras
 
     class Loss(keras.losses.SparseCategoricalCrossentropy):
@@ -74,7 +74,15 @@ def data_of_its_own_kind(runner):
     with runner.scope():
         model = mlp()
         model.compile(keras.optimizers.SGD(0.1), Loss(from_logits=True))
-    losses = runner.fit(model, Data(), epochs=2, verbose=0).history["loss"]
+
+    class Missing(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.where(keras.ops.isnan(x), 0.0, x)
+
+    with_missing = make(runner, lambda: keras.Sequential([Missing(), keras.layers.Dense(3)]))
+    x = np.where(X > 1, np.nan, X)
+    losses = runner.fit(with_missing, x, Y, batch_size=7, verbose=0, validation_data=(x, Y)).history["val_loss"]
+    losses += runner.fit(model, Data(), epochs=2, verbose=0).history["loss"]
     return losses + fit(runner, model) + runner.fit(model, X, Y - 1, verbose=0).history["loss"] + sums(model)
 
 
