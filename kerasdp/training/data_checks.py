@@ -93,7 +93,7 @@ def check_data(
 
 
 def refuse_nan_inputs(model: keras.Model, reader: SampleReader | BatchReader, batch: Batch) -> None:
-    """Raises `UserError` if inputs of the first batch are NaN, unless the model, by now built, makes numbers of them."""
+    """Raises `UserError` if inputs of the first batch are NaN, unless the model, built by now, takes them."""
     # Each process has its own inputs, and all should name the same sample.
     whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
     try:
