@@ -68,7 +68,9 @@ def fit(runner: Any, make: Any, optimizer: str) -> dict[str, Any]:
     )
     initial, final = losses.initial, weights_of(ready.model)
     # By value: the path of a seed generator's state is another on torch.
-    digest = hashlib.sha256(b"".join(sorted(value.tobytes() for value in initial.values())))
+    # Whole numbers are of 32 or of 64 bits, as the backend likes.
+    values = [value.astype("int64") if value.dtype.kind in "iu" else value for value in initial.values()]
+    digest = hashlib.sha256(b"".join(sorted(value.tobytes() for value in values)))
     return {"losses": losses.values, "weights": sum(value.size for value in initial.values())} | {
         "initial": digest.hexdigest()[:16],
         "learned": learned(initial, final),
