@@ -65,6 +65,7 @@ def copy_of(folder, tmp_path):
     return copy
 
 
+@all_but("tensorflow")
 def test_the_same_backend_resumes_bit_for_bit(backend, undisturbed, stopped, tmp_path):
     workdir = copy_of(stopped(backend), tmp_path)
     result = result_of(train_resumable(workdir, backend, resume=True))
@@ -202,7 +203,7 @@ print("RESULT", json.dumps(found))
 """
 
 
-@all_but("jax")
+@all_but("jax", "tensorflow")
 def test_an_exported_model_loads_everywhere(backend, undisturbed, tmp_path):
     paths = [undisturbed(name)[3] for name in BACKENDS]
     program = tmp_path / "load.py"
