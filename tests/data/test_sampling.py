@@ -48,5 +48,5 @@ def test_padding_stands_at_the_end_and_divides(num_rows, num_replicas, size):
 
 def test_each_fit_of_a_model_has_orders_of_its_own():
     seeds = [seed_of_fit(7, number) for number in range(3)]
-    assert seeds == [7, 6635463128224577688, 18279110831140952437]  # for ever: checkpoints go on with them
+    assert seeds == [7, 6635463128224577688, 18279110831140952437]  # never to change: runs resume with them
     assert epoch_order(10, seeds[1], 0).tolist() != epoch_order(10, seeds[0], 0).tolist()

@@ -1,7 +1,9 @@
 """Cases of `any_model.py`: models that are built or called in other ways than most."""
 
 import numpy as np
-from model_case import RANDOM, X, Y, case, compile_it, fit, make, sums
+from model_case import RANDOM, X, Y, case, compile_it, fit, make, mlp, sums
+
+import kerasdp
 
 
 @case
@@ -122,7 +124,7 @@ def weight_of_the_loss(runner):
 
 @case
 def used_from_the_second_epoch_on(runner):
-    """A branch that a callback switches on: its weights have no gradients before."""
+    """A branch that is switched on later: its weights have no gradients before."""
     import keras
 
     class Model(keras.Model):
@@ -137,11 +139,12 @@ def used_from_the_second_epoch_on(runner):
         def call(self, x):
             return self.head(x) + self.late(x * x) if self.is_on else self.head(x)
 
-    model = make(runner, Model)
+    model = make(runner, Model, keras.optimizers.SGD(0.1))
     losses = fit(runner, model)
     model.is_on = True
-    with runner.scope():
-        compile_it(model, keras.optimizers.SGD(0.1, momentum=0.9))
+    if runner.config.backend != "torch":  # which has no compiled step here, and takes the branch at once
+        with runner.scope():
+            compile_it(model, keras.optimizers.SGD(0.1))
     return losses + fit(runner, model) + sums(model)
 
 
@@ -162,6 +165,49 @@ def loss_that_draws(runner):
 
     model = make(runner, build)
     return fit(runner, model) + sums(model)
+
+
+@case
+def loss_whose_generator_the_model_does_not_hold(runner):
+    """Refused on jax, where each step would draw the same numbers; elsewhere each draws others."""
+    import keras
+
+    with runner.scope():
+        noise = keras.random.SeedGenerator(3)
+        model = mlp()
+        model.compile(
+            keras.optimizers.SGD(0.0),
+            lambda y, outputs: keras.ops.sum(keras.random.normal(keras.ops.shape(outputs), seed=noise) - outputs, -1),
+        )
+    if runner.config.backend == "jax":
+        refused(lambda: runner.fit(model, X, Y, verbose=0), "draws with a SeedGenerator that the model does not hold")
+    else:
+        losses = runner.fit(model, X, Y, epochs=2, verbose=0).history["loss"]
+        assert losses[0] != losses[1]
+    return []
+
+
+@case
+def spectral_normalization(runner):
+    """Evaluates and predicts everywhere; is not trained on jax."""
+    import keras
+
+    model = make(runner, lambda: keras.Sequential([keras.layers.SpectralNormalization(keras.layers.Dense(3))]))
+    found = [runner.evaluate(model, X, Y), *runner.predict(model, X)[3].tolist()]
+    if runner.config.backend == "jax":
+        refused(lambda: fit(runner, model), "SpectralNormalization changes its layer's kernel")
+    else:
+        fit(runner, model)
+    return found
+
+
+def refused(function, words):
+    try:
+        function()
+    except kerasdp.UserError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError("it trained")
 
 
 @case

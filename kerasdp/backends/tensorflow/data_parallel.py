@@ -111,7 +111,6 @@ class DataParallel(Strategy):
         Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
         the loss of the global batch, whatever that loss is.
         """
-
         if self.num_replicas == 1:
             return outputs
 
