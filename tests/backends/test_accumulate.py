@@ -12,7 +12,7 @@ PARTS_OF_16 = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1),
 PART_OF_4 = [("forward", 0), ("backward", 0)]
 
 
-@all_but("jax")
+@all_but("jax", "tensorflow")
 def test_it_learns_as_with_the_whole_batch(backend):
     """Parts of 6, 6 and 4 samples, and 4 at an epoch's end; with two devices, parts of 3 on each."""
     cases = [{"net": "random", "accumulate": 3, "loss": "squares"}, {"net": "random"}]

@@ -3,18 +3,13 @@
 import dataclasses
 import json
 import pathlib
-import sys
-import types
 
 import numpy as np
 import pytest
 
 from kerasdp import config
-from kerasdp.config import Config, spec, validation
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config import Config, validation
 from kerasdp.errors import UserError
-from kerasdp.runtime import devices as backend
-from kerasdp.runtime.devices import Devices
 
 
 @pytest.mark.parametrize(
@@ -114,20 +109,6 @@ def test_a_wrong_choice_is_one_line(changes, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"accumulate": 9, "batch_size": 16}, "--accumulate: expected at most 8, a device's samples. Received: 9"),
-        ({"accumulate": 2, "backend": "tensorflow"}, "--accumulate: expected --gpus=1"),
-    ],
-)
-def test_a_choice_that_does_not_fit_the_devices_that_are_found(changes, words):
-    with pytest.raises(UserError, match=words):
-        backend.choose_devices(Config(**changes), 2)
-    with pytest.raises(UserError, match="one device sends no gradients"):
-        backend.choose_devices(Config(gradient_precision="bfloat16"), 0)
-
-
 def test_parts_of_a_batch():
     settings = Config(batch_size=61, accumulate=4)
     assert (settings.engine, settings.stages_on(2), settings.num_pipelines(2), settings.num_replicas(2)) == (
@@ -182,167 +163,6 @@ def test_the_tables_hold_what_the_config_names():
 
     for name in validation.MODELS:
         assert callable(getattr(importlib.import_module(f"kerasdp.models.{name}"), name))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("adam", ("adam", {})),
-        ("sgd(momentum=0.9)", ("sgd", {"momentum": 0.9})),
-        ("synthetic(shape=(32,32,3), num_classes=100)", ("synthetic", {"shape": (32, 32, 3), "num_classes": 100})),
-        ("my/file.py:build", ("my/file.py:build", {})),
-        ("my/file.py:build(depth=3)", ("my/file.py:build", {"depth": 3})),
-    ],
-)
-def test_names_with_arguments(text, expected):
-    assert spec.parse(text, "flag") == expected
-
-
-@pytest.mark.parametrize("text", ["", "(a=1)", "f(1)", "f(a=b)", "f(a=1", "f(a=1)(b=2)", "f(a=__import__('os'))"])
-def test_names_that_are_none(text):
-    with pytest.raises(UserError, match="--flag: expected a name"):
-        spec.parse(text, "flag")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('sgd(**{"momentum":0.5})', "--flag: expected a name, or a name with arguments"),
-        ("sgd(momentum=0.5, momentum=0.7)", "--flag: expected each argument once. Received: 'sgd(momentum=0.5, mom"),
-    ],
-)
-def test_arguments_that_would_be_lost(text, words):
-    with pytest.raises(UserError) as caught:
-        spec.parse(text, "flag")
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_users_own_functions(tmp_path):
-    file = tmp_path / "mine_for_spec.py"
-    file.write_text("def build():\n    return 7\n")
-    assert spec.load_user_function(f"{file}:build", "model")() == 7
-    assert spec.load_user_function("os.path:join", "model")("a", "b") == "a/b"
-    for name, words in [
-        (f"{file}:other", "has no function 'other'; it has: build"),
-        (f"{tmp_path}/none.py:build", "there is no file"),
-        ("no.such.module:build", "there is no module"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            spec.load_user_function(name, "model")
-
-
-def test_choice_of_backend(monkeypatch, tmp_path):
-    monkeypatch.setattr(backend, "is_installed", lambda name: name != "torch")
-    monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    monkeypatch.delitem(sys.modules, "keras", raising=False)
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    assert backend.choose_backend(None) == "jax"
-    assert backend.choose_backend("tensorflow") == "tensorflow"
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    assert backend.choose_backend(None) == "tensorflow"
-    assert backend.choose_backend("jax") == "jax"
-    with pytest.raises(UserError, match=r"torch is not installed \(installed: jax, tensorflow\); add it: pip install"):
-        backend.choose_backend("torch")
-    monkeypatch.setenv("KERAS_BACKEND", "theano")
-    with pytest.raises(UserError, match="KERAS_BACKEND: expected one of"):
-        backend.choose_backend(None)
-    monkeypatch.setattr(backend, "is_installed", lambda name: False)
-    monkeypatch.delenv("KERAS_BACKEND")
-    with pytest.raises(UserError, match="no backend is installed"):
-        backend.choose_backend(None)
-
-
-WRITTEN_BY_KERAS = {"floatx": "float32", "epsilon": 1e-07, "image_data_format": "channels_last"}
-
-
-@pytest.mark.parametrize(
-    ("imported", "variable", "file", "expected"),
-    [
-        ("jax", "tensorflow", '{"backend": "tensorflow"}', "jax"),
-        (None, "jax", '{"backend": "tensorflow"}', "jax"),
-        (None, None, '{"backend": "jax"}', "jax"),
-        (None, None, '{"backend": "tensorflow"}', "tensorflow"),
-        (None, None, json.dumps(WRITTEN_BY_KERAS | {"backend": "tensorflow"}), "torch"),  # nobody's choice
-        (None, None, json.dumps(WRITTEN_BY_KERAS | {"backend": "jax"}), "jax"),
-        (None, None, "{", "torch"),
-        (None, "", None, "torch"),
-        ("openvino", None, None, "the Keras that is already imported: expected one of torch, jax, tensorflow as"),
-        (None, None, '{"backend": "openvino"}', "keras.json: expected one of torch, jax, tensorflow as backend. Rec"),
-    ],
-)
-def test_the_backend_of_a_run_that_names_none(imported, variable, file, expected, monkeypatch, tmp_path):
-    monkeypatch.setattr(backend, "is_installed", lambda name: True)
-    monkeypatch.delitem(sys.modules, "keras", raising=False)
-    monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    if imported:
-        monkeypatch.setitem(sys.modules, "keras", keras_with(imported))
-    if variable is not None:
-        monkeypatch.setenv("KERAS_BACKEND", variable)
-    if file:
-        (tmp_path / "keras.json").write_text(file)
-    if expected in BACKENDS:
-        assert backend.choose_backend(None) == expected
-        assert backend.choose_backend("torch") == "torch"
-    else:
-        with pytest.raises(UserError) as caught:
-            backend.choose_backend(None)
-        assert expected in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-def keras_with(name):
-    """What `keras.config.backend()` needs."""
-    return types.SimpleNamespace(config=types.SimpleNamespace(backend=lambda: name))
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "num_gpus", "expected"),
-    [
-        (None, "auto", 0, Devices(kind="cpu", count=1, reason="no GPU found")),
-        (4, "auto", 0, Devices(kind="cpu", count=4, reason="no GPU found")),
-        (None, "auto", 3, Devices(kind="gpu", count=3)),
-        (2, "gpu", 3, Devices(kind="gpu", count=2)),
-        (4, "cpu", 2, Devices(kind="cpu", count=4, reason="as asked")),
-    ],
-)
-def test_choice_of_devices(asked, device, num_gpus, expected):
-    assert backend.choose_devices(Config(num_devices=asked, device=device), num_gpus) == expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "num_gpus", "words"),
-    [
-        (4, "auto", 2, "--gpus: there are 2. Received: 4"),
-        (2, "gpu", 1, "--gpus: there is 1. Received: 2"),
-        (1, "gpu", 0, "sees no GPU"),
-    ],
-)
-def test_devices_that_are_not_there(asked, device, num_gpus, words):
-    with pytest.raises(UserError, match=words):
-        backend.choose_devices(Config(num_devices=asked, device=device), num_gpus)
-
-
-def test_all_gpus_must_get_a_sample():
-    with pytest.raises(UserError, match="expected at least 8 for 8 devices. Received: 4"):
-        backend.choose_devices(Config(batch_size=4), 8)
-
-
-def test_a_batch_that_is_not_split_may_be_small():
-    settings = Config(strategy="tensor", batch_size=2, num_devices=4)
-    assert backend.choose_devices(settings, 4).count == 4
-
-
-def test_devices_in_words():
-    assert str(Devices(kind="cpu", count=4, reason="no GPU found")) == "4 virtual CPU devices (no GPU found)"
-    assert str(Devices(kind="gpu", count=1)) == "1 GPU"
-
-
-def test_keras_with_another_backend_cannot_be_changed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "keras", keras_with("jax"))
-    with pytest.raises(UserError, match="Keras is already imported with the jax backend, expected torch"):
-        backend.set_backend("torch")
 
 
 def test_a_workdir_that_cannot_be_written(tmp_path):

@@ -47,6 +47,7 @@ def test_convnet_in_short():
     assert largest_difference(comparison, 25) < 1e-5
 
 
+@pytest.mark.proof
 def test_another_model_in_short():
     build_model, data, choices = OTHERS["two inputs, two outputs"]
     comparison = compare(build_model, data, backends=BACKENDS[-2:], device_counts=(2,), steps=6, **choices)

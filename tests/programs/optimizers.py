@@ -1,8 +1,9 @@
 """Trains with many optimizers, in a graph and eagerly, and prints how far the weights part.
 
-python optimizers.py BACKEND NUM_DEVICES
+python optimizers.py BACKEND NUM_DEVICES [OPTIMIZER ...]
 """
 
+import functools
 import json
 import sys
 
@@ -36,7 +37,7 @@ OPTIMIZERS = {
 NOW_AND_THEN = ("SGD ema now and then", "SGD accumulating")
 
 
-def train(runner):
+def train(runner, names):
     import keras
 
     numbers = np.random.RandomState(0)
@@ -66,17 +67,19 @@ def train(runner):
     keras.optimizers.Counting = Counting
     weights("Counting", {}, run_eagerly=True)
     found = {"calls": Counting.calls}
-    for name, settings in OPTIMIZERS.items():
+    for name in names or OPTIMIZERS:
         if runner.num_replicas > 1 and name in NOW_AND_THEN:
             continue
+        settings = OPTIMIZERS[name]
         pairs = zip(*(weights(name, settings, run_eagerly=is_eager) for is_eager in (False, True)), strict=True)
         found[name] = max(float(np.abs(ours - theirs).max()) for ours, theirs in pairs)
     return found
 
 
 def main():
-    backend, count = sys.argv[1:]
-    result = kerasdp.launch(train, backend=backend, device="cpu", num_devices=int(count), batch_size=8, verbose=0)
+    backend, count, *names = sys.argv[1:]
+    run = functools.partial(train, names=names)
+    result = kerasdp.launch(run, backend=backend, device="cpu", num_devices=int(count), batch_size=8, verbose=0)
     print("RESULT " + json.dumps(result))
 
 

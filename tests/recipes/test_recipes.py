@@ -51,7 +51,7 @@ def some_of(cases, chosen):
 NINE = [(name, count) for name in BACKENDS for count in (1, 2, 4)]
 
 
-@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [("jax", 4)]))
+@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [("jax", 2)]))
 def test_the_default_command_learns(backend, count, tmp_path):
     """The nine runs: accuracy on held-out digits, the lines that people see, the files that a run leaves."""
     done = train(f"--backend={backend}", f"--gpus={count}", "--device=cpu", f"--workdir={tmp_path}")
@@ -208,18 +208,18 @@ def test_pipeline_recipe(tmp_path):
     """The toy model in all ways: a line each, three pictures, the figures in JSON; the flagfiles parse elsewhere."""
     name = BACKENDS[len(BACKENDS) // 2]
     flags = ["--model=recipes/pipeline.py:toy", "--dataset=synthetic(shape=(10,), num_classes=5, num_samples=16)"]
-    flags += ["--batch_size=8", "--split_sizes=2,3,100", "--repetitions=2", "--device=cpu", f"--workdir={tmp_path}"]
+    flags += ["--batch_size=8", "--split_sizes=3,100", "--repetitions=2", "--device=cpu", f"--workdir={tmp_path}"]
     done = run("recipes/pipeline.py", f"--backend={name}", *flags)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^single device +\S+ s \+- \S+", done.stdout, re.M)
     assert re.search(r"^layer split .* bubble +\d+% \(ideal +50%\)", done.stdout, re.M)
-    assert len(re.findall(r"^pipelined, split size [23] ", done.stdout, re.M)) == 2  # 100 is above the batch
+    assert len(re.findall(r"^pipelined, split size 3 ", done.stdout, re.M)) == 1  # 100 is above the batch
     ways = json.loads((tmp_path / "pipeline.json").read_text())["ways"]
     assert [(way["name"], way["split_size"], len(way["seconds"])) for way in ways] == [
-        ("single device", None, 2), ("layer split", None, 2), ("pipelined", 2, 2), ("pipelined", 3, 2),
+        ("single device", None, 2), ("layer split", None, 2), ("pipelined", 3, 2),
     ]  # fmt: skip
     # Each stage works once forwards and once backwards on each of the micro-batches: of 3, 3 and 2 samples.
-    assert sorted(tuple(event[:3]) for event in ways[3]["work"]) == [
+    assert sorted(tuple(event[:3]) for event in ways[2]["work"]) == [
         (stage, kind, number) for stage in (0, 1) for kind in ("backward", "forward") for number in (0, 1, 2)
     ]
     for picture in ("bars.png", "sweep.png", "timeline.png"):

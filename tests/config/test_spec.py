@@ -1,0 +1,54 @@
+"""Names with arguments, as flags hold them, and functions of the user's own."""
+
+import pytest
+
+from kerasdp.config import spec
+from kerasdp.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adam", ("adam", {})),
+        ("sgd(momentum=0.9)", ("sgd", {"momentum": 0.9})),
+        ("synthetic(shape=(32,32,3), num_classes=100)", ("synthetic", {"shape": (32, 32, 3), "num_classes": 100})),
+        ("my/file.py:build", ("my/file.py:build", {})),
+        ("my/file.py:build(depth=3)", ("my/file.py:build", {"depth": 3})),
+    ],
+)
+def test_names_with_arguments(text, expected):
+    assert spec.parse(text, "flag") == expected
+
+
+@pytest.mark.parametrize("text", ["", "(a=1)", "f(1)", "f(a=b)", "f(a=1", "f(a=1)(b=2)", "f(a=__import__('os'))"])
+def test_names_that_are_none(text):
+    with pytest.raises(UserError, match="--flag: expected a name"):
+        spec.parse(text, "flag")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('sgd(**{"momentum":0.5})', "--flag: expected a name, or a name with arguments"),
+        ("sgd(momentum=0.5, momentum=0.7)", "--flag: expected each argument once. Received: 'sgd(momentum=0.5, mom"),
+    ],
+)
+def test_arguments_that_would_be_lost(text, words):
+    with pytest.raises(UserError) as caught:
+        spec.parse(text, "flag")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_users_own_functions(tmp_path):
+    file = tmp_path / "mine_for_spec.py"
+    file.write_text("def build():\n    return 7\n")
+    assert spec.load_user_function(f"{file}:build", "model")() == 7
+    assert spec.load_user_function("os.path:join", "model")("a", "b") == "a/b"
+    for name, words in [
+        (f"{file}:other", "has no function 'other'; it has: build"),
+        (f"{tmp_path}/none.py:build", "there is no file"),
+        ("no.such.module:build", "there is no module"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            spec.load_user_function(name, "model")
