@@ -1,5 +1,6 @@
 """Reads samples from arrays in memory, or from a folder of images that is larger than memory."""
 
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -140,6 +141,8 @@ def as_arrays(structure: Any) -> Any:
     def as_array(leaf: Any) -> Any:
         if leaf is None:
             return None
+        if hasattr(leaf, "toarray"):  # of SciPy: NumPy would take it for one object
+            raise UserError(f"expected arrays. Received: {type(leaf).__name__}, which is sparse; use its toarray()")
         try:
             array = np.asarray(leaf)
         except ValueError as error:  # lists of different lengths
@@ -196,17 +199,16 @@ def weights_of_classes(targets: Any, class_weight: dict[int, float]) -> np.ndarr
     targets = as_arrays(targets)
     if not isinstance(targets, np.ndarray) or not targets.ndim:
         raise UserError(f"class_weight: expected an array as y, for the model's only output. Received: {type(targets)}")
-    num_classes = None
+    largest = None  # unknown: a class may have no sample
     if targets.ndim > 1:
-        num_classes = targets.shape[-1] if targets.shape[-1] > 1 else None
-        targets = np.squeeze(targets, axis=-1) if num_classes is None else np.argmax(targets, axis=-1)
+        largest = targets.shape[-1] - 1 or None
+        targets = np.squeeze(targets, axis=-1) if largest is None else np.argmax(targets, axis=-1)
     classes = np.round(targets).astype("int32")
-    num_classes = num_classes or int(classes.max(initial=0)) + 1
     for label in class_weight:
-        if label not in range(num_classes):
-            raise UserError(
-                f"class_weight: expected classes of y, which are from 0 to {num_classes - 1}. Received: {label!r}"
-            )
+        is_class = isinstance(label, numbers.Real) and label >= 0 and label == int(label)
+        if not is_class or (largest is not None and label > largest):
+            limit = "on" if largest is None else f"to {largest}"
+            raise UserError(f"class_weight: expected classes of y, whole numbers from 0 {limit}. Received: {label!r}")
     return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
 
 

@@ -4,7 +4,7 @@ Each function says what it is for, the version of Keras whose source was read fo
 `tests/unit/test_keras_compat.py` names each private name, so that a new Keras says which of them are gone.
 """
 
-from kerasdp.keras_compat.graph_ends import calls_own_graph, last_activation, output_symbols
+from kerasdp.keras_compat.graph_ends import calls_own_graph, last_activation, output_symbols, symbols_of
 from kerasdp.keras_compat.layers import (
     added_losses,
     all_layers,
@@ -107,9 +107,9 @@ __all__ = [
     "jit_compile_left_open",
     "keep_messages_of",
     "last_activation",
+    "learning_rate_schedule",
     "leave_ranks_to_us",
     "living_variables",
-    "learning_rate_schedule",
     "loss_options",
     "losses_of_whole_batch",
     "made_by_compile",
@@ -136,6 +136,7 @@ __all__ = [
     "set_seed",
     "slots_by_weight",
     "slots_of",
+    "symbols_of",
     "update_loss_metric",
     "updating_one_by_one",
     "updating_some",

@@ -17,6 +17,15 @@ def calls_own_graph(model: keras.Model) -> bool:
     return type(model).call in (Functional.call, keras.Sequential.call)
 
 
+def symbols_of(data: Any, num_rows: int) -> Any:
+    """Returns `KerasTensor`s of a structure of arrays, with the rows of the global batch: a process may hold some."""
+
+    def symbol(leaf: Any) -> Any:
+        return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
+
+    return keras.tree.map_structure(symbol, data)
+
+
 def output_symbols(model: keras.Model, inputs: Any) -> Any:
     """Returns `KerasTensor`s of a model's outputs, which is built if it is not; None if it takes no symbols.
 

@@ -5,7 +5,7 @@ TensorFlow, and another training, without a word, with JAX.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ import numpy as np
 from kerasdp.data.feed import Batch, BatchReader, SampleReader
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError, UserError
-from kerasdp.keras_compat import as_functional, calls_own_graph, inputs_structure, output_symbols
+from kerasdp.keras_compat import as_functional, calls_own_graph, inputs_structure, output_symbols, symbols_of
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.target_checks import (
     check_activations,
@@ -71,7 +71,7 @@ def check_data(
         refuse_nan_inputs(model, reader, batch)
     if not with_targets or not _has_usual_loss(model):
         return
-    symbols = output_symbols(model, keras.tree.map_structure(_symbol(len(batch.indices)), batch.inputs))
+    symbols = output_symbols(model, symbols_of(batch.inputs, len(batch.indices)))
     if symbols is None:
         return
     is_chief = reader.shard[0] == 0
@@ -122,10 +122,6 @@ def _has_usual_loss(model: keras.Model) -> bool:
     """Returns whether targets go to the losses of `compile` as they are."""
     names = ("train_step", "test_step", "compute_loss")
     return model.compiled and all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
-
-
-def _symbol(num_rows: int) -> Callable[[Any], Any]:
-    return lambda leaf: None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
 
 
 def _num_bytes(data: Any) -> int:

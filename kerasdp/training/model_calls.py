@@ -24,19 +24,19 @@ class CalledRunner(Protocol):
     Attributes:
         strategy: how the devices share the work.
         steps: know whether Keras' own methods run.
-        num_calls: of a model's own methods that came to the runner.
+        num_model_calls: calls of models' own methods that came to the runner.
     """
 
     strategy: Strategy
     steps: ModelSteps
-    num_calls: int
+    num_model_calls: int
 
 
 def through_model(method: Method) -> Method:
     """Makes a method of `Runner` call the model's own method of that name, if its class overrides that of Keras.
 
     Such a method hands changed arguments (more callbacks, say) to `super()`, which is the runner's again: see
-    `calls_meant_for`. One that preprocesses data (`kerasdp.training.preprocessing`) is not called, but its
+    `model_calls_through`. One that preprocesses data (`kerasdp.training.preprocessing`) is not called, but its
     preprocessing, on all data at once.
     """
     name, signature = method.__name__, inspect.signature(method)
@@ -53,12 +53,12 @@ def through_model(method: Method) -> Method:
         own = _own_method(model, name)
         if own is None:
             return method(runner, model, **given)
-        num_calls = runner.num_calls
+        num_model_calls = runner.num_model_calls
         try:
             result = own(model, **given)
         except NotImplementedError as error:  # what KerasHub's tasks for inference say
             raise UserError(f"{type(model).__name__}.{name}: {error}") from error
-        if runner.num_calls == num_calls:
+        if runner.num_model_calls == num_model_calls:
             raise UserError(f"{type(model).__name__} has a {name} of its own, which does not call super().{name}")
         return result
 
@@ -72,14 +72,14 @@ def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
 
 
 @contextlib.contextmanager
-def calls_meant_for(runner: CalledRunner) -> Iterator[None]:
+def model_calls_through(runner: CalledRunner) -> Iterator[None]:
     """Lets the methods of all models mean those of a runner, until it is left.
 
     They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
     notice. While the runner runs Keras' own, they are Keras' own.
     """
     names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-    with replaced_methods(keras.Model, {name: functools.partial(_meaning, runner, name) for name in names}):
+    with replaced_methods(keras.Model, {name: functools.partial(_through_runner, runner, name) for name in names}):
         yield
 
 
@@ -90,7 +90,7 @@ def _is_of_callback(name: str, original: Callable[..., Any], args: tuple[Any, ..
     return not isinstance(inspect.signature(original).bind(*args, **kwargs).arguments.get("x"), FeedAdapter)
 
 
-def _meaning(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what a method of all models is to be while a runner is there."""
 
     @functools.wraps(original)
@@ -107,7 +107,7 @@ def _meaning(runner: CalledRunner, name: str, original: Callable[..., Any]) -> C
         if name == "predict_on_batch":
             (x,) = inspect.signature(original).bind(model, *args, **kwargs).args[1:]
             return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
-        runner.num_calls += 1
+        runner.num_model_calls += 1
         # Not the one of `through_model`: this may be the `super()` of a model's own method.
         return inspect.unwrap(getattr(type(runner), name))(runner, model, *args, **kwargs)
 

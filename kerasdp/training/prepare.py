@@ -13,7 +13,7 @@ from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
 from kerasdp.data.feed import Batch
 from kerasdp.errors import UserError, addressed
-from kerasdp.keras_compat import all_layers, build_compiled, living_variables
+from kerasdp.keras_compat import all_layers, build_compiled, living_variables, symbols_of
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
@@ -70,7 +70,8 @@ def prepare(
         )
     with scope():
         check_data(model, reader, batch, with_targets=with_targets)
-        _build(model, _symbols(batch), config, strategy, with_targets)
+        symbols = symbols_of((batch.inputs, batch.targets, batch.sample_weight), len(batch.indices))
+        _build(model, symbols, config, strategy, with_targets)
         if with_targets:
             refuse_nan_inputs(model, reader, batch)
     require_known_weights(model)
@@ -145,13 +146,3 @@ def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strateg
     else:
         return
     raise UserError(f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or {way_out}")
-
-
-def _symbols(batch: Batch) -> Any:
-    num_rows = len(batch.indices)
-
-    def symbol(leaf: Any) -> Any:
-        # As many rows as the global batch has: this process may hold only some of the inputs.
-        return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
-
-    return keras.tree.map_structure(symbol, (batch.inputs, batch.targets, batch.sample_weight))

@@ -23,7 +23,7 @@ from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.model_calls import calls_meant_for, through_model
+from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, prepare
 from kerasdp.training.readers import FitNumbers, Reader, make_reader
@@ -40,14 +40,14 @@ class Runner:
         heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
         steps: the step functions of the models.
-        num_calls: of a model's own methods that came to this runner.
+        num_model_calls: calls of models' own methods that came to this runner.
     """
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
-        self.num_fits = self.num_calls = 0
+        self.num_fits = self.num_model_calls = 0
         self.steps = ModelSteps(strategy, self.state)
         self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         keep_messages_of(RunError)
@@ -72,7 +72,7 @@ class Runner:
     @contextlib.contextmanager
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
-        with self._scope(), calls_meant_for(self):
+        with self._scope(), model_calls_through(self):
             yield
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import DATASETS as NAMES
 from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data
-from kerasdp.data.sources import ArraySource
+from kerasdp.data.sources import ArraySource, weights_of_classes
 from kerasdp.errors import UserError
 from tests.helpers import make_images, some_images, write_idx
 
@@ -176,6 +176,23 @@ def test_arrays_of_unequal_length():
     for arrays in ((np.zeros(3), np.zeros(4)), (np.zeros(0), np.zeros(0))):
         with pytest.raises(UserError, match="equally many samples"):
             ArraySource(*arrays)
+
+
+def test_sparse_matrices_are_refused():
+    sparse = pytest.importorskip("scipy.sparse")  # comes with jax
+    for arrays in ((sparse.eye(3), np.zeros(3)), (np.zeros(3), sparse.csr_matrix(np.eye(3)))):
+        with pytest.raises(UserError, match="_matrix, which is sparse; use its toarray()"):
+            ArraySource(*arrays)
+
+
+def test_weights_of_classes():
+    """A class may have no sample; scikit-learn gives floats, those of labels that are floats."""
+    weights = {0: 2.0, 1.0: 3.0, np.int64(7): 4.0}
+    np.testing.assert_array_equal(weights_of_classes(np.array([0, 1, 2]), weights), [2, 3, 1])
+    np.testing.assert_array_equal(weights_of_classes(np.eye(2), {0: 2.0, 1: 3.0}), [2, 3])
+    for targets, label in ((np.eye(3), 3), (np.arange(3), -1), (np.arange(3), 0.5), (np.arange(3), "0")):
+        with pytest.raises(UserError, match="class_weight: expected classes of y, whole numbers from 0 "):
+            weights_of_classes(targets, {label: 1.0})
 
 
 @pytest.mark.skipif(

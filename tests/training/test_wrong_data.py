@@ -58,8 +58,8 @@ REFUSED = {
     "(samples, 3)",
     "weights of another length": LENGTHS + "24 in x, 24 in y, 23 in sample_weight",
     "weights that are NaN": "sample_weight: " + NAN.format("nan", 3),
-    "weight of an unknown class": "class_weight: expected classes of y, which are from 0 to 2. Received: 7",
-    "weight of a class by name": "class_weight: expected classes of y, which are from 0 to 2. Received: '0'",
+    "weight of an unknown class": "class_weight: expected classes of y, whole numbers from 0 to 2. Received: 7",
+    "weight of a class by name": "class_weight: expected classes of y, whole numbers from 0 on. Received: '0'",
 }
 LOSS = "the loss became {} at step {} (epoch 1) with learning rate 0.1; "
 # What is said when there is more to know, which is after some steps, or besides training.
@@ -76,7 +76,7 @@ WARNED = {
     "logits as probabilities": f"layer head of m has no activation, but the loss {SPARSE} expects probabilities: add "
     "from_logits=True to the loss, or softmax or sigmoid to the layer",
 }
-TRAINED = ("label ignored", "labels as floats", "batch larger than the data")
+TRAINED = ("label ignored", "labels as floats", "weight of a class without samples", "batch larger than the data")
 
 
 @pytest.fixture(scope="module")
