@@ -63,7 +63,12 @@ def make_reader(
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
     seed, weights_given = seed_of_fit(config.seed, fit_number), sample_weight is not None or class_weight is not None
-    if _is_source(x) or isinstance(x, (np.ndarray, list, tuple, dict)) or hasattr(x, "__array__") or hasattr(x, "toarray"):
+    if (
+        _is_source(x)
+        or isinstance(x, (np.ndarray, list, tuple, dict))
+        or hasattr(x, "__array__")
+        or hasattr(x, "toarray")
+    ):
         if _is_source(x) and (y is not None or weights_given):
             raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
         if class_weight is not None:

@@ -97,7 +97,27 @@ def masked_and_weighted(keras, numbers):
     return keras.Model(inputs, outputs), "mse", tokens, numbers.randn(24, 6, 1).astype("float32"), weights
 
 
-CASES = {case.__name__: case for case in (probabilities, attention, attention_by_backend, zeros, masked_and_weighted)}
+def products_of_four_axes(keras, numbers):
+    """Of tensors of shape (samples, 1, 8, 8) and a weight, by the operator, with which oneDNN damages memory."""
+
+    class Product(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(8, 8))
+
+        def call(self, x):
+            return x @ keras.ops.convert_to_tensor(self.kernel) + keras.ops.matmul(x, self.kernel[None, None])
+
+    inputs = keras.Input((1, 8, 8))
+    x = numbers.randn(24, 1, 8, 8).astype("float32")
+    return keras.Model(inputs, Product()(Product()(inputs))), "mse", x, numbers.randn(24, 1, 8, 8).astype("float32")
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes
+    )
+}  # fmt: skip
 
 
 def train(runner):

@@ -14,6 +14,7 @@ OVERRIDDEN = {
     "_overwrite_model_variables_with_average_value", "_backend_increment_gradient_accumulators",
 }  # fmt: skip
 IN_TENSORFLOW = """
+import inspect
 import tensorflow as tf
 import keras
 from kerasdp.backends.tensorflow import private
@@ -29,6 +30,15 @@ with private.read_from_first_replica([variable, plain]):
     assert variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     assert plain.aggregation == tf.VariableAggregation.NONE
 assert variable.aggregation == tf.VariableAggregation.MEAN
+
+assert "y" in inspect.signature(private.gen_math_ops.batch_mat_mul_v2).parameters
+private.fold_matmuls()
+one = tf.random.uniform((8, 8))
+for shape in ((9, 1, 8, 8), (9, 3, 8, 8), (9, 8, 8)):
+    x = tf.random.uniform(shape)
+    unknown = tf.function(lambda x: x @ one, input_signature=[tf.TensorSpec([None] * len(shape))])
+    for product in (x @ one, unknown(x), tf.matmul(x, tf.transpose(one)[None], transpose_b=True)):
+        assert product.shape == shape and abs(product.numpy() - x.numpy() @ one.numpy()).max() < 1e-5
 
 methods = _tensorflow_methods()
 print(*sorted(methods))

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import Structure
+from kerasdp.backends.tensorflow.private import fold_matmuls
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices, choose_devices
@@ -13,6 +14,7 @@ from kerasdp.runtime.devices import Devices, choose_devices
 
 def make_devices(config: Config) -> Devices:
     """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to other programs."""
+    fold_matmuls()
     gpus = tf.config.list_physical_devices("GPU")
     devices = choose_devices(config, len(gpus))
     tf.config.set_visible_devices(gpus[: devices.count] if devices.kind == "gpu" else [], "GPU")

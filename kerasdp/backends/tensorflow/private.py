@@ -1,10 +1,12 @@
 """Holds all private names of TensorFlow in use."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import gen_math_ops
 
 
 @contextlib.contextmanager
@@ -23,3 +25,36 @@ def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
     finally:
         for variable, aggregation in zip(variables, saved, strict=True):
             variable._aggregation = aggregation
+
+
+def fold_matmuls() -> None:
+    """Makes products of shapes (a, 1, m, k) and (k, n) right on CPUs, from now on: of one axis less, they are.
+
+    TensorFlow 2.21: where the second of four axes on the left has length 1 and there is one matrix on the right, the
+    kernel of oneDNN for `BatchMatMulV2` writes beyond its memory, in graphs and without: of
+    `tf.ones((9, 1, 8, 8)) @ tf.ones((8, 8))` a process dies, sooner or later, or gets numbers such as 1e34. Three or
+    five axes are right, and so is `TF_ENABLE_ONEDNN_OPTS=0`, with which a step of ResNet-18 takes twice as long.
+    No public way: `@` on tensors, `tf.matmul` and the gradients of both look this name up.
+    """
+    original = gen_math_ops.batch_mat_mul_v2
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def batch_mat_mul_v2(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        left, right = (getattr(operand, "shape", tf.TensorShape(None)) for operand in (x, y))
+        is_one_matrix = right.rank is not None and all(length == 1 for length in right[:-2])
+        if left.rank != 4 or left[1] not in (1, None) or not is_one_matrix:
+            return original(x, y, *args, **kwargs)
+        lengths, (rows, columns) = tf.shape(x), tf.unstack(tf.shape(y)[-2:])
+        folded = original(
+            tf.reshape(x, tf.concat([[lengths[0] * lengths[1]], lengths[2:]], 0)),
+            tf.reshape(y, [rows, columns]),
+            *args,
+            **kwargs,
+        )
+        result = tf.reshape(folded, tf.concat([lengths[:2], tf.shape(folded)[1:]], 0))
+        result.set_shape([*left[:2], *folded.shape[1:]])
+        return result
+
+    gen_math_ops.batch_mat_mul_v2 = batch_mat_mul_v2
