@@ -181,21 +181,6 @@ def layer_with_state(random: np.random.RandomState) -> Ready:
 
 
 @case("unusual parts")
-def rows_less_their_mean(random: np.random.RandomState) -> Ready:
-    """A layer that takes the mean over the batch away."""
-    import keras
-    from keras import layers, ops
-
-    class Centred(layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x - ops.mean(x, axis=0, keepdims=True)
-
-    inputs = keras.Input((10,))
-    model = keras.Model(inputs, layers.Dense(CLASSES)(Centred()(layers.Dense(8, "tanh")(inputs))))
-    return Ready(model=model, x=random.randn(ROWS, 10).astype("float32"), y=classes(random))
-
-
-@case("unusual parts")
 def branches_that_share_weights(random: np.random.RandomState) -> Ready:
     """One layer called three times, a nested model within a nested model, a layer that is never called."""
     import keras
