@@ -190,7 +190,7 @@ def _arrays(structure: Any, name: str) -> list[np.ndarray]:
     return arrays
 
 
-def weights_of_classes(targets: Any, class_weight: dict[int, float]) -> np.ndarray:
+def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarray:
     """Returns the weight of each sample by its class, 1 for classes without one; targets are classes, or one-hot.
 
     Raises:
@@ -205,7 +205,7 @@ def weights_of_classes(targets: Any, class_weight: dict[int, float]) -> np.ndarr
         targets = np.squeeze(targets, axis=-1) if largest is None else np.argmax(targets, axis=-1)
     classes = np.round(targets).astype("int32")
     for label in class_weight:
-        is_class = isinstance(label, numbers.Real) and label >= 0 and label == int(label)
+        is_class = isinstance(label, numbers.Real) and float(label).is_integer() and float(label) >= 0
         if not is_class or (largest is not None and label > largest):
             limit = "on" if largest is None else f"to {largest}"
             raise UserError(f"class_weight: expected classes of y, whole numbers from 0 {limit}. Received: {label!r}")

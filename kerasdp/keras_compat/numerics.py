@@ -107,7 +107,7 @@ def _causal_mask(query: Any, key: Any) -> Any:
 
 
 def _is_jax_in_float64(tensor: Any) -> bool:
-    return keras.backend.backend() == "jax" and keras.backend.standardize_dtype(tensor.dtype) == "float64"
+    return keras.backend.backend() == "jax" and _is_float64(tensor)
 
 
 def _in_float64(
@@ -182,6 +182,64 @@ def _half_at_ties(original: Callable[..., Any]) -> Callable[..., Any]:
     return of_two
 
 
+# In float64, where TensorFlow (2.21) computes with constants of float32, or wholly in float32.
+
+
+def _exact_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gelu(x: Any, approximate: bool = True) -> Any:
+        x = ops.convert_to_tensor(x)
+        if not _is_float64(x):
+            return original(x, approximate)
+        if approximate:
+            return 0.5 * x * (1 + ops.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return 0.5 * x * (1 + ops.erf(x / np.sqrt(2)))
+
+    return gelu
+
+
+def _exact_leaky_relu(original: Callable[..., Any]) -> Callable[..., Any]:
+    def leaky_relu(x: Any, negative_slope: float = 0.2) -> Any:
+        x = ops.convert_to_tensor(x)
+        return ops.where(x > 0, x, negative_slope * x) if _is_float64(x) else original(x, negative_slope)
+
+    return leaky_relu
+
+
+def _exact_resize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `resize` that interpolates linearly, the usual way, by a product with a matrix for each axis."""
+
+    def resize(
+        images: Any, size: tuple[int, int], interpolation: str = "bilinear", antialias: bool = False, **choices: Any
+    ) -> Any:
+        images = ops.convert_to_tensor(images)
+        is_first = (choices.get("data_format") or keras.config.image_data_format()) == "channels_first"
+        axes = (-2, -1) if is_first else (-3, -2)
+        is_usual = interpolation == "bilinear" and not antialias and None not in (images.shape[axis] for axis in axes)
+        is_usual &= not (choices.get("crop_to_aspect_ratio") or choices.get("pad_to_aspect_ratio"))
+        if not (is_usual and _is_float64(images)):
+            return original(images, size, interpolation, antialias, **choices)
+        for axis, length in zip(axes, size):
+            matrix = ops.convert_to_tensor(_interpolation(images.shape[axis], int(length)))
+            images = ops.moveaxis(ops.tensordot(images, matrix, [[axis], [1]]), -1, axis)
+        return images
+
+    return resize
+
+
+def _interpolation(known: int, wanted: int) -> np.ndarray:
+    """Returns the matrix, of shape (wanted, known), that interpolates between the middles of pixels."""
+    places = np.clip((np.arange(wanted) + 0.5) * known / wanted - 0.5, 0, known - 1)
+    lower = np.floor(places).astype(int)
+    matrix, rows = np.zeros((wanted, known)), np.arange(wanted)
+    matrix[rows, lower] += 1 - (places - lower)
+    matrix[rows, np.minimum(lower + 1, known - 1)] += places - lower
+    return matrix
+
+
+def _is_float64(tensor: Any) -> bool:
+    return keras.backend.standardize_dtype(tensor.dtype) == "float64"
+
+
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "tensorflow": {
         ("nn", "categorical_crossentropy"): _of_values,
@@ -192,6 +250,9 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("numpy", "minimum"): _half_at_ties,
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
+        ("nn", "gelu"): _exact_gelu,
+        ("nn", "leaky_relu"): _exact_leaky_relu,
+        ("image", "resize"): _exact_resize,
     },
     "torch": {
         ("nn", "sparse_categorical_crossentropy"): _sparse_of_images,

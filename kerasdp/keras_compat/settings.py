@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras.src.backend.common import dtypes
 from keras.src.utils import module_utils
 
@@ -39,26 +40,36 @@ def set_precision(precision: str) -> None:
 def _convert_numbers_in_full(in_full: bool) -> None:
     """Lets Keras' TensorFlow backend, and nobody else, turn Python's floats into float64 tensors without a loss.
 
-    `tf.cast` (2.21) makes them float32 on the way. Keras 3.15: its modules for TensorFlow know it as `tf.cast`, so they
-    get a `tf` with another one. No public way.
+    `tf.cast` and `tf.convert_to_tensor` (2.21) make them float32 first. Keras 3.15: its modules for TensorFlow know
+    these by `tf`, so they get a `tf` with others. No public way.
     """
     tf = importlib.import_module("tensorflow")
-    known = tensorflow_with_exact_cast(tf) if in_full else tf
+    known = tensorflow_with_exact_numbers(tf) if in_full else tf
     for name, module in list(sys.modules.items()):
         if name.startswith("keras.src.backend.tensorflow.") and hasattr(module, "tf"):
             vars(module)["tf"] = known
 
 
-def tensorflow_with_exact_cast(tf: Any) -> types.ModuleType:
-    """Returns a module with all of TensorFlow's names, whose `cast` keeps all bits of a Python float."""
+def tensorflow_with_exact_numbers(tf: Any) -> types.ModuleType:
+    """Returns a module with all of TensorFlow's names, which keeps all bits of Python's floats and lists of them."""
 
     def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
-        return tf.constant(x, dtype, name=name) if isinstance(x, float) else tf.cast(x, dtype, name=name)
+        return tf.cast(_in_full(x), dtype, name=name)
+
+    def convert_to_tensor(value: Any, dtype: Any = None, **choices: Any) -> Any:
+        return tf.convert_to_tensor(_in_full(value) if dtype is None else value, dtype, **choices)
 
     exact = types.ModuleType("tensorflow")
     # A module's `__getattr__` is asked for what it does not have itself.
-    vars(exact).update(cast=cast, __getattr__=lambda name: getattr(tf, name))
+    vars(exact).update(cast=cast, convert_to_tensor=convert_to_tensor, __getattr__=lambda name: getattr(tf, name))
     return exact
+
+
+def _in_full(x: Any) -> Any:
+    """Returns Python's floats as NumPy has them, in float64; what else there is as it is."""
+    numbers = keras.tree.flatten(x) if isinstance(x, (float, list, tuple)) else []
+    has_floats = any(type(number) is float for number in numbers)
+    return np.asarray(x) if has_floats and all(type(number) in (float, int) for number in numbers) else x
 
 
 def set_seed(seed: int) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import numpy as np
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
@@ -63,12 +62,7 @@ def make_reader(
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
     seed, weights_given = seed_of_fit(config.seed, fit_number), sample_weight is not None or class_weight is not None
-    if (
-        _is_source(x)
-        or isinstance(x, (np.ndarray, list, tuple, dict))
-        or hasattr(x, "__array__")
-        or hasattr(x, "toarray")
-    ):
+    if _is_source(x) or _is_of_arrays(x):
         if _is_source(x) and (y is not None or weights_given):
             raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
         if class_weight is not None:
@@ -91,6 +85,11 @@ def make_reader(
         raise UserError(f"with batches as x ({type(x).__name__}), leave out class_weight: put sample weights into them")
     _check_batches(x, strategy)
     return BatchReader(x, seed if shuffle else None, strategy.num_replicas, strategy.shard, steps)
+
+
+def _is_of_arrays(x: Any) -> bool:
+    is_array = any(hasattr(x, name) for name in ("__array__", "toarray"))  # sparse ones are refused with their name
+    return is_array or isinstance(x, (list, tuple, dict))
 
 
 def _is_source(x: Any) -> bool:

@@ -46,6 +46,7 @@ def test_compiled_steps():
 
 @pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_attention_in_float64(backend):
+@pytest.mark.parametrize("case", ["attention", "constants"])
+def test_in_float64(backend, case):
     """Keras' fused attention has its softmax on jax, and its scale on TensorFlow, in float32, whatever it is given."""
-    assert_same_numbers(backend, {"precision": "float64"}, "attention", relative=1e-10, absolute=1e-12)
+    assert_same_numbers(backend, {"precision": "float64"}, case, relative=1e-10, absolute=1e-12)

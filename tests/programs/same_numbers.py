@@ -112,10 +112,29 @@ def products_of_four_axes(keras, numbers):
     return keras.Model(inputs, Product()(Product()(inputs))), "mse", x, numbers.randn(24, 1, 8, 8).astype("float32")
 
 
+def constants(keras, numbers):
+    """Numbers that TensorFlow makes float32: of layers, activations and interpolation; a mask of whole numbers."""
+    layers = keras.layers
+    inputs = keras.Input((5, 6, 3))
+    x = layers.Rescaling([0.1, 0.3, 0.7], [0.1, 0.2, 0.3])(inputs)
+    x = layers.Normalization(mean=[0.485, 0.456, 0.406], variance=[0.229, 0.224, 0.225])(x)
+    kinds = ("gelu", lambda x: keras.ops.gelu(x, approximate=True), lambda x: keras.ops.leaky_relu(x, 0.3))
+    x = layers.Concatenate()([layers.Conv2D(2, 3, activation=kind)(x) for kind in kinds])
+    x = layers.Concatenate()([layers.Resizing(4, 7)(x), layers.Resizing(4, 7)(layers.UpSampling2D(3)(x))])
+    x = layers.UpSampling2D((3, 2), interpolation="bilinear")(x)
+    first = keras.ops.transpose(x, (0, 3, 1, 2))
+    x = x + keras.ops.transpose(keras.ops.image.resize(first, (12, 14), data_format="channels_first"), (0, 2, 3, 1))
+    mask = keras.ops.cast(inputs[:, 0, 0, :1] > 0, "int32")
+    weights = layers.Softmax(1)(layers.Dense(1)(layers.Reshape((168, 12))(x)), mask=keras.ops.expand_dims(mask, 1))
+    flat = layers.Dense(168)(layers.Flatten()(x))
+    x = keras.ops.stack([weights[..., 0], keras.ops.gelu(flat), keras.ops.leaky_relu(flat, 0.3)], axis=-1)
+    return keras.Model(inputs, layers.Dense(1)(x)), "mse", numbers.randn(24, 5, 6, 3), numbers.randn(24, 168, 1)
+
+
 CASES = {
     case.__name__: case
     for case in (
-        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes
+        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes, constants
     )
 }  # fmt: skip
 
@@ -149,7 +168,8 @@ def train(runner):
     is_eager = [False, True] if runner.config.backend == "tensorflow" else [False]
     # Micro-batches of an output that carries a mask are refused.
     in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
-    names = sys.argv[3:] or [name for name in CASES if not in_parts or name != "masked_and_weighted"]
+    others = ["constants", *(["masked_and_weighted"] if in_parts else [])]  # the former is for float64
+    names = sys.argv[3:] or [name for name in CASES if name not in others]
     return {name: [result(name, each) for each in is_eager] for name in names}
 
 
