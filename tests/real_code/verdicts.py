@@ -9,7 +9,7 @@ from tests.real_code.run import OPTIMIZERS, WAYS, read_results, results_file
 
 FLOAT32, FLOAT64 = 1e-5, 1e-9
 # Of the way that all weights went. Adam moves a weight whose gradient is round-off (a key's bias in attention, a bias
-# before batch norm) by the sign of that, as far as any other; of the models here up to a twentieth of the way is theirs.
+# before batch norm) by the sign of that, as far as any other: up to a twentieth of the way of the models here.
 LEARNED = {"float32": {"sgd": 1e-2, "adam": 1e-1}, "float64": {"sgd": 1e-6, "adam": 1e-6}}
 # Why what is refused cannot be trained, by a part of the message.
 REASONS: dict[str, str] = {
