@@ -168,8 +168,8 @@ def train(runner):
     is_eager = [False, True] if runner.config.backend == "tensorflow" else [False]
     # Micro-batches of an output that carries a mask are refused.
     in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
-    others = ["constants", *(["masked_and_weighted"] if in_parts else [])]  # the former is for float64
-    names = sys.argv[3:] or [name for name in CASES if name not in others]
+    left_out = ["constants", *(["masked_and_weighted"] if in_parts else [])]  # of constants only float64 tells
+    names = sys.argv[3:] or [name for name in CASES if name not in left_out]
     return {name: [result(name, each) for each in is_eager] for name in names}
 
 

@@ -9,9 +9,6 @@ import numpy as np
 
 ROWS, BATCH, EPOCHS = 18, 9, 3  # six steps; nine rows do not divide by two devices
 CLASSES = 3
-# For deep nets with batch norm, which over nine rows makes round-off grow a thousandfold in a step of the usual size,
-# also between torch on one device and on two, in float64.
-SMALL_RATES = {"sgd": 1e-4, "adam": 1e-5}
 KINDS = {
     "hub": "tests.real_code.models_hub",
     "hub_vision": "tests.real_code.models_hub_vision",

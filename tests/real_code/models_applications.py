@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.real_code.cases import CLASSES, SMALL_RATES, Ready, case, classes, images
+from tests.real_code.cases import CLASSES, Ready, case, classes, images
 
 # Arguments of all of them.
 COMMON = {"weights": None, "classes": CLASSES, "classifier_activation": None}
@@ -15,7 +15,7 @@ def register(name: str, build: Callable[..., Any], size: int = 32) -> None:
     @case("keras.applications", f"app {name}")
     def make(random: np.random.RandomState) -> Ready:
         model = build(input_shape=(size, size, 3), **COMMON)
-        return Ready(model=model, x=images(random, size) * 255, y=classes(random), rates=SMALL_RATES)
+        return Ready(model=model, x=images(random, size) * 255, y=classes(random))
 
 
 def public(name: str, **choices: Any) -> Callable[..., Any]:

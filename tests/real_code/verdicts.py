@@ -8,9 +8,9 @@ from typing import Any
 from tests.real_code.run import OPTIMIZERS, WAYS, read_results, results_file
 
 FLOAT32, FLOAT64 = 1e-5, 1e-9
-# Of the way that all weights went. Adam moves a weight whose gradient is round-off (a key's bias in attention, a bias
-# before batch norm) by the sign of that, as far as any other: up to a twentieth of the way of the models here.
-LEARNED = {"float32": {"sgd": 1e-2, "adam": 1e-1}, "float64": {"sgd": 1e-6, "adam": 1e-6}}
+# Of the way that all weights went. Adam moves a weight whose gradient is round-off (a key's bias in attention) by the
+# sign of that, so in float32 it says less than the loss.
+LEARNED = {"float32": 1e-2, "float64": 1e-6}
 # Why what is refused cannot be trained, by a part of the message.
 REASONS: dict[str, str] = {
     "add_loss": "A layer's added loss is made of the rows that it sees; how a sum of such losses over devices relates "
@@ -84,8 +84,7 @@ class Verdict:
         limit = FLOAT32 if precision == "float32" else FLOAT64
         cells = [cell for cell in self.cells[precision] if not cell.refusal]
         return all(
-            cell.same_start and cell.losses <= limit and cell.learned <= LEARNED[precision][self.optimizer]
-            for cell in cells
+            cell.same_start and cell.losses <= limit and cell.learned <= LEARNED[precision] for cell in cells
         ) and bool(cells)
 
 

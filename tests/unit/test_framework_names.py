@@ -37,6 +37,8 @@ one = tf.random.uniform((8, 8))
 for shape in ((9, 1, 8, 8), (9, 3, 8, 8), (9, 8, 8)):
     x = tf.random.uniform(shape)
     unknown = tf.function(lambda x: x @ one, input_signature=[tf.TensorSpec([None] * len(shape))])
+    products = [op for op in unknown.get_concrete_function().graph.get_operations() if op.type == "BatchMatMulV2"]
+    assert products and all(op.inputs[0].shape.rank == 3 for op in products)
     for product in (x @ one, unknown(x), tf.matmul(x, tf.transpose(one)[None], transpose_b=True)):
         assert product.shape == shape and abs(product.numpy() - x.numpy() @ one.numpy()).max() < 1e-5
 

@@ -42,7 +42,7 @@ def fold_matmuls() -> None:
 
     @functools.wraps(original)
     def batch_mat_mul_v2(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-        left, right = (getattr(operand, "shape", tf.TensorShape(None)) for operand in (x, y))
+        left, right = (tf.TensorShape(getattr(operand, "shape", None)) for operand in (x, y))
         is_one_matrix = right.rank is not None and all(length == 1 for length in right[:-2])
         if left.rank != 4 or left[1] not in (1, None) or not is_one_matrix:
             return original(x, y, *args, **kwargs)
