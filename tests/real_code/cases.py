@@ -26,6 +26,38 @@ KINDS = {
 REGISTRY: dict[str, "Case"] = {}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Rates of SGD (with a momentum of 0.9) and Adam, and Adam's epsilon; `why` they are not the usual ones."""
+
+    sgd: float = 0.003
+    adam: float = 0.001
+    epsilon: float = 1e-7
+    why: str = ""
+
+
+GROWING = Steps(
+    sgd=1e-6,
+    adam=1e-6,
+    why="With the usual rates a step makes round-off grow a hundredfold, in float64 and on one backend, too: batch "
+    "norm over nine rows of noise divides by nearly nothing.",
+)
+STILL = Steps(
+    epsilon=1e-3,
+    why="KerasHub computes its softmax in float32, in a model of float64, too: Adam with its usual epsilon moves a "
+    "weight whose gradient is round-off (a key's bias) by the sign of that.",
+)
+OTHER_STEPS: dict[str, Steps] = {
+    "app MobileNet": GROWING,
+    "app MobileNetV2": GROWING,
+    "app InceptionV3": GROWING,
+    "hub DebertaV3": STILL,
+    "task DebertaV3TextClassifier": STILL,
+    "hub MobileNetV5": Steps(sgd=1e-5, why="KerasHub computes its norms in float32, in a model of float64, too."),
+    "residual_forecast": Steps(sgd=1e-5, why="The gradient of a percentage error is large."),
+}
+
+
 @dataclasses.dataclass(kw_only=True)
 class Ready:
     """A model that was built, and what is trained with it. The loss None is crossentropy on the logits of classes."""
@@ -36,7 +68,6 @@ class Ready:
     loss: Any = None
     compile: dict[str, Any] = dataclasses.field(default_factory=dict)
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rates: dict[str, float] = dataclasses.field(default_factory=lambda: {"sgd": 0.003, "adam": 0.001})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--precision", default="float32")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one training")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one training")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--trainings", help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 import kerasdp
-from tests.real_code.cases import BATCH, EPOCHS, Ready, load_cases
+from tests.real_code.cases import BATCH, EPOCHS, OTHER_STEPS, Case, Ready, Steps, load_cases
 
 PROJECTIONS = 8
 
@@ -23,7 +23,7 @@ class Losses(keras.callbacks.Callback):
         self.runner, self.values, self.initial = runner, [], {}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.initial = weights_of(self.model)
+        self.initial = values_of(self.model)
         self.runner.state.add_listener(self.listen)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -39,7 +39,7 @@ def train_one(runner: Any, name: str, optimizer: str) -> dict[str, Any]:
     started = time.time()
     try:
         keras.utils.set_random_seed(runner.config.seed)
-        line |= fit(runner, load_cases()[name].make, optimizer)
+        line |= fit(runner, load_cases()[name], optimizer)
     except kerasdp.UserError as error:
         line["refused"] = str(error)
     except Exception as error:  # whatever happens, the next model is trained
@@ -55,44 +55,55 @@ def train_one(runner: Any, name: str, optimizer: str) -> dict[str, Any]:
     return line
 
 
-def fit(runner: Any, make: Any, optimizer: str) -> dict[str, Any]:
+def fit(runner: Any, case: Case, optimizer: str) -> dict[str, Any]:
     with runner.scope():
-        ready: Ready = make(np.random.RandomState(0))
-        rate = ready.rates[optimizer]
-        made = keras.optimizers.SGD(rate, momentum=0.9) if optimizer == "sgd" else keras.optimizers.Adam(rate)
+        ready: Ready = case.make(np.random.RandomState(0))
+        made = make_optimizer(optimizer, OTHER_STEPS.get(case.name, Steps()))
         loss = ready.loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         ready.model.compile(made, **{"loss": loss} | ready.compile)
     losses = Losses(runner)
     runner.fit(
         ready.model, ready.x, ready.y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[losses], **ready.fit
     )
-    initial, final = losses.initial, weights_of(ready.model)
+    initial, final = losses.initial, values_of(ready.model)
+    trained = {key for key, weight in weights_of(ready.model).items() if weight.trainable}
     # By value: the path of a seed generator's state is another on torch.
     # Whole numbers are of 32 or of 64 bits, as the backend likes.
     values = [value.astype("int64") if value.dtype.kind in "iu" else value for value in initial.values()]
     digest = hashlib.sha256(b"".join(sorted(value.tobytes() for value in values)))
     return {"losses": losses.values, "weights": sum(value.size for value in initial.values())} | {
         "initial": digest.hexdigest()[:16],
-        "learned": learned(initial, final),
+        # Apart, because batch norm's statistics go further in a step than all that is trained.
+        "learned": [learned(initial, final, trained), learned(initial, final, set(final) - trained)],
     }
 
 
-def weights_of(model: keras.Model) -> dict[str, np.ndarray]:
+def make_optimizer(optimizer: str, steps: Steps) -> keras.optimizers.Optimizer:
+    if optimizer == "sgd":
+        return keras.optimizers.SGD(steps.sgd, momentum=0.9)
+    return keras.optimizers.Adam(steps.adam, epsilon=steps.epsilon)
+
+
+def weights_of(model: keras.Model) -> dict[str, keras.Variable]:
     """The weights by path, whatever their order; those of one path are told apart by their order."""
-    values: dict[str, np.ndarray] = {}
+    weights: dict[str, keras.Variable] = {}
     for weight in model.weights:
         key, number = weight.path, 2
-        while key in values:
+        while key in weights:
             key, number = f"{weight.path} ({number})", number + 1
-        # A copy: on some backends the array is a view of the weight.
-        values[key] = np.array(keras.ops.convert_to_numpy(weight))
-    return values
+        weights[key] = weight
+    return weights
 
 
-def learned(initial: dict[str, np.ndarray], final: dict[str, np.ndarray]) -> list[float]:
-    """The length of the way that all weights went, and its projections on random directions."""
+def values_of(model: keras.Model) -> dict[str, np.ndarray]:
+    # Copies: on some backends the array is a view of the weight.
+    return {key: np.array(keras.ops.convert_to_numpy(weight)) for key, weight in weights_of(model).items()}
+
+
+def learned(initial: dict[str, np.ndarray], final: dict[str, np.ndarray], keys: set[str]) -> list[float]:
+    """The length of the way that these weights went, and its projections on random directions."""
     numbers, squares, projections = np.random.RandomState(7), 0.0, np.zeros(PROJECTIONS)
-    for key in sorted(final):
+    for key in sorted(keys):
         if final[key].dtype.kind != "f":
             continue
         way = final[key].astype("float64").ravel() - initial[key].astype("float64").ravel()

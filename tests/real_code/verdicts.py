@@ -115,12 +115,18 @@ def compare(found: dict[str, dict[str, Any]]) -> list[Cell]:
         if "losses" in result:
             first = trained[0]
             cell.losses = relative(first["losses"], result["losses"])
-            way_length = first["learned"][0]
-            apart = [abs(a - b) for a, b in zip(first["learned"], result["learned"], strict=True)]
-            cell.learned = max(apart) / way_length if way_length else max(apart)
+            cell.learned = max(map(apart, first["learned"], result["learned"]))
             cell.same_start = result["initial"] == first["initial"] and result["weights"] == first["weights"]
         cells.append(cell)
     return cells
+
+
+def apart(expected: list[float], received: list[float]) -> float:
+    """How far two ways of some weights are apart, relative to the length of the first; infinite if any is NaN."""
+    if not all(map(math.isfinite, expected + received)):
+        return math.inf
+    difference = max(abs(a - b) for a, b in zip(expected, received, strict=True))
+    return difference / expected[0] if expected[0] else difference
 
 
 def relative(expected: list[float], received: list[float]) -> float:
