@@ -9,7 +9,7 @@ import importlib.metadata
 import math
 import pathlib
 
-from tests.real_code.cases import BATCH, EPOCHS, ROWS, load_cases
+from tests.real_code.cases import BATCH, EPOCHS, OTHER_STEPS, ROWS, Steps, load_cases
 from tests.real_code.run import ROOT, WAYS
 from tests.real_code.verdicts import FLOAT32, FLOAT64, LEARNED, REASONS, Verdict, judge
 
@@ -26,7 +26,7 @@ each on one and on two virtual CPU devices. Torch on one device is what the othe
 {{versions}}
 
 **alike**: initial weights are equal bit by bit, all losses are within {FLOAT32:g} of the reference's, relative, and the
-way that the weights went is the same within {LEARNED["float32"]:.0%}.
+way that the weights went is the same within {LEARNED["float32"]:.0%}; so is that of batch norm's statistics.
 **alike in float64**: round-off grew beyond that (batch norm over nine rows, Adam's division); in float64, where only a
 mistake is left, the losses are within {FLOAT64:g}. **refused**: the run ends before its first step, with the words at
 the end of this page.
@@ -77,7 +77,7 @@ def document(verdicts: list[Verdict]) -> str:
             cells = [cell(verdict) for verdict in group if verdict.model == name]
             lines.append(f"| {name.removeprefix('hub ').removeprefix('app ')} | {' | '.join(cells)} |")
         parts.append("\n".join(lines) + "\n")
-    parts.append(refusals(verdicts))
+    parts += [refusals(verdicts), other_steps()]
     return "\n".join(parts)
 
 
@@ -105,6 +105,19 @@ def refusals(verdicts: list[Verdict]) -> str:
             reason = next((why for part, why in REASONS.items() if part in words), "no reason is written down")
             lines.append(f'- {verdict.model}, {verdict.optimizer}: "{words}" {reason}')
     return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."]) + "\n"
+
+
+def other_steps() -> str:
+    """Which models train with other rates than the rest, and why."""
+    lines = ["## Who takes other steps", ""]
+    lines.append(
+        f"All others train with rates of {Steps.sgd:g} (SGD) and {Steps.adam:g} (Adam, epsilon {Steps.epsilon:g})."
+    )
+    lines.append("")
+    for name, steps in OTHER_STEPS.items():
+        rates = f"{steps.sgd:g} (SGD), {steps.adam:g} (Adam, epsilon {steps.epsilon:g})"
+        lines.append(f"- {name}: {rates}. {steps.why}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
