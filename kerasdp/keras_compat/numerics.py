@@ -141,16 +141,29 @@ def _absolute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaky_relu(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, negative_slope=0.2: ops.where(x > 0, x, negative_slope * x)
+    def leaky_relu(x: Any, negative_slope: float = 0.2) -> Any:
+        x = ops.convert_to_tensor(x)
+        return ops.where(x > 0, x, negative_slope * x)
+
+    return leaky_relu
 
 
 def _selu(_: Callable[..., Any]) -> Callable[..., Any]:
     scale, alpha = 1.0507009873554805, 1.6732632423543772
-    return lambda x: ops.where(x > 0, scale * x, scale * alpha * ops.expm1(_of_negative(x)))
+
+    def selu(x: Any) -> Any:
+        x = ops.convert_to_tensor(x)
+        return ops.where(x > 0, scale * x, scale * alpha * ops.expm1(_of_negative(x)))
+
+    return selu
 
 
 def _celu(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, alpha=1.0: ops.where(x > 0, x, alpha * ops.expm1(_of_negative(x) / alpha))
+    def celu(x: Any, alpha: float = 1.0) -> Any:
+        x = ops.convert_to_tensor(x)
+        return ops.where(x > 0, x, alpha * ops.expm1(_of_negative(x) / alpha))
+
+    return celu
 
 
 def _of_negative(x: Any) -> Any:
@@ -161,6 +174,7 @@ def _whole_at_bounds(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `clip` whose gradient is 1 where a number is exactly a bound."""
 
     def clip(x: Any, x_min: Any, x_max: Any) -> Any:
+        x = ops.convert_to_tensor(x)  # of a variable: JAX (0.10) takes none for a tensor while it traces
         clipped = original(x, x_min, x_max)
         if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(clipped.dtype)):
             return clipped

@@ -27,7 +27,7 @@ def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_losses_of_probabilities_and_masked_attention(backend):
-    """Clipped probabilities; attention whose keys are all masked; zeros; products that damage TensorFlow's memory."""
+    """Clipped probabilities; attention whose keys are all masked; zeros; products that damage memory; variables."""
     assert_same_numbers(backend, {})
 
 

@@ -112,6 +112,26 @@ def products_of_four_axes(keras, numbers):
     return keras.Model(inputs, Product()(Product()(inputs))), "mse", x, numbers.randn(24, 1, 8, 8).astype("float32")
 
 
+def of_variables(keras, numbers):
+    """Operations on a weight itself, no tensor: one that is clipped or made positive, say."""
+    ops = keras.ops
+    kinds = (
+        lambda x: ops.clip(x, -0.3, 0.3), ops.abs, ops.leaky_relu, ops.selu, ops.celu, ops.gelu,
+        lambda x: ops.maximum(x, 0.1), lambda x: ops.minimum(x, 0.1),
+    )  # fmt: skip
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape):
+            self.factors = [self.add_weight(shape=shape[-1:]) for _ in kinds]
+
+        def call(self, x):
+            return x * sum(kind(factor) for kind, factor in zip(kinds, self.factors, strict=True))
+
+    inputs = keras.Input((4,))
+    x, y = numbers.randn(24, 4).astype("float32"), numbers.randn(24, 4).astype("float32")
+    return keras.Model(inputs, Scaled()(keras.layers.Dense(4)(inputs))), "mse", x, y
+
+
 def constants(keras, numbers):
     """Numbers that TensorFlow makes float32: of layers, activations and interpolation; a mask of whole numbers."""
     layers = keras.layers
@@ -134,7 +154,8 @@ def constants(keras, numbers):
 CASES = {
     case.__name__: case
     for case in (
-        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes, constants
+        probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes, of_variables,
+        constants,
     )
 }  # fmt: skip
 

@@ -28,8 +28,8 @@ each on one and on two virtual CPU devices. Torch on one device is what the othe
 **alike**: initial weights are equal bit by bit, all losses are within {FLOAT32:g} of the reference's, relative, and the
 way that the weights went is the same within {LEARNED["float32"]:.0%}; so is that of batch norm's statistics.
 **alike in float64**: round-off grew beyond that (batch norm over nine rows, Adam's division); in float64, where only a
-mistake is left, the losses are within {FLOAT64:g}. **refused**: the run ends before its first step, with the words at
-the end of this page.
+mistake is left, the losses are within {FLOAT64:g}, and the ways within {LEARNED["float64"]:g}. **refused**: the run
+ends before its first step, with the words at the end of this page.
 
 {{summary}}
 
@@ -100,10 +100,9 @@ def summary(verdicts: list[Verdict]) -> str:
 def refusals(verdicts: list[Verdict]) -> str:
     """What is refused, with which words, and why it cannot be."""
     lines = ["## What is refused", ""]
-    for verdict in verdicts:
-        for words in verdict.refusals:
-            reason = next((why for part, why in REASONS.items() if part in words), "no reason is written down")
-            lines.append(f'- {verdict.model}, {verdict.optimizer}: "{words}" {reason}')
+    for model, words in dict.fromkeys((verdict.model, words) for verdict in verdicts for words in verdict.refusals):
+        reason = next((why for part, why in REASONS.items() if part in words), "no reason is written down")
+        lines.append(f"- {model}: *{words}* {reason}")
     return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."]) + "\n"
 
 
