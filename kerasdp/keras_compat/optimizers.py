@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from kerasdp.keras_compat.models import replaced_methods
+
 
 def inner_optimizer(optimizer: Any) -> Any:
     """Returns the optimizer that a `LossScaleOptimizer` wraps; any other (or None) as it is."""
@@ -152,20 +154,18 @@ def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
 
 
 @contextlib.contextmanager
-def no_gradient_sum(optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer on TensorFlow take gradients that have been reduced over the replicas already.
+def no_gradient_sum() -> Iterator[None]:
+    """Lets optimizers on TensorFlow take gradients that have been reduced over the replicas already.
 
     Keras 3.15: `_all_reduce_sum_gradients` comes too late: clipping and loss scaling would see one replica's gradients.
-    No public switch.
+    No public switch. Of the class, since a callback of `fit` evaluates within it.
     """
-    optimizers = wrapped_optimizers(optimizer)
-    for each in optimizers:
-        object.__setattr__(each, "_all_reduce_sum_gradients", lambda gradients_and_variables: gradients_and_variables)
-    try:
+
+    def as_they_are(_: Any) -> Any:
+        return lambda optimizer, gradients_and_variables: gradients_and_variables
+
+    with replaced_methods(keras.optimizers.Optimizer, {"_all_reduce_sum_gradients": as_they_are}):
         yield
-    finally:
-        for each in optimizers:
-            object.__delattr__(each, "_all_reduce_sum_gradients")
 
 
 @contextlib.contextmanager

@@ -271,8 +271,8 @@ class DataParallel(Strategy):
         from kerasdp.keras_compat import no_gradient_sum
 
         metrics = [variable.value for variable in model.metrics_variables]
-        optimizer = getattr(model, "optimizer", None) if self.num_replicas > 1 else None
-        with private.read_from_first_replica(metrics), no_gradient_sum(optimizer):
+        gradients = no_gradient_sum() if self.num_replicas > 1 else contextlib.nullcontext()
+        with private.read_from_first_replica(metrics), gradients:
             yield
 
     def peak_memory_by_device(self) -> list[int]:
