@@ -92,28 +92,32 @@ def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None)
 
 def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
     """Draws as `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`; see `bits` for shape and seed."""
-    numbers = _unit(bits(tuple(shape), seed))
+    dtype = dtype or keras.config.floatx()
+    numbers = _unit(bits(tuple(shape), seed), dtype)
     if not (isinstance(minval, (int, float)) and isinstance(maxval, (int, float)) and (minval, maxval) == (0, 1)):
         numbers = minval + numbers * (maxval - minval)
-    return ops.cast(numbers, dtype or keras.config.floatx())
+    return ops.cast(numbers, dtype)
 
 
 def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
     """Draws as `keras.random.normal`, by Box and Muller (1958), equal up to round-off; see `bits` for the arguments."""
 
+    dtype = dtype or keras.config.floatx()
+
     def numbers(shape: tuple[int, ...], x: Any, y: Any) -> Any:
-        radius = ops.sqrt(-2.0 * ops.log(_unit(x) + 2.0**-_UNIFORM_BITS))  # of a number in (0, 1]
-        angle = 2.0 * math.pi * _unit(y)
+        radius = ops.sqrt(-2.0 * ops.log(_unit(x, dtype) + 2.0**-_UNIFORM_BITS))  # of a number in (0, 1]
+        angle = 2.0 * math.pi * _unit(y, dtype)
         return _for_shape(shape, radius * ops.cos(angle), radius * ops.sin(angle))
 
-    return ops.cast(mean + stddev * _for_rows(numbers, tuple(shape), seed), dtype or keras.config.floatx())
+    return ops.cast(mean + stddev * _for_rows(numbers, tuple(shape), seed), dtype)
 
 
 def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
     """Draws as `keras.random.truncated_normal`, by the inverse of the distribution function."""
-    centred = 2.0 * _unit(bits(tuple(shape), seed)) + (2.0**-_UNIFORM_BITS - 1.0)
+    dtype = dtype or keras.config.floatx()
+    centred = 2.0 * _unit(bits(tuple(shape), seed), dtype) + (2.0**-_UNIFORM_BITS - 1.0)
     numbers = math.sqrt(2.0) * ops.erfinv(math.erf(math.sqrt(2.0)) * centred)
-    return ops.cast(mean + stddev * numbers, dtype or keras.config.floatx())
+    return ops.cast(mean + stddev * numbers, dtype)
 
 
 def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: Any = None) -> Any:
@@ -136,7 +140,8 @@ class _Drawing(NamedTuple):
 
 
 # User-defined code that is no layer with a seed generator.
-_UNNAMED = _Drawing("a layer or loss", [], None)
+UNNAMED = "a layer, loss or step"
+_UNNAMED = _Drawing(UNNAMED, [], None)
 # A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
 _drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kerasdp_drawing", default=None)
 
@@ -281,6 +286,7 @@ def _uniform_words(words: Any) -> Any:
     return ops.bitwise_and(ops.right_shift(words, 32 - _UNIFORM_BITS), (1 << _UNIFORM_BITS) - 1)
 
 
-def _unit(words: Any) -> Any:
-    """Returns exact float32 numbers in [0, 1)."""
-    return ops.cast(_uniform_words(words), "float32") * 2.0**-_UNIFORM_BITS
+def _unit(words: Any, dtype: Any) -> Any:
+    """Returns exact numbers in [0, 1), in float64 if what is made of them is to be float64, else in float32."""
+    wide = "float64" if keras.backend.standardize_dtype(dtype) == "float64" else "float32"
+    return ops.cast(_uniform_words(words), wide) * 2.0**-_UNIFORM_BITS
