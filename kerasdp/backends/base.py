@@ -226,6 +226,21 @@ class Strategy(Protocol):
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
         """Returns the step functions that train, test and predict with a built model on all devices."""
 
+    def in_replicas(self, function: Callable[[], None]) -> None:
+        """Calls a function in each replica of this process, as its step would be."""
+        function()
+
+    def own_step_gradients(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on each replica's rows, without an update.
+
+        Returns:
+            The gradients that reached its optimizers, one after the other, averaged over the replicas.
+        """
+
+    def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
+        """Builds an optimizer from within a replica, once for all of this process."""
+        optimizer.build(variables)
+
     def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on each replica of this process; no variable changes.
 

@@ -97,24 +97,6 @@ def train_on_next_batches(
     return logs
 
 
-def own_steps(model: Any, num_replicas: int) -> set[str]:
-    """Returns which of train_step, test_step and predict_step the model's class overrides.
-
-    Raises:
-        UserError: if there are any, and several replicas each of which would see only its shard of the batch.
-    """
-    import keras
-
-    names = ("train_step", "test_step", "predict_step")
-    found = {name for name in names if getattr(type(model), name) is not getattr(keras.Model, name)}
-    if found and num_replicas > 1:
-        raise UserError(
-            f"{type(model).__name__} has a {sorted(found)[-1]} of its own, which sees only one device's shard of the "
-            "batch; override compute_loss or compute_metrics instead, or train on one device"
-        )
-    return found
-
-
 def inputs_for(method: str, model: Any, inputs: Structure, gather: Callable[[Structure], Structure]) -> Structure:
     """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them.
 

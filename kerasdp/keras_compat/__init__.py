@@ -60,6 +60,7 @@ from kerasdp.keras_compat.optimizers import (
     weights_without_decay,
     wrapped_optimizers,
 )
+from kerasdp.keras_compat.own_steps import has_call, hooked_steps, own_steps
 from kerasdp.keras_compat.random import (
     creating_weights,
     give_seed_generator,
@@ -94,10 +95,12 @@ __all__ = [
     "give_seed_generator",
     "given_seed_generator",
     "global_clipnorm",
+    "has_call",
     "has_drawn_seed",
     "has_mask",
     "has_seed_generators",
     "has_weights_of_its_own",
+    "hooked_steps",
     "inner_optimizer",
     "input_conversions",
     "inputs_structure",
@@ -120,6 +123,7 @@ __all__ = [
     "output_symbols",
     "outputs_structure",
     "overrides_nothing_of_tensorflow",
+    "own_steps",
     "parts_of",
     "public_optimizer_names",
     "raw_value",

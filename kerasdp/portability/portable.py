@@ -17,6 +17,7 @@ from kerasdp.keras_compat import (
     all_layers,
     give_seed_generator,
     given_seed_generator,
+    has_call,
     has_seed_generators,
     has_weights_of_its_own,
 )
@@ -62,8 +63,14 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
         raise UserError(f"portable: expected a Keras model. Received: {type(model).__name__}")
     if batch_norm not in BATCH_NORMS:
         raise UserError(f"batch_norm: expected one of {', '.join(BATCH_NORMS)}. Received: {batch_norm!r}")
-    if not model.built:
+    if has_call(model) and not model.built:
         raise UserError(f"portable: {model.name} has no weights yet; call it on a batch or build it first")
+    unbuilt = [layer.name for layer in all_layers(model) if layer is not model and not layer.built]
+    if unbuilt and not has_call(model):
+        raise UserError(
+            f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them: "
+            "begin it with keras.Input, or call its build"
+        )
     for layer in all_layers(model):
         if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
             give_seed_generator(layer)

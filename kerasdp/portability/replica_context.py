@@ -3,8 +3,9 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
 
@@ -25,6 +26,7 @@ class ReplicaContext:
             rows' would tell nothing.
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum of its gradients on all replicas. None on jax.
+        weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax.
         everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
         penalties: losses of the global batch that layers found on the way, to be added to the model's loss.
@@ -40,6 +42,7 @@ class ReplicaContext:
     row_axes: RowAxes | None = None
     is_trial: bool = False
     gather: Callable[[Any], Any] | None = None
+    weight: float = 1.0
     gather_rows: Callable[[Any], Any] | None = None
     everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
@@ -134,6 +137,13 @@ class ReplicaContext:
         else:
             real = self.num_rows * (num_rows // self.rows)
         return dataclasses.replace(self, num_rows=real, rows=num_rows)
+
+    def of_real_rows(self) -> "ReplicaContext":
+        """Returns the context of a step on the real rows alone; on one of padding where there is none."""
+        weight = self.num_rows * self.num_replicas / (self.total_rows or 1)
+        rows = max(self.num_rows, 1)
+        gather: Any = self.gather and functools.partial(cast(Any, self.gather), weight=weight)
+        return dataclasses.replace(self, rows=rows, weight=weight, gather=gather, moving=None)
 
     def whole_outputs(self, outputs: Any) -> Any:
         """Gathers a model's outputs of the global batch; a structure of tensors."""

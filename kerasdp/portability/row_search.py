@@ -7,7 +7,7 @@ rows and on half of them: an axis that is twice as long in the first call holds 
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -27,24 +27,27 @@ NUM_ROWS, SHARD = 4, slice(2, 4)
 # What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
 _TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
 
-# With the layers that the model had.
-_found: ModelCache[tuple[list[keras.layers.Layer], RowAxes]] = ModelCache()
+# By what was called, with the layers that the model had.
+_found: ModelCache[dict[str, tuple[list[keras.layers.Layer], RowAxes]]] = ModelCache()
 
 
-def row_axes_of(model: keras.Model) -> RowAxes:
-    """Returns what `find_row_axes` found in a model; nothing, if that was not called."""
-    _, axes = _found.get(model) or ([], RowAxes())
+def row_axes_of(model: keras.Model, step: str = "call") -> RowAxes:
+    """Returns what `find_row_axes` found in a model; nothing, if that was not called.
+
+    `step`: the model's `call`, as Keras' own steps use it, or a user-defined step: `train_step`, say.
+    """
+    _, axes = (_found.get(model) or {}).get(step, ([], RowAxes()))
     return axes
 
 
-def is_known(model: keras.Model) -> bool:
-    """Returns whether `find_row_axes` was called for the model as it is."""
-    layers, _ = _found.get(model) or ([], None)
+def is_known(model: keras.Model, step: str = "call") -> bool:
+    """Returns whether rows were looked for in the model as it is; `step`: see `row_axes_of`."""
+    layers, _ = (_found.get(model) or {}).get(step, ([], None))
     own = all_layers(model)
     return len(layers) == len(own) and all(known is layer for known, layer in zip(layers, own))
 
 
-class _Whole(RowAxes):
+class Whole(RowAxes):
     """Remembers the tensors of the first call, on all rows."""
 
     def __init__(self) -> None:
@@ -52,6 +55,7 @@ class _Whole(RowAxes):
         self.tensors: dict[Any, list[tuple[tuple[int, ...], Any]]] = {}
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
+        """Takes the first axis for that of the rows."""
         self.tensors.setdefault(key, []).append((shape, tensor))
         return FIRST
 
@@ -59,9 +63,9 @@ class _Whole(RowAxes):
 class _Shard(RowAxes):
     """Compares the tensors of the second call with those of the first."""
 
-    def __init__(self, whole: _Whole, found: RowAxes):
+    def __init__(self, whole: Whole, found: RowAxes, will_be_checked: bool):
         super().__init__()
-        self.whole, self.found = whole, found
+        self.whole, self.found, self.will_be_checked = whole, found, will_be_checked
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
         tensors = self.whole.tensors.get(key, [])
@@ -70,13 +74,18 @@ class _Shard(RowAxes):
                 f"{name} is not called equally often for {NUM_ROWS} and for {SHARD.stop - SHARD.start} samples, so "
                 "each device would do something else: train on one device"
             )
-        axis = _row_axis(*tensors[number], shape, tensor, name)
+        axis = _row_axis(*tensors[number], shape, tensor, name, self.will_be_checked)
         self.found.add(key, axis)
         return axis
 
 
-def _row_axis(whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], own: Any, name: str) -> RowAxis | None:
+def _row_axis(
+    whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], own: Any, name: str, will_be_checked: bool
+) -> RowAxis | None:
     """Returns where the rows are in a tensor, of all rows and of the shard.
+
+    Where nothing tells how rows are folded with others, they are taken for tensors one after the other, as in
+    `concatenate([real, made])`, if that will be checked.
 
     Raises:
         UserError: if that is not known.
@@ -90,6 +99,8 @@ def _row_axis(whole_shape: tuple[int, ...], whole: Any, shape: tuple[int, ...], 
     elif len(whole_shape) == len(shape) and axis is not None and whole_shape[axis] * num_rows == shape[axis] * NUM_ROWS:
         if shape[axis] == num_rows:
             return RowAxis(axis)
+        if own is None and will_be_checked:
+            return RowAxis(axis, is_inner=True)
         if own is not None and own.shape[axis] == shape[axis]:
             whole, own, tolerance = to_array(whole), to_array(own), tolerance_of(own)
             for candidate in (RowAxis(axis), RowAxis(axis, is_inner=True)):
@@ -139,18 +150,45 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
     Raises:
         UserError: if that cannot be known, since the model mixes the samples of a batch.
     """
-    found, whole = RowAxes(), _Whole()
-    for axes, rows in ((whole, slice(0, NUM_ROWS)), (_Shard(whole, found), SHARD)):
+
+    def call(axes: RowAxes, rows: slice) -> None:
         with trial(model, axes, rows) as context:
             context.whole_outputs(in_training(model, rows_of(inputs, rows)))
-    _found.put(model, (all_layers(model), found))
+
+    find_row_axes_of(model, "call", call)
+
+
+def find_row_axes_of(
+    model: keras.Model, step: str, call: Callable[[RowAxes, slice], None], will_be_checked: bool = False
+) -> None:
+    """Finds where the rows are, by two calls. Raises as `find_row_axes`.
+
+    Args:
+        model: built and made `portable`.
+        step: see `row_axes_of`.
+        call: computes some of `NUM_ROWS` rows, and asks where the rows are.
+        will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
+    """
+    found, whole = RowAxes(), Whole()
+    call(whole, slice(0, NUM_ROWS))
+    call(_Shard(whole, found, will_be_checked), SHARD)
+    _found.put(model, (_found.get(model) or {}) | {step: (all_layers(model), found)})
 
 
 @contextlib.contextmanager
 def trial(model: keras.Model, axes: RowAxes, rows: slice) -> Iterator[ReplicaContext]:
     """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged."""
+    context = trial_context(axes, rows)
+    # The penalties in place, and no draws but those that layers make portable.
+    penalties, stateless = WholeBatchPenalties(model).active(), keras.StatelessScope(fixed_values(model))
+    with use(context), penalties, portable_draws("a layer"), stateless:
+        yield context
+
+
+def trial_context(axes: RowAxes, rows: slice) -> ReplicaContext:
+    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are."""
     num_rows = rows.stop - rows.start
-    context = ReplicaContext(
+    return ReplicaContext(
         num_replicas=NUM_ROWS // num_rows,
         num_rows=num_rows,
         rows=num_rows,
@@ -159,10 +197,6 @@ def trial(model: keras.Model, axes: RowAxes, rows: slice) -> Iterator[ReplicaCon
         row_axes=axes,
         is_trial=True,
     )
-    # The penalties in place, and no draws but those that layers make portable.
-    penalties, stateless = WholeBatchPenalties(model).active(), keras.StatelessScope(fixed_values(model))
-    with use(context), penalties, portable_draws("a layer"), stateless:
-        yield context
 
 
 def rows_of(inputs: Any, rows: slice) -> Any:

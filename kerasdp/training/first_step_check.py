@@ -14,8 +14,9 @@ from kerasdp.backends.observer import layer_name, layers_within, shard_outputs, 
 from kerasdp.config import Config
 from kerasdp.data.feed import batch_of
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch
+from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
+from kerasdp.portability.own_steps import changing_nothing, whole_gradients
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.row_axes import RowAxis
 from kerasdp.portability.row_search import (
@@ -54,12 +55,15 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
     Raises:
         UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does.
     """
-    if config.check == "off":
+    if config.check == "off" or not (strategy.splits_batches or strategy.stages):
+        return
+    if "train_step" in own_steps(model):
+        _check_own_step(model, strategy, reader)
         return
     if strategy.stages is not None:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
         noisy = None  # batch norm, which amplifies round-off, takes its moving statistics
-    elif strategy.splits_batches:
+    else:
         data = reader.sample(4 * strategy.num_replicas - 1)
         with _statistics_of_whole_batch(model):
             batch = strategy.shard_batch(batch_of(data, strategy.num_replicas, strategy.shard))
@@ -70,8 +74,6 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
                 if any(_first_difference(whole, shard)[2] for shard in shards)
                 else None
             )
-    else:
-        return
     found = [_first_difference(whole, shard, noisy) for shard in shards]
     # The earliest of all ranks, which all of them report.
     _, name, text = min(itertools.chain(*strategy.processes.all_gather_object(found)))
@@ -81,6 +83,56 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
             f"({text}, of {whole.rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
             "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
         )
+
+
+def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
+    """Compares the gradients that reach optimizers in a user-defined `train_step`, and what it leaves in weights.
+
+    Raises:
+        UserError: if they differ by more than round-off.
+    """
+    data = reader.sample(4 * strategy.num_replicas - 1)
+    batch = strategy.shard_batch(batch_of(data, strategy.num_replicas, strategy.shard))
+
+    def on_one(noise: float = 0.0) -> dict[str, Any]:
+        with changing_nothing(model):
+            for variable, value in fixed_values(model, noise) if noise else ():
+                variable.assign(value)
+            gradients = whole_gradients(model, data, strategy.in_replicas, strategy.build_optimizer)
+            return _found_in_step(model, gradients)
+
+    with _statistics_of_whole_batch(model):
+        with changing_nothing(model):
+            split = _found_in_step(model, strategy.own_step_gradients(model, batch))
+            apart = [f"value of {path}" for path in strategy.diverged_variables(model)]
+        whole = on_one()
+        differing = [name for name in whole if not _is_alike(whole, split, name)]
+        noisy = on_one(_NOISE) if differing else whole
+    differing = [*apart, *(name for name in differing if not _is_alike(whole, split, name, noisy))]
+    differing = next(filter(None, strategy.processes.all_gather_object(differing)), [])
+    if differing:
+        raise UserError(
+            f"train_step of {type(model).__name__} does something else with a batch that is split over the devices "
+            f"than with all of it, first in the {differing[0]}: its losses must be means over the samples, each of "
+            "which it looks at by itself; train on one device, with --backend=jax, or, all the same, with --check=off"
+        )
+
+
+def _found_in_step(model: keras.Model, gradients: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns what a step found, by name: gradients, and values of what is not trained."""
+    found = {
+        f"gradient of {name} (number {number + 1})": gradient
+        for number, (name, gradient) in enumerate(gradients)
+        if gradient is not None
+    }
+    found |= {f"value of {weight.path}": weight for weight in model.non_trainable_variables}
+    return {name: keras.ops.convert_to_tensor(to_array(tensor)) for name, tensor in found.items()}  # as they are now
+
+
+def _is_alike(whole: dict[str, Any], split: dict[str, Any], name: str, noisy: dict[str, Any] | None = None) -> bool:
+    if name not in split:
+        return False
+    return is_close(to_array(whole[name]), to_array(split[name]), _tolerance(whole[name], noisy and noisy[name]))
 
 
 def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[ShardPass]]:

@@ -11,7 +11,7 @@ from kerasdp.backends.base import StepFunctions, Strategy
 from kerasdp.backends.steps import TrainedWeights
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import building_nothing, made_by_compile, same_on_all_backends
-from kerasdp.portability.random import portable_draws
+from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import RunState
 
@@ -43,7 +43,7 @@ class ModelSteps:
                 self._strategy.running(model),
                 same_on_all_backends(),
                 building_nothing(model),
-                portable_draws("a layer or loss"),
+                portable_draws(UNNAMED),
             ):
                 yield
         finally:

@@ -13,8 +13,9 @@ from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
 from kerasdp.data.feed import Batch
 from kerasdp.errors import UserError, addressed
-from kerasdp.keras_compat import all_layers, build_compiled, living_variables, symbols_of
+from kerasdp.keras_compat import all_layers, build_compiled, has_call, living_variables, own_steps, symbols_of
 from kerasdp.portability.loss_probe import try_losses
+from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
@@ -45,8 +46,7 @@ def prepare(
     config: Config,
     strategy: Strategy,
     scope: Callable[[], AbstractContextManager[None]],
-    with_targets: bool = True,
-    training: bool = False,
+    step: str,
 ) -> None:
     """Builds what is not built of a model, and makes its batch norm the one of this run.
 
@@ -57,12 +57,12 @@ def prepare(
         config: the choices of the run.
         strategy: how the devices share the work.
         scope: makes the context in which variables are made.
-        with_targets: whether the batch has what loss and metrics need.
-        training: whether weights will change.
+        step: of the model that will run: `train_step`, `test_step` or `predict_step`.
 
     Raises:
         UserError: if the model cannot be used in this run, or not with this data.
     """
+    with_targets = step != "predict_step"  # whether the batch has what loss and metrics need
     if model.steps_per_execution != 1 and not strategy.takes_several_steps:
         raise UserError(
             f"steps_per_execution: expected 1 with {config.backend} and --strategy={config.strategy}. "
@@ -89,10 +89,21 @@ def prepare(
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
         warnings.warn(addressed(text), stacklevel=4)
-    if training:
+    if step == "train_step":
         _refuse_lost_statistics(model, config, strategy)
-    sees_some_rows = strategy.splits_batches or strategy.stages is not None  # a layer, of a batch
-    if sees_some_rows and not is_known(model):
+    find_rows(model, reader, config, strategy, step)
+
+
+def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
+    """Finds where the rows of a batch are in what a step computes, if a layer sees only some of them."""
+    if not strategy.splits_batches and strategy.stages is None:
+        return
+    if step in own_steps(model):
+        if not is_known(model, step):
+            data = reader.sample(NUM_ROWS) if step != "predict_step" else (reader.sample(NUM_ROWS)[0], None, None)
+            will_be_checked = step == "train_step" and config.check != "off"
+            find_rows_of_step(model, step, data, strategy.in_replicas, strategy.build_optimizer, will_be_checked)
+    elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
 
 
@@ -124,6 +135,10 @@ def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy,
         model(keras.tree.map_structure(lambda symbol: keras.ops.zeros(symbol.shape, symbol.dtype), symbols[0]))
         for layer in stateful:
             layer.reset_state()
+    if not has_call(model):  # its parts are built by themselves, and only its own steps know how they are used
+        if with_targets and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        return
     if model.compiled and with_targets:  # loss and metrics, too
         build_compiled(model, symbols)
     elif not all(layer.built for layer in all_layers(model)):

@@ -25,7 +25,7 @@ from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.model_steps import ModelSteps
-from kerasdp.training.prepare import MadeBefore, prepare
+from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, Reader, make_reader
 
 
@@ -131,7 +131,7 @@ class Runner:
         number = self._fit_numbers.next(model, initial_epoch)
         order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
-        num_rows = self._prepare(model, reader, training=True)
+        num_rows = self._prepare(model, reader, "train_step")
         feed = Feed(reader, self.strategy.shard_batch, self.state)
         validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
         run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
@@ -157,6 +157,7 @@ class Runner:
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
             check_data(model, reader, reader.first(), is_validation=True)
+            find_rows(model, reader, self.config, self.strategy, "test_step")
         return self._adapter(Feed(reader, self.strategy.shard_batch), batch_size)
 
     def _begin_fit(
@@ -224,7 +225,7 @@ class Runner:
         """Evaluates with Keras' `evaluate` on all devices: each sample counts exactly once. Arguments as in `fit`."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
-        self._prepare(model, reader)
+        self._prepare(model, reader, "test_step")
         with self.steps.running(model, "test"):
             return keras.Model.evaluate(
                 model,
@@ -247,7 +248,7 @@ class Runner:
         """Predicts with Keras' `predict` on all devices; each process gets the outputs of all samples, in order."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
-        self._prepare(model, reader, with_targets=False)
+        self._prepare(model, reader, "predict_step")
         with self.steps.running(model, "predict"), contextlib.ExitStack() as stack:
             stack.callback(setattr, model, "steps_per_execution", model.steps_per_execution)
             model.steps_per_execution = 1  # the predict functions take a batch at a time
@@ -273,11 +274,11 @@ class Runner:
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
-    def _prepare(self, model: keras.Model, reader: Reader, **options: bool) -> int:
-        """Prepares the model for the reader's first batch; returns that batch's rows."""
+    def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
+        """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
-        prepare(model, reader, batch, self.config, self.strategy, self._scope, **options)
+        prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)
 
     @contextlib.contextmanager

@@ -69,19 +69,18 @@ def _for_trained_weights(
         shardings: of all variables, by their id.
         context: that of the layers in a training step.
     """
-    import keras
+    from kerasdp.keras_compat import own_steps
 
-    overrides_train_step = type(model).train_step is not keras.Model.train_step
+    own = own_steps(model)
     state_shardings = _in_order_of_state(model, shardings)
     trainable, non_trainable, _, metrics = state_shardings
 
     def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
         with use(context):
-            data = _cut(data)
-            if overrides_train_step:
-                logs, state = model.train_step(state, data)
+            if "train_step" in own:
+                logs, state = model.train_step(state, _packed(data))
                 return (logs.get("loss"), None, logs, {}), state
-            return _train_step(model, state, data, detail)
+            return _train_step(model, state, _cut(data), detail)
 
     jitted_train_steps = _jit(model, _several(functools.partial(train_step, Detail.NOTHING)), state_shardings)
     jitted_train_step = {
@@ -117,11 +116,11 @@ def _for_trained_weights(
 
 
 def _test_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    return model.test_step(state, _cut(data))
+    return model.test_step(state, _packed(data))
 
 
 def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    outputs, non_trainable_variables = model.predict_step(state, _cut(data))
+    outputs, non_trainable_variables = model.predict_step(state, _packed((data[0], None, None, data[3])))
     return outputs, (state[0], non_trainable_variables)
 
 
@@ -182,6 +181,13 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     """Inputs without their padding, targets, sample weights."""
     inputs, targets, sample_weight, indices = data
     return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
+
+
+def _packed(data: tuple[Any, ...]) -> Any:
+    """Returns the same as Keras hands it to a step."""
+    from kerasdp.portability.own_steps import as_keras_gives
+
+    return as_keras_gives(_cut(data))
 
 
 def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from kerasdp.backends.tensorflow.collectives import sum_gradients
 from kerasdp.backends.tensorflow.xla import compiled
 
 
@@ -16,6 +17,7 @@ def normalize(
     epsilon: float,
     num_rows: int | None = None,
     gather: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    weight: float = 1.0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Normalizes `x`, as `kerasdp.backends.torch.batch_norm.normalize`.
 
@@ -51,7 +53,7 @@ def normalize(
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             products = _products(upstream, wide, mean, others[0])
             own = total(_partial_sums(upstream, axis)), total(products)
-            sums = tf.stack(own) if gather is None else tf.reduce_sum(gather(tf.stack(own)), 0)
+            sums = tf.stack(own) if gather is None else tf.reduce_sum(sum_gradients(tf.stack(own), gather, weight), 0)
             # What is left once the mean of the outputs and their spread are held.
             for_mean, for_spread = tf.unstack(sums / count, 2)
             for_wide = _for_x(upstream, wide, mean, inverse * scale, for_mean, for_spread * tf.square(inverse))

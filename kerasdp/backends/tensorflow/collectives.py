@@ -47,10 +47,38 @@ def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
     return tf.pad(rows, others)
 
 
-def gather_statistics(statistics: tf.Tensor) -> tf.Tensor:
-    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) is the sum of its gradients on all of them."""
+def gather_statistics(statistics: tf.Tensor, weight: float = 1.0) -> tf.Tensor:
+    """Stacks a tensor of all replicas; its gradient (TensorFlow's own) is the sum of its gradients on all of them.
+
+    `weight`: of this replica's gradients, once they are averaged over the replicas; the mean of all is 1.
+    """
     context = tf.distribute.get_replica_context()
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(statistics[None]))
+    if weight != 1.0:  # the gradients of the others come with theirs
+        statistics = _with_gradient_times(statistics, 1 / weight if weight else 0.0)
+    gathered = context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(statistics[None]))
+    return gathered if weight == 1.0 else _with_gradient_times(gathered, weight)
+
+
+def sum_gradients(gradient: tf.Tensor, gather: Callable[[tf.Tensor], tf.Tensor], weight: float) -> tf.Tensor:
+    """Stacks a gradient of all replicas, as `kerasdp.backends.torch.collectives.sum_gradients`."""
+    if weight == 1.0:
+        return gather(gradient)
+    gathered = gather(gradient * weight if weight else tf.zeros_like(gradient))
+    return gathered / weight if weight else tf.zeros_like(gathered)
+
+
+def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    @tf.custom_gradient
+    def same(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(tensor), lambda upstream: upstream * factor if factor else tf.zeros_like(upstream)
+
+    return same(tensor)
+
+
+def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over the replicas, in one collective per type."""
+    named = {str(place): tf.convert_to_tensor(tensor) for place, tensor in enumerate(tensors)}
+    return list(mean([], named)[1].values())
 
 
 def mean(

@@ -23,6 +23,7 @@ from kerasdp.backends.tensorflow.devices import (
     put_on_device,
 )
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
+from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import replica_rows
@@ -126,8 +127,8 @@ class DataParallel(Strategy):
 
         return tf.nest.map_structure(gather, outputs)
 
-    def context(self, model: "keras.Model", num_rows: int) -> ReplicaContext | None:
-        """Returns the context of a step of a model on a global batch of `num_rows` rows."""
+    def context(self, model: "keras.Model", num_rows: int, step: str = "call") -> ReplicaContext | None:
+        """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
         from kerasdp.portability.row_search import row_axes_of
 
         if self.num_replicas == 1:
@@ -137,7 +138,7 @@ class DataParallel(Strategy):
             collectives.rank(),
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
-            row_axes=row_axes_of(model),
+            row_axes=row_axes_of(model, step),
             gather=collectives.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
@@ -149,13 +150,15 @@ class DataParallel(Strategy):
 
         steps = ReplicaSteps(self, model)
         run_test_step, run_predict_step = (
-            self._function(model, self._on_all(model, steps, step)) for step in (steps.test, steps.predict)
+            self._function(model, self._on_all(model, steps, name, step))
+            for name, step in (("test_step", steps.test), ("predict_step", steps.predict))
         )
         train_step = {
-            detail: self._on_all(model, steps, functools.partial(steps.train, detail), detail) for detail in Detail
+            detail: self._on_all(model, steps, "train_step", functools.partial(steps.train, detail), detail)
+            for detail in Detail
         }
         run_train_step = {detail: self._function(model, step) for detail, step in train_step.items()}
-        run_train_steps = self._function(model, self._several(train_step[Detail.NOTHING]))
+        run_train_steps = self._function(model, several(self.mirrored, train_step[Detail.NOTHING]))
 
         def train_function(iterator: Iterator[Any]) -> Any:
             return train_on_next_batches(
@@ -178,48 +181,50 @@ class DataParallel(Strategy):
         )
 
     def _on_all(
-        self, model: "keras.Model", steps: "ReplicaSteps", step: Callable[..., Any], detail: Detail = Detail.NOTHING
+        self,
+        model: "keras.Model",
+        steps: "ReplicaSteps",
+        name: str,
+        step: Callable[..., Any],
+        detail: Detail = Detail.NOTHING,
     ) -> Callable[..., Any]:
-        """Runs the step on all replicas, and returns what the first one returned: it is the same on all."""
+        """Runs the step on all replicas, and returns what the first one returned: it is the same on all.
+
+        `name`: of the model's method that it stands for.
+        """
         from kerasdp.backends.observer import watched_layers
 
         def run(num_rows: int, data: Any) -> Any:
-            whole_batch = steps.penalties.active() if self.num_replicas > 1 else contextlib.nullcontext()
-            with whole_batch, watched_layers(detail, model):
+            with steps.on_several_devices(name), watched_layers(detail, model):
                 outputs = self.mirrored.run(step, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 
         return run
+
+    def in_replicas(self, function: Callable[[], None]) -> None:
+        """Calls a function in each replica, in a thread of its own, one at a time."""
+        self.mirrored.run(function)
+
+    def own_step_gradients(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on each replica's rows, without an update; returns the mean gradients."""
+        from kerasdp.backends.tensorflow.train_step import own_step_gradients
+
+        return own_step_gradients(self, model, batch)
+
+    def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
+        """Builds an optimizer from within a replica, once for all."""
+
+        def build(_: Any) -> None:
+            if not optimizer.built:
+                optimizer.build(variables)
+
+        tf.distribute.get_replica_context().merge_call(build)
 
     def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on each replica; no variable changes."""
         from kerasdp.backends.tensorflow.train_step import shard_passes
 
         return shard_passes(self, model, batch)
-
-    def _several(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
-
-        def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
-            rest = self.mirrored.run(_stacked, args=batches[1:])
-            loss, rate, logs, _ = step(num_rows, batches[0])
-            arrays = [
-                None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
-                for value in (loss, rate)
-            ]
-
-            def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
-                *values, logs, _ = step(num_rows, self.mirrored.run(_row, args=(rest, number - 1)))
-                arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
-                return number + 1, arrays, logs
-
-            _, arrays, logs = tf.while_loop(
-                lambda number, *_: number < len(batches), body, (tf.constant(1), arrays, logs), parallel_iterations=1
-            )
-            losses, rates = (array and array.stack() for array in arrays)
-            return losses, rates, logs
-
-        return run
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
@@ -283,11 +288,3 @@ class DataParallel(Strategy):
 def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
     """Returns the shard of a batch for the replica that is being traced."""
     return tuple(field[collectives.rank()] for field in shards)
-
-
-def _stacked(*batches: Structure) -> Structure:
-    return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
-
-
-def _row(stacked: Structure, number: tf.Tensor) -> Structure:
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)

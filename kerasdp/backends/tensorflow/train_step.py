@@ -1,11 +1,13 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
-from kerasdp.backends.steps import inputs_for, learning_rate, own_steps
+from kerasdp.backends.steps import inputs_for, learning_rate
 from kerasdp.backends.tensorflow import collectives, optimizer_update
 from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
@@ -20,10 +22,11 @@ class ReplicaSteps:
 
     def __init__(self, strategy: Any, model: "keras.Model"):
         """Made once for each compiled model."""
+        from kerasdp.keras_compat import own_steps
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.strategy, self.model = strategy, model
-        self.own = own_steps(model, strategy.num_replicas)
+        self.own = own_steps(model)
         self.penalties = WholeBatchPenalties(model)
 
     def train(
@@ -35,8 +38,7 @@ class ReplicaSteps:
 
         model, strategy = self.model, self.strategy
         if "train_step" in self.own:
-            with optimizer_update.taking_dense():
-                logs = model.train_step((inputs, targets, sample_weight))
+            logs, _ = self.own_step("train_step", num_rows, (inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
             with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
@@ -72,18 +74,51 @@ class ReplicaSteps:
             update()
         return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), observed_values
 
+    @contextlib.contextmanager
+    def on_several_devices(self, name: str) -> Iterator[None]:
+        """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
+        from kerasdp.portability.own_steps import joined_steps
+
+        if self.strategy.num_replicas == 1:
+            yield
+        elif name in self.own:
+            with joined_steps(self.model):
+                yield
+        else:
+            with self.penalties.active():
+                yield
+
+    def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
+        """Runs a user-defined step; returns Keras' logs and the gradients of a trial, for the global batch."""
+        from kerasdp.keras_compat import losses_of_whole_batch
+        from kerasdp.portability import own_steps
+
+        model, strategy = self.model, self.strategy
+        context = strategy.context(model, num_rows, name)
+        if context is None:
+            with optimizer_update.taking_dense():
+                return getattr(model, name)(own_steps.as_keras_gives(batch)), []
+        with losses_of_whole_batch():
+            return own_steps.run_on_shard(
+                model, name, batch, context, collectives.sums, strategy.build_optimizer, is_trial
+            )
+
     def test(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Evaluates the global batch; returns Keras' logs."""
         if "test_step" in self.own:
-            return self.model.test_step((inputs, targets, sample_weight))
+            return self.own_step("test_step", num_rows, (inputs, targets, sample_weight))[0]
         outputs, context = self._whole_outputs(inputs, num_rows)
         batch = (inputs, targets, outputs, sample_weight)
         return self._metrics(batch, self._loss(batch, num_rows, context, training=False), num_rows)
 
     def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Computes the outputs of the global batch."""
+        from kerasdp.portability.own_steps import as_keras_gives
+
         if "predict_step" in self.own:
-            return self.model.predict_step((inputs,))
+            with use(self.strategy.context(self.model, num_rows, "predict_step")):
+                outputs = self.model.predict_step(as_keras_gives((inputs, None, None)))
+            return self.strategy.gather(outputs, num_rows)
         return self._whole_outputs(inputs, num_rows)[0]
 
     def shard_pass(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
@@ -174,3 +209,15 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
         first = rank * rows
         passes.append(ShardPass(layers, outputs, loss, first, min(max(num_rows - first, 0), rows), rows))
     return passes
+
+
+def own_step_gradients(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
+    """Runs a model's own `train_step` on each replica's rows, without an update; returns the mean gradients. Eager."""
+    steps, found = ReplicaSteps(strategy, model), []
+
+    def run(*data: Any) -> None:
+        own = tuple(field[collectives.rank()] for field in data)
+        found.append(steps.own_step("train_step", len(batch.indices), own, is_trial=True)[1])
+
+    strategy.mirrored.run(run, args=tuple(batch[:3]))
+    return found[0]

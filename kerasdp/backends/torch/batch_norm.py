@@ -4,11 +4,19 @@ from typing import Any
 
 import torch
 
+from kerasdp.backends.torch.collectives import sum_gradients
 from kerasdp.backends.torch.private import is_being_captured
 
 
 def normalize(
-    x: Any, axis: int, scale: Any, offset: Any, epsilon: float, num_rows: int | None = None, gather: Any = None
+    x: Any,
+    axis: int,
+    scale: Any,
+    offset: Any,
+    epsilon: float,
+    num_rows: int | None = None,
+    gather: Any = None,
+    weight: float = 1.0,
 ) -> tuple[Any, Any, Any]:
     """Normalizes `x` as Keras' layer does on torch (3.15), fused.
 
@@ -24,12 +32,13 @@ def normalize(
         num_rows: rows that are not padding; None: all.
         gather: `ReplicaContext.gather`, for the mean and variance of all replicas. Gradients of gradients are then
             refused.
+        weight: `ReplicaContext.weight`.
 
     Returns:
         The outputs, and mean and variance of each channel.
     """
     if gather is not None:
-        return _NormalizeTogether.apply(x, scale, offset, axis, epsilon, num_rows, gather)
+        return _NormalizeTogether.apply(x, scale, offset, axis, epsilon, num_rows, gather, weight)
     return _Normalize.apply(x, scale, offset, axis, epsilon)
 
 
@@ -81,7 +90,15 @@ class _Normalize(torch.autograd.Function):
 class _NormalizeTogether(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Any, scale: Any, offset: Any, axis: int, epsilon: float, num_rows: int | None, gather: Any
+        ctx: Any,
+        x: Any,
+        scale: Any,
+        offset: Any,
+        axis: int,
+        epsilon: float,
+        num_rows: int | None,
+        gather: Any,
+        weight: float,
     ) -> tuple[Any, Any, Any]:
         ctx.others, ctx.shape = _axes(x, axis)
         wide = _wide(x)
@@ -101,7 +118,7 @@ class _NormalizeTogether(torch.autograd.Function):
             centered = wide - own_mean
         outputs = centered.mul_(factor).add_(shift)
         ctx.save_for_backward(x, mean.reshape(ctx.shape), inverse, scale)
-        ctx.num_rows, ctx.gather, ctx.has_offset = num_rows, gather, offset is not None
+        ctx.num_rows, ctx.gather, ctx.weight, ctx.has_offset = num_rows, gather, weight, offset is not None
         ctx.mark_non_differentiable(mean, variance)
         return outputs.to(x.dtype), mean, variance
 
@@ -114,7 +131,8 @@ class _NormalizeTogether(torch.autograd.Function):
         normalized = (_wide(x) - mean).mul_(inverse)
         # Padding has no gradient.
         own = torch.stack([wide.sum(ctx.others), (wide * normalized).sum(ctx.others)])
-        for_offset, for_scale = (each.reshape(ctx.shape) for each in ctx.gather(own).sum(0) / ctx.count)
+        sums = sum_gradients(own, ctx.gather, ctx.weight).sum(0)
+        for_offset, for_scale = (each.reshape(ctx.shape) for each in sums / ctx.count)
         for_x = normalized.mul_(-for_scale).add_(wide).sub_(for_offset).mul_(factor)
         if ctx.num_rows is not None:
             for_x[ctx.num_rows :] = 0
@@ -122,7 +140,7 @@ class _NormalizeTogether(torch.autograd.Function):
             for_x.to(x.dtype),
             None if scale is None else own[1].to(scale.dtype),
             own[0] if ctx.has_offset else None,
-            *[None] * 4,
+            *[None] * 5,
         )
 
 

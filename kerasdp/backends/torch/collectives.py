@@ -24,6 +24,18 @@ def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return gathered
 
 
+def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums each tensor over all ranks, in one message for each type; sparse ones become dense."""
+    sums: list[torch.Tensor] = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
+        places = [place for place, tensor in enumerate(sums) if tensor.dtype == dtype]
+        flat = torch.cat([sums[place].detach().reshape(-1) for place in places])
+        dist.all_reduce(flat)
+        for place, part in zip(places, flat.split([sums[place].numel() for place in places])):
+            sums[place] = part.reshape(sums[place].shape)
+    return sums
+
+
 def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = None) -> torch.Tensor:
     """Concatenates the rows of all ranks of a group.
 
@@ -35,9 +47,29 @@ def gather_rows(rows: torch.Tensor, group: Any = None, factor: float | None = No
     return _GatherRows.apply(rows, group, dist.get_world_size(group) if factor is None else factor)
 
 
-def gather_statistics(statistics: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Stacks a tensor of all ranks; a rank's gradient is the sum of its tensor's gradients on all ranks."""
-    return _GatherStatistics.apply(statistics, group)
+def gather_statistics(statistics: torch.Tensor, group: Any = None, weight: float = 1.0) -> torch.Tensor:
+    """Stacks a tensor of all ranks; a rank's gradient is the sum of its tensor's gradients on all ranks.
+
+    `weight`: of this rank's gradients, once they are averaged over the ranks; the mean of all is 1.
+    """
+    return _GatherStatistics.apply(statistics, group, weight)
+
+
+def sum_gradients(gradient: torch.Tensor, gather: Any, weight: float) -> torch.Tensor:
+    """Sums a gradient over the ranks, each by the weight that it will have.
+
+    Args:
+        gradient: of what all ranks share, on this rank.
+        gather: stacks the gradients of all ranks.
+        weight: of this rank; 0 if it has no rows: its gradients are then nothing, and not needed.
+
+    Returns:
+        What this rank's part of the weighted sum is before its own weight.
+    """
+    if weight == 1.0:
+        return gather(gradient)
+    gathered = gather(gradient * weight if weight else torch.zeros_like(gradient))
+    return gathered / weight if weight else torch.zeros_like(gathered)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -53,10 +85,11 @@ class _GatherRows(torch.autograd.Function):
 
 class _GatherStatistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, statistics: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, statistics: torch.Tensor, group: Any, weight: float) -> torch.Tensor:
+        ctx.group, ctx.weight = group, weight
         return all_gather_stacked(statistics, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_stacked(gradient, ctx.group)[:, dist.get_rank(ctx.group)].sum(0), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        gathered = sum_gradients(gradient, lambda own: all_gather_stacked(own, ctx.group), ctx.weight)
+        return gathered[:, dist.get_rank(ctx.group)].sum(0), None, None

@@ -1,13 +1,13 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy
-from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate, own_steps, require_device_batch
-from kerasdp.backends.torch.collectives import gather_rows, gather_statistics
+from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate, require_device_batch
+from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
 from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.config import Config
@@ -41,8 +41,8 @@ class DataParallel(Strategy):
         """Brings this process's rows of the inputs to its device, and all else of the batch."""
         return put_batch(batch, self.device)
 
-    def context(self, model: Any, num_rows: int) -> ReplicaContext | None:
-        """Returns the context of a step of a model on a global batch of `num_rows` rows."""
+    def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
+        """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
         from kerasdp.portability.row_search import row_axes_of
 
         if self.num_replicas == 1:
@@ -52,7 +52,7 @@ class DataParallel(Strategy):
             self.processes.rank,
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
-            row_axes=row_axes_of(model),
+            row_axes=row_axes_of(model, step),
             gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
@@ -84,8 +84,9 @@ class DataParallel(Strategy):
         """
         from kerasdp.backends.torch.compiled_step import CompiledSteps
         from kerasdp.backends.torch.train_step import GlobalBatch
+        from kerasdp.keras_compat import own_steps
 
-        own = own_steps(model, self.num_replicas)
+        own = own_steps(model)
         whole, weights = GlobalBatch(self, model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
 
@@ -95,7 +96,7 @@ class DataParallel(Strategy):
                 return run_state.skipped_logs
             batch = require_device_batch(data[0])
             if "train_step" in own:
-                logs = model.train_step(tuple(batch[:3]))
+                logs = self._own_step(model, "train_step", batch)
                 run_state.after_step(logs.get("loss"), batch.indices, {})
                 return logs
             detail = run_state.detail
@@ -117,7 +118,7 @@ class DataParallel(Strategy):
         def test_function(data: Any) -> dict[str, Any]:
             batch = require_device_batch(data[0])
             if "test_step" in own:
-                return model.test_step(tuple(batch[:3]))
+                return self._own_step(model, "test_step", batch)
             context = self.context(model, len(batch.indices))
             with use(context):
                 outputs = whole.outputs(model, batch.inputs, context, training=False)
@@ -127,12 +128,38 @@ class DataParallel(Strategy):
         def predict_function(data: Any) -> Any:
             inputs, _, _, indices = require_device_batch(data[0])
             if "predict_step" in own:
-                return model.predict_step((inputs,))
+                return self._own_predict_step(model, inputs, len(indices))
             context = self.context(model, len(indices))
             with use(context):
                 return whole.outputs(model, inputs, context, training=False)
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+
+    def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
+        """Runs a user-defined step; returns Keras' logs, for the global batch."""
+        from kerasdp.portability import own_steps
+
+        if self.num_replicas == 1:
+            return getattr(model, name)(own_steps.as_keras_gives(batch[:3]))
+        with own_steps.joined_steps(model):
+            return self._on_own_rows(model, name, batch)[0]
+
+    def _own_predict_step(self, model: Any, inputs: Any, num_rows: int) -> Any:
+        from kerasdp.portability.own_steps import as_keras_gives
+
+        with use(self.context(model, num_rows, "predict_step")):
+            outputs = model.predict_step(as_keras_gives((inputs, None, None)))
+        return self.gather(outputs, num_rows)
+
+    def _on_own_rows(self, model: Any, name: str, batch: DeviceBatch, is_trial: bool = False) -> Any:
+        from kerasdp.portability.own_steps import run_on_shard
+
+        context = cast(ReplicaContext, self.context(model, len(batch.indices), name))
+        return run_on_shard(model, name, batch[:3], context, sum_over_ranks, self.build_optimizer, is_trial)
+
+    def own_step_gradients(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on this process's rows, without an update; returns the mean gradients."""
+        return self._on_own_rows(model, "train_step", batch, is_trial=True)[1]
 
     def _train_eagerly(
         self, model: Any, parallel: Any, whole: "GlobalBatch", batch: DeviceBatch, detail: Any
@@ -186,6 +213,7 @@ class DataParallel(Strategy):
 
     def _parallel(self, model: Any, batch: DeviceBatch) -> Any:
         """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras."""
+        from kerasdp.backends.torch.train_step import TrainedModel
         from kerasdp.keras_compat import leave_ranks_to_us
 
         if self.num_replicas == 1:
@@ -199,7 +227,7 @@ class DataParallel(Strategy):
         # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
         # loss, and makes new tensors of the outputs, without their masks.
         parallel = torch.nn.parallel.DistributedDataParallel(
-            _TrainedModel(model, used), device_ids=[self.device] if self.is_gpu else None
+            TrainedModel(model, used), device_ids=[self.device] if self.is_gpu else None
         )
         if self.config.gradient_precision == "bfloat16":
             # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
@@ -260,20 +288,3 @@ class DataParallel(Strategy):
     def peak_memory_bytes(self) -> int:
         """Returns the most bytes that a device (on the CPU: this process) has used."""
         return peak_memory_bytes(self.device)
-
-
-class _TrainedModel(torch.nn.Module):
-    """Calls a model, and has the weights that are trained as parameters: each once, and no others.
-
-    A Keras (3.15) model as a module knows its weights by their paths, of which two may be equal, and those that it had
-    when it was built, so that DistributedDataParallel would leave some alone and wait for others.
-    """
-
-    def __init__(self, model: Any, weights: list[Any]):
-        super().__init__()
-        self.weights = torch.nn.ParameterList(weights)
-        self._call = model.__call__  # not the model itself, whose parameters would be this module's
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the model's outputs."""
-        return self._call(*args, **kwargs)

@@ -123,3 +123,20 @@ def _detached(outputs: Any) -> Any:
     from kerasdp.keras_compat import with_mask
 
     return keras.tree.map_structure(lambda leaf: with_mask(torch.Tensor.detach, leaf), outputs)
+
+
+class TrainedModel(torch.nn.Module):
+    """Calls a model, and has the weights that are trained as parameters: each once, and no others.
+
+    A Keras (3.15) model as a module knows its weights by their paths, of which two may be equal, and those that it had
+    when it was built, so that DistributedDataParallel would leave some alone and wait for others.
+    """
+
+    def __init__(self, model: Any, weights: list[Any]):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(weights)
+        self._call = model.__call__  # not the model itself, whose parameters would be this module's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the model's outputs."""
+        return self._call(*args, **kwargs)

@@ -99,7 +99,11 @@ class BatchNormalization(keras.layers.BatchNormalization):
             together = {"num_replicas": context.num_replicas, "everywhere": context.everywhere}
         elif context is not None and self.statistics == "sync":
             is_padded = context.num_rows != context.rows
-            together = {"num_rows": context.num_rows if is_padded else None, "gather": context.gather}
+            together = {
+                "num_rows": context.num_rows if is_padded else None,
+                "gather": context.gather,
+                "weight": context.weight,
+            }
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
         if context is None or context.moving is None or together:
             self._move(mean, variance)

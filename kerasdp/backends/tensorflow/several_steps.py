@@ -1,0 +1,41 @@
+"""TensorFlow: trains on several batches in one call of a graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdp.backends.base import Structure
+
+
+def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
+
+    def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
+        rest = mirrored.run(_stacked, args=batches[1:])
+        loss, rate, logs, _ = step(num_rows, batches[0])
+        arrays = [
+            None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
+            for value in (loss, rate)
+        ]
+
+        def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
+            *values, logs, _ = step(num_rows, mirrored.run(_row, args=(rest, number - 1)))
+            arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
+            return number + 1, arrays, logs
+
+        _, arrays, logs = tf.while_loop(
+            lambda number, *_: number < len(batches), body, (tf.constant(1), arrays, logs), parallel_iterations=1
+        )
+        losses, rates = (array and array.stack() for array in arrays)
+        return losses, rates, logs
+
+    return run
+
+
+def _stacked(*batches: Structure) -> Structure:
+    return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
+
+
+def _row(stacked: Structure, number: tf.Tensor) -> Structure:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)

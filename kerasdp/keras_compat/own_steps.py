@@ -1,0 +1,77 @@
+"""Finds step methods of a user's model, and lets a run take part in what they do with optimizers and metrics."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.models import replaced_methods
+
+__all__ = ["has_call", "hooked_steps", "own_steps"]
+
+STEPS = ("train_step", "test_step", "predict_step")
+
+
+def own_steps(model: keras.Model) -> set[str]:
+    """Returns which of train_step, test_step and predict_step the model's class overrides."""
+    return {name for name in STEPS if getattr(type(model), name) is not getattr(keras.Model, name)}
+
+
+def has_call(model: keras.Model) -> bool:
+    """Returns whether a model can be called: one that has a `train_step` of its own may do without."""
+    return type(model).call is not keras.Model.call
+
+
+class _LossesOfThread(list[Any]):
+    """A layer's list of losses, one for each thread: TensorFlow traces replicas in threads, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_thread: dict[int, list[Any]] = {}
+
+    def extend(self, losses: Iterable[Any]) -> None:
+        self._own().extend(losses)
+
+    def clear(self) -> None:
+        self._own().clear()
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._own()[place]
+
+    def _own(self) -> list[Any]:
+        return self._of_thread.setdefault(threading.get_ident(), [])
+
+
+@contextlib.contextmanager
+def hooked_steps(
+    model: keras.Model,
+    apply: Callable[[Callable[..., Any]], Callable[..., Any]],
+    update_mean: Callable[[Callable[..., Any]], Callable[..., Any]],
+    result: Callable[[keras.metrics.Metric, Callable[[], Any]], Callable[[], Any]],
+) -> Iterator[None]:
+    """Exchanges what a user-defined step calls, until it is left.
+
+    Keras 3.15: its trainers call `Optimizer.apply` and metrics where they please, and have no hook of their own.
+    `LossScaleOptimizer` has an `apply` of its own. Losses that layers add are in `Layer._losses`, of which are used
+    `extend`, `clear` and a slice.
+
+    Args:
+        model: with the steps. `result` of its metrics is exchanged, and its layers' losses are kept by thread.
+        apply: gets `apply` of all optimizers, and gives the method in its place.
+        update_mean: gets `keras.metrics.Mean.update_state`, and gives the method in its place.
+        result: gets a metric and its `result`, and gives the function in its place.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+            stack.enter_context(replaced_methods(kind, {"apply": apply}))
+        stack.enter_context(replaced_methods(keras.metrics.Mean, {"update_state": update_mean}))
+        for layer in all_layers(model):
+            stack.callback(object.__setattr__, layer, "_losses", layer._losses)
+            object.__setattr__(layer, "_losses", _LossesOfThread())
+        for metric in model.metrics:
+            object.__setattr__(metric, "result", result(metric, metric.result))
+            stack.callback(object.__delattr__, metric, "result")
+        yield

@@ -1,0 +1,298 @@
+"""Runs a user-defined `train_step` or `test_step` on each replica's rows, and joins what they find.
+
+Each replica's step gets its rows as if they were the batch. The gradients that reach an optimizer are averaged over the
+replicas, weighted by their rows; metrics are joined. So the step is that of the whole batch where its losses are means
+over rows.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from kerasdp.keras_compat import hooked_steps, losses_of_whole_batch
+from kerasdp.portability import replica_context
+from kerasdp.portability.random import UNNAMED, portable_draws
+from kerasdp.portability.replica_context import use
+from kerasdp.portability.row_axes import RowAxes
+from kerasdp.portability.row_search import Whole, find_row_axes_of, fixed_values, rows_of, trial_context
+
+Tensor = Any
+# The path of a variable, and its gradient.
+Gradient = tuple[str, Tensor | None]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Share:
+    """What a replica has of a global batch, and how it learns what the others found.
+
+    Args:
+        rows: of this replica.
+        total_rows: of all.
+        add_up: sums each of these tensors over the replicas.
+        build: builds an optimizer once for all replicas.
+        is_trial: whether this step is only to be looked at: no optimizer changes anything.
+        gradients: those that reached an optimizer in a trial, of the global batch, with their variables' paths.
+        results: what metrics gave within the step, and what gives it anew.
+    """
+
+    rows: int
+    total_rows: int
+    add_up: Callable[[list[Tensor]], list[Tensor]]
+    build: Callable[[keras.optimizers.Optimizer, list[Any]], None]
+    is_trial: bool = False
+    gradients: list[Gradient] = dataclasses.field(default_factory=list)
+    results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
+
+    def of_all(self, tensors: list[Tensor | None], weight: float = 1.0) -> list[Tensor | None]:
+        """Sums tensors over the replicas; a replica without rows of its own adds nothing. None stays None."""
+        present = [ops.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]  # dense ones
+        own = [tensor * weight if self.rows else ops.zeros_like(tensor) for tensor in present]
+        sums = iter(self.add_up(own) if own else [])
+        return [None if tensor is None else next(sums) for tensor in tensors]
+
+    def mean(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Averages tensors over the replicas, weighted by their rows."""
+        return self.of_all(tensors, self.rows / self.total_rows)
+
+
+# A context variable, not a global: TensorFlow traces each replica in a thread of its own.
+_current: contextvars.ContextVar[Share | None] = contextvars.ContextVar("kerasdp_share", default=None)
+
+
+@contextlib.contextmanager
+def _use(share: Share | None) -> Iterator[None]:
+    token = _current.set(share)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def joined_steps(model: keras.Model) -> Iterator[None]:
+    """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
+    with hooked_steps(model, _joining_apply, _weighing_update, _remembered_result):
+        yield
+
+
+def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any]:
+    """Runs a step within `joined_steps`, and returns its logs for the global batch.
+
+    Args:
+        model: whose metrics the step updates.
+        name: of its step.
+        data: this replica's rows: inputs, targets and sample weights, without padding.
+        share: of this replica.
+    """
+    variables = model.metrics_variables
+    before = [ops.copy(variable) for variable in variables]
+    with _use(share):
+        logs = getattr(model, name)(as_keras_gives(data))
+    if share.is_trial:
+        return logs
+    changes = share.of_all([variable - value for variable, value in zip(variables, before)])
+    for variable, value, change in zip(variables, before, changes):
+        variable.assign(value + change)
+    again = {name: _result_of(share, value) for name, value in logs.items()}
+    means = iter(share.mean([value for name, value in logs.items() if again[name] is None]))
+    return {name: next(means) if result is None else result() for name, result in again.items()}
+
+
+def run_on_shard(
+    model: keras.Model,
+    name: str,
+    batch: tuple[Any, Any, Any],
+    context: replica_context.ReplicaContext,
+    add_up: Callable[[list[Tensor]], list[Tensor]],
+    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
+    is_trial: bool = False,
+) -> tuple[dict[str, Any], list[Gradient]]:
+    """Runs a step on a replica's shard of a batch, within `joined_steps`.
+
+    Args:
+        model: of the user.
+        name: of its step.
+        batch: inputs of the replica's padded shard; targets and sample weights of the global batch.
+        context: of the shard.
+        add_up: see `Share`; so are `build` and `is_trial`.
+
+    Returns:
+        The logs, and the gradients of a trial, both for the global batch.
+    """
+    context = context.of_real_rows()
+    inputs, targets, sample_weight = batch
+    first = min(context.first_row, (context.total_rows or 1) - 1)  # where it has no row of its own, the last
+    data = _rows(inputs, 0, context), *(_rows(part, first, context) for part in (targets, sample_weight))
+    share = Share(
+        rows=context.num_rows, total_rows=context.total_rows or 0, add_up=add_up, build=build, is_trial=is_trial
+    )
+    with use(context):
+        logs = run(model, name, data, share)
+    return logs, share.gradients
+
+
+def _rows(data: Any, first: int, context: replica_context.ReplicaContext) -> Any:
+    rows = slice(first, first + (context.rows or 0))
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+
+
+def _part_of_result(result: Callable[[], Any], name: str) -> Any:
+    return result()[name]
+
+
+def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:
+    """Returns what gives a log anew, if it is what a metric gave."""
+    return next((again for found, again in share.results if found is value), None)
+
+
+def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        share = _current.get()
+        if share is None:
+            return original(optimizer, grads, trainable_variables)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not optimizer.built:
+                share.build(optimizer, trainable_variables)
+        if share.is_trial:
+            names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
+            share.gradients += zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
+            return None
+        with _use(None):  # a LossScaleOptimizer has another one apply them
+            return original(optimizer, share.mean(list(grads)), trainable_variables)
+
+    return apply
+
+
+def _weighing_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A mean of numbers, each of a step, takes each replica's by its rows; one of rows has as many as there are."""
+
+    @functools.wraps(original)
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        share = _current.get()
+        if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
+            sample_weight = share.rows / share.total_rows
+        return original(metric, values, sample_weight)
+
+    return update_state
+
+
+def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]) -> Callable[[], Any]:
+    def result() -> Any:
+        value, share = original(), _current.get()
+        if share is not None and isinstance(value, dict):
+            share.results += [
+                (leaf, functools.partial(_part_of_result, original, name)) for name, leaf in value.items()
+            ]
+        elif share is not None:
+            share.results.append((value, original))
+        return value
+
+    return result
+
+
+def as_keras_gives(data: Any) -> Any:
+    """Returns inputs, targets and sample weights as Keras hands them to a step: without what there is not."""
+    return keras.utils.pack_x_y_sample_weight(*data)
+
+
+def find_rows_of_step(
+    model: keras.Model,
+    name: str,
+    data: Any,
+    in_replicas: Callable[[Callable[[], None]], None],
+    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
+    will_be_checked: bool = False,
+) -> None:
+    """Finds where the rows are in all that a user-defined step computes; `row_axes_of` gives it.
+
+    The step is run on a few rows and on half of them; nothing changes.
+
+    Args:
+        model: built and made `portable`.
+        name: of the step.
+        data: `NUM_ROWS` samples: inputs, targets and sample weights, in NumPy.
+        in_replicas: see `kerasdp.backends.base.Strategy`.
+        build: see `Share`.
+        will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
+
+    Raises:
+        UserError: if that cannot be known, since the step mixes the samples of a batch.
+    """
+
+    def call(axes: RowAxes, rows: slice) -> None:
+        left = [axes]  # for the first replica of this process; the others see the same
+
+        def trial() -> None:
+            context = trial_context(left.pop() if left else Whole(), rows)
+            num_rows = rows.stop - rows.start
+            share = Share(rows=num_rows, total_rows=num_rows, add_up=list, build=build, is_trial=True)
+            with use(context), portable_draws(UNNAMED):
+                run(model, name, rows_of(data, rows), share)
+
+        with changing_nothing(model):
+            in_replicas(trial)
+
+    find_row_axes_of(model, name, call, will_be_checked)
+
+
+@contextlib.contextmanager
+def changing_nothing(model: keras.Model) -> Iterator[None]:
+    """Returns the context of steps that are only looked at: afterwards the model is what it was.
+
+    Weights, and plain attributes (a counter of steps, say); metrics are reset before they are used.
+    """
+    values = fixed_values(model)
+    attributes = _plain_attributes(model)
+    try:
+        with joined_steps(model):
+            yield
+    finally:
+        for variable, value in values:
+            variable.assign(value)
+            if getattr(variable.value, "grad", None) is not None:  # of torch: not every step begins by zeroing it
+                variable.value.grad = None
+        for key in _plain_attributes(model).keys() - attributes.keys():  # those of the class count on
+            object.__delattr__(model, key)
+        for key, value in attributes.items():
+            object.__setattr__(model, key, value)
+
+
+def _plain_attributes(model: keras.Model) -> dict[str, Any]:
+    return {key: value for key, value in vars(model).items() if isinstance(value, (bool, int, float, str))}
+
+
+def whole_gradients(
+    model: keras.Model,
+    data: tuple[Any, Any, Any],
+    in_replicas: Callable[[Callable[[], None]], None],
+    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
+) -> list[Gradient]:
+    """Runs a model's own `train_step` on a whole batch, without an update, within `changing_nothing`.
+
+    Args:
+        model: as in `find_rows_of_step`; so are `data`, of any number of rows, `in_replicas` and `build`.
+
+    Returns:
+        The gradients that reached its optimizers, one after the other.
+    """
+    found: list[list[Gradient]] = []
+
+    def trial() -> None:
+        tensors = rows_of(data, slice(None))
+        num_rows = len(keras.tree.flatten(tensors)[0])
+        share = Share(rows=num_rows, total_rows=num_rows, add_up=list, build=build, is_trial=True)
+        with portable_draws(UNNAMED), losses_of_whole_batch():
+            run(model, "train_step", tensors, share)
+        found.append(share.gradients)
+
+    in_replicas(trial)
+    return found[0]

@@ -1,0 +1,421 @@
+"""Trains models that have a `train_step` of their own, in the form of each backend's guide, on several devices.
+
+python own_steps.py BACKEND NUM_DEVICES CASE...
+"""
+
+import functools
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+BATCH, ROWS = 8, 29  # the last batch of an epoch has five rows
+EPOCHS = 3
+
+
+def train(runner, names):
+    return {name: outcome(CASES[name], runner) for name in names}
+
+
+def outcome(case, runner):
+    try:
+        return case(runner)
+    except kerasdp.UserError as error:
+        return str(error)
+
+
+def numbers(seed, *shape):
+    return np.random.RandomState(seed).randn(*shape)
+
+
+def fitted(runner, model, x, y=None, **options):
+    losses = Steps()
+    history = runner.fit(model, x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[losses], **options).history
+    weights = np.concatenate([np.ravel(array_of(weight)) for weight in model.weights])
+    return {"steps": losses.values, "history": history, "weights": [float(weights.sum()), float((weights**2).sum())]}
+
+
+def array_of(weight):
+    import keras
+
+    return np.asarray(keras.ops.convert_to_numpy(weight), "float64")
+
+
+class Steps:
+    """Keras' logs after each step: a callback, made when Keras may be imported."""
+
+    def __new__(cls):
+        import keras
+
+        class Callback(keras.callbacks.Callback):
+            def __init__(self):
+                super().__init__()
+                self.values = []
+
+            def on_train_batch_end(self, batch, logs=None):
+                self.values.append({name: float(value) for name, value in logs.items()})
+
+        return Callback()
+
+
+def minimizing():
+    """Returns a base class whose `minimize(loss, weights, optimizer)` takes one step, as the backend's guide does."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        return keras.Model
+    if keras.backend.backend() == "torch":
+        import torch
+
+        class Model(keras.Model):
+            def minimize(self, loss_of, weights, optimizer):
+                for weight in weights:
+                    weight.value.grad = None
+                loss = loss_of()
+                loss.backward()
+                gradients = [weight.value.grad for weight in weights]
+                with torch.no_grad():
+                    optimizer.apply(gradients, weights)
+                return loss.detach()
+
+    else:
+        import tensorflow as tf
+
+        class Model(keras.Model):
+            def minimize(self, loss_of, weights, optimizer):
+                with tf.GradientTape() as tape:
+                    loss = loss_of()
+                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+                return loss
+
+    return Model
+
+
+def in_form_of_backend(kind):
+    """Returns the model's class; on jax the one of `own_steps_jax`."""
+    import keras
+
+    if keras.backend.backend() != "jax":
+        return kind
+    import own_steps_jax
+
+    return getattr(own_steps_jax, {"Model": "CustomStep"}.get(kind.__name__, kind.__name__))
+
+
+def custom_step(runner):
+    """Own loss and metric trackers; data come as `x, y`."""
+    import keras
+
+    class Model(minimizing()):
+        def __init__(self):
+            super().__init__()
+            self.hidden = keras.layers.Dense(6, "relu")
+            self.drop = keras.layers.Dropout(0.3)
+            self.norm = keras.layers.BatchNormalization()
+            self.last = keras.layers.Dense(1)
+            self.tracker = keras.metrics.Mean(name="loss")
+            self.error = keras.metrics.MeanAbsoluteError(name="mae")
+
+        @property
+        def metrics(self):
+            return [self.tracker, self.error]
+
+        def call(self, x, training=False):
+            return self.last(self.drop(self.norm(self.hidden(x), training=training), training=training))
+
+        def train_step(self, data):
+            x, y = data
+            found = []
+
+            def loss_of():
+                found.append(self(x, training=True))
+                return keras.ops.mean(keras.losses.mean_squared_error(y, found[0]))
+
+            loss = self.minimize(loss_of, self.trainable_weights, self.optimizer)
+            self.tracker.update_state(loss)
+            self.error.update_state(y, found[0])
+            return {metric.name: metric.result() for metric in self.metrics} | {"raw": loss}
+
+    with runner.scope():
+        model = in_form_of_backend(Model)()
+        model.compile(keras.optimizers.Adam(0.01))
+    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 1))
+
+
+def gan(runner):
+    """No `call`, a `compile` of its own, two optimizers that nobody has built; `x` comes alone."""
+    import keras
+    from keras import layers, ops
+
+    class Gan(minimizing()):
+        def __init__(self):
+            super().__init__()
+            self.judge = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.LeakyReLU(0.2), layers.Dense(1)])
+            self.maker = keras.Sequential([keras.Input((3,)), layers.Dense(8), layers.BatchNormalization(),
+                                           layers.LeakyReLU(0.2), layers.Dense(4)])  # fmt: skip
+            self.seeds = keras.random.SeedGenerator(7)
+            self.of_judge, self.of_maker = keras.metrics.Mean(name="judge"), keras.metrics.Mean(name="maker")
+
+        def compile(self, for_judge, for_maker, loss):
+            super().compile()
+            self.for_judge, self.for_maker, self.loss_function = for_judge, for_maker, loss
+
+        @property
+        def metrics(self):
+            return [self.of_judge, self.of_maker]
+
+        def train_step(self, real):
+            if isinstance(real, tuple):
+                real = real[0]
+            rows = ops.shape(real)[0]
+            made = ops.stop_gradient(self.maker(self.noise(rows), training=True))
+            labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))])
+            labels = labels + 0.05 * keras.random.uniform(ops.shape(labels), seed=self.seeds)
+            both = ops.concatenate([made, ops.cast(real, made.dtype)])
+            judge = self.minimize(
+                lambda: self.loss_function(labels, self.judge(both)), self.judge.trainable_weights, self.for_judge
+            )
+            noise = self.noise(rows)
+            maker = self.minimize(
+                lambda: self.loss_function(ops.zeros((rows, 1)), self.judge(self.maker(noise, training=True))),
+                self.maker.trainable_weights,
+                self.for_maker,
+            )
+            self.of_judge.update_state(judge)
+            self.of_maker.update_state(maker)
+            return {"judge": self.of_judge.result(), "maker": self.of_maker.result()}
+
+        def noise(self, rows):
+            return keras.random.normal((rows, 3), seed=self.seeds)
+
+    with runner.scope():
+        model = in_form_of_backend(Gan)()
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.003, clipnorm=1.0), loss)
+    return fitted(runner, model, numbers(0, ROWS, 4))
+
+
+def gradient_penalty(runner):
+    """Gradients of gradients, three steps of the critic for one of the generator."""
+    import keras
+    from keras import layers, ops
+
+    def gradients_of(critic, mixed):
+        if keras.backend.backend() == "torch":
+            import torch
+
+            mixed = mixed.detach().requires_grad_(True)
+            return torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)[0]
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(mixed)
+            judged = critic(mixed, training=True)
+        return tape.gradient(judged, mixed)
+
+    class Wgan(minimizing()):
+        def __init__(self):
+            super().__init__()
+            self.critic = keras.Sequential([keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+            self.maker = keras.Sequential([keras.Input((3,)), layers.Dense(8, "tanh"), layers.Dense(4)])
+            self.seeds = keras.random.SeedGenerator(3)
+            self.for_critic, self.for_maker = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)
+
+        def train_step(self, real):
+            rows = ops.shape(real)[0]
+            for _ in range(3):
+                made = ops.stop_gradient(self.maker(keras.random.normal((rows, 3), seed=self.seeds)))
+                share = keras.random.uniform((rows, 1), seed=self.seeds)
+
+                def loss_of(made=made, share=share):
+                    slope = gradients_of(self.critic, share * real + (1 - share) * made)
+                    penalty = ops.mean(ops.square(ops.sqrt(ops.sum(ops.square(slope), axis=1)) - 1))
+                    return ops.mean(self.critic(made)) - ops.mean(self.critic(real)) + 10.0 * penalty
+
+                critic = self.minimize(loss_of, self.critic.trainable_weights, self.for_critic)
+            noise = keras.random.normal((rows, 3), seed=self.seeds)
+            maker = self.minimize(
+                lambda: -ops.mean(self.critic(self.maker(noise))), self.maker.trainable_weights, self.for_maker
+            )
+            return {"critic": critic, "maker": maker}
+
+    with runner.scope():
+        model = Wgan()
+        model.compile()
+    return fitted(runner, model, numbers(0, ROWS, 4))
+
+
+def vae(runner):
+    """Samples drawn in the step, a `test_step`, a `predict_step`, and a regularized layer."""
+    import keras
+    from keras import layers, ops
+
+    class Vae(minimizing()):
+        def __init__(self):
+            super().__init__()
+            self.coder = keras.Sequential(
+                [keras.Input((4,)), layers.Dense(8, "relu", kernel_regularizer="l2"), layers.Dense(4)]
+            )
+            self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(8, "relu"), layers.Dense(4)])
+            self.seeds = keras.random.SeedGenerator(5)
+            self.total, self.apart = keras.metrics.Mean(name="loss"), keras.metrics.Mean(name="apart")
+
+        @property
+        def metrics(self):
+            return [self.total, self.apart]
+
+        def losses_of(self, x):
+            mean, spread = ops.split(self.coder(x), 2, axis=1)
+            z = mean + ops.exp(0.5 * spread) * keras.random.normal(ops.shape(mean), seed=self.seeds)
+            error = ops.mean(ops.sum(ops.square(x - self.decoder(z)), axis=1))
+            apart = ops.mean(ops.sum(-0.5 * (1 + spread - ops.square(mean) - ops.exp(spread)), axis=1))
+            return error + apart + sum(self.losses), apart
+
+        def train_step(self, data):
+            x = data[0] if isinstance(data, tuple) else data
+            found = []
+
+            def loss_of():
+                found[:] = self.losses_of(x)
+                return found[0]
+
+            self.total.update_state(self.minimize(loss_of, self.trainable_weights, self.optimizer))
+            self.apart.update_state(ops.stop_gradient(found[1]))
+            return {metric.name: metric.result() for metric in self.metrics}
+
+        def test_step(self, data):
+            total, apart = self.losses_of(data)
+            self.total.update_state(total)
+            self.apart.update_state(apart)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+        def predict_step(self, data):
+            return self.decoder(ops.split(self.coder(data), 2, axis=1)[0])
+
+    with runner.scope():
+        model = in_form_of_backend(Vae)()
+        model.compile(keras.optimizers.Adam(0.01))
+    result = fitted(runner, model, numbers(0, ROWS, 4), validation_data=(numbers(2, 13, 4),))
+    result["evaluated"] = runner.evaluate(model, numbers(2, 13, 4), batch_size=BATCH, return_dict=True)
+    result["evaluated"] = {name: float(value) for name, value in result["evaluated"].items()}
+    result["predicted"] = np.asarray(runner.predict(model, numbers(2, 13, 4), batch_size=BATCH)).tolist()
+    return result
+
+
+def steps_of_keras(runner):
+    """Steps that only add to Keras' own, with losses, metrics, sample weights and a penalty."""
+    import keras
+    from keras import layers
+
+    class Counting(keras.Model):
+        num_steps = 0
+
+        def train_step(self, *args):
+            self.num_steps += 1
+            return super().train_step(*args)
+
+        def test_step(self, *args):
+            return super().test_step(*args)
+
+    with runner.scope():
+        inputs = keras.Input((4,))
+        x = layers.BatchNormalization()(layers.Dense(8, "relu", activity_regularizer="l2")(inputs))
+        model = Counting(inputs, layers.Dense(3)(layers.Dropout(0.4)(x)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            keras.optimizers.Adam(0.01, clipnorm=0.5), loss, metrics=["accuracy"], weighted_metrics=["accuracy"]
+        )
+    y, weights = np.arange(ROWS) % 3, np.linspace(0.5, 2, ROWS)
+    result = fitted(runner, model, numbers(0, ROWS, 4), y, sample_weight=weights)
+    is_eager = keras.backend.backend() == "torch"  # elsewhere it counts how often the step is traced
+    assert not is_eager or model.num_steps == 12, model.num_steps
+    result["evaluated"] = [float(value) for value in runner.evaluate(model, numbers(2, 13, 4), np.arange(13) % 3)]
+    return result
+
+
+def queue(runner):
+    """Keeps what it saw in the last step: each device would keep something else."""
+    import keras
+
+    class Queue(minimizing()):
+        def __init__(self):
+            super().__init__(name="queue")
+            self.dense = keras.layers.Dense(3)
+            self.seen = self.add_weight(shape=(3,), trainable=False, name="seen", initializer="zeros")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+
+            def loss_of():
+                return keras.ops.mean(keras.ops.square(y - self(x) - self.seen))
+
+            loss = self.minimize(loss_of, self.trainable_weights, self.optimizer)
+            self.seen.assign(keras.ops.stop_gradient(self(x))[0])
+            return {"loss": loss}
+
+    with runner.scope():
+        model = in_form_of_backend(Queue)()
+        model.compile("sgd")
+    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
+
+
+def sum_of_losses(runner):
+    """A sum over the samples: the mean of the devices' sums is another number."""
+    import keras
+
+    class Sum(minimizing()):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3, name="dense")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            loss = self.minimize(
+                lambda: keras.ops.sum(keras.ops.square(y - self(x))), self.trainable_weights, self.optimizer
+            )
+            return {"loss": loss}
+
+    with runner.scope():
+        model = in_form_of_backend(Sum)()
+        model.compile(keras.optimizers.SGD(0.001))
+    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
+
+
+def not_built(runner):
+    """No `call`, and a part that only a call would build."""
+    import keras
+
+    class NotBuilt(keras.Model):
+        def __init__(self):
+            super().__init__(name="not_built")
+            self.part = keras.Sequential([keras.layers.Dense(3)])
+
+        def train_step(self, *args):
+            raise NotImplementedError
+
+    with runner.scope():
+        model = NotBuilt()
+        model.compile("sgd")
+    return fitted(runner, model, numbers(0, ROWS, 4))
+
+
+CASES = {
+    case.__name__: case
+    for case in (custom_step, steps_of_keras, gan, gradient_penalty, vae, queue, sum_of_losses, not_built)
+}
+
+
+if __name__ == "__main__":
+    backend, num_devices, *names = sys.argv[1:]
+    names = names or [name for name in CASES if (backend, name) != ("jax", "gradient_penalty")]
+    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
+    result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
+    print("RESULT " + json.dumps(result))
