@@ -100,9 +100,9 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     changes = share.of_all([variable - value for variable, value in zip(variables, before)])
     for variable, value, change in zip(variables, before, changes):
         variable.assign(value + change)
-    again = {name: _result_of(share, value) for name, value in logs.items()}
-    means = iter(share.mean([value for name, value in logs.items() if again[name] is None]))
-    return {name: next(means) if result is None else result() for name, result in again.items()}
+    found = [(value, _result_of(share, value)) for value in keras.tree.flatten(logs)]
+    means = iter(share.mean([value for value, again in found if again is None]))
+    return keras.tree.pack_sequence_as(logs, [next(means) if again is None else again() for _, again in found])
 
 
 def run_on_shard(

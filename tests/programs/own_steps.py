@@ -8,11 +8,10 @@ import json
 import sys
 
 import numpy as np
+from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, minimizing, numbers
+from own_steps_refused import not_built, queue, sum_of_losses
 
 import kerasdp
-
-BATCH, ROWS = 8, 29  # the last batch of an epoch has five rows
-EPOCHS = 3
 
 
 def train(runner, names):
@@ -24,84 +23,6 @@ def outcome(case, runner):
         return case(runner)
     except kerasdp.UserError as error:
         return str(error)
-
-
-def numbers(seed, *shape):
-    return np.random.RandomState(seed).randn(*shape)
-
-
-def fitted(runner, model, x, y=None, **options):
-    losses = Steps()
-    history = runner.fit(model, x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[losses], **options).history
-    weights = np.concatenate([np.ravel(array_of(weight)) for weight in model.weights])
-    return {"steps": losses.values, "history": history, "weights": [float(weights.sum()), float((weights**2).sum())]}
-
-
-def array_of(weight):
-    import keras
-
-    return np.asarray(keras.ops.convert_to_numpy(weight), "float64")
-
-
-class Steps:
-    """Keras' logs after each step: a callback, made when Keras may be imported."""
-
-    def __new__(cls):
-        import keras
-
-        class Callback(keras.callbacks.Callback):
-            def __init__(self):
-                super().__init__()
-                self.values = []
-
-            def on_train_batch_end(self, batch, logs=None):
-                self.values.append({name: float(value) for name, value in logs.items()})
-
-        return Callback()
-
-
-def minimizing():
-    """Returns a base class whose `minimize(loss, weights, optimizer)` takes one step, as the backend's guide does."""
-    import keras
-
-    if keras.backend.backend() == "jax":
-        return keras.Model
-    if keras.backend.backend() == "torch":
-        import torch
-
-        class Model(keras.Model):
-            def minimize(self, loss_of, weights, optimizer):
-                for weight in weights:
-                    weight.value.grad = None
-                loss = loss_of()
-                loss.backward()
-                gradients = [weight.value.grad for weight in weights]
-                with torch.no_grad():
-                    optimizer.apply(gradients, weights)
-                return loss.detach()
-
-    else:
-        import tensorflow as tf
-
-        class Model(keras.Model):
-            def minimize(self, loss_of, weights, optimizer):
-                with tf.GradientTape() as tape:
-                    loss = loss_of()
-                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-                return loss
-
-    return Model
-
-
-def in_form_of_backend(kind):
-    """Returns the model's class; on jax the one of `own_steps_jax`."""
-    import keras
-
-    if keras.backend.backend() != "jax":
-        return kind
-    import own_steps_jax
-
-    return getattr(own_steps_jax, {"Model": "CustomStep"}.get(kind.__name__, kind.__name__))
 
 
 def custom_step(runner):
@@ -335,87 +256,45 @@ def steps_of_keras(runner):
     return result
 
 
-def queue(runner):
-    """Keeps what it saw in the last step: each device would keep something else."""
+def as_in_the_guide(runner):
+    """A loop over all metrics, among them those of `compile`, which give a dictionary; sample weights."""
     import keras
+    from keras import layers
 
-    class Queue(minimizing()):
-        def __init__(self):
-            super().__init__(name="queue")
-            self.dense = keras.layers.Dense(3)
-            self.seen = self.add_weight(shape=(3,), trainable=False, name="seen", initializer="zeros")
-
-        def call(self, x):
-            return self.dense(x)
-
+    class Custom(minimizing()):
         def train_step(self, data):
-            x, y = data
+            x, y, sample_weight = data
+            found = []
 
             def loss_of():
-                return keras.ops.mean(keras.ops.square(y - self(x) - self.seen))
+                found[:] = [self(x, training=True)]
+                return self.compute_loss(y=y, y_pred=found[0], sample_weight=sample_weight)
 
             loss = self.minimize(loss_of, self.trainable_weights, self.optimizer)
-            self.seen.assign(keras.ops.stop_gradient(self(x))[0])
-            return {"loss": loss}
+            for metric in self.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss)
+                else:
+                    metric.update_state(y, keras.ops.stop_gradient(found[0]), sample_weight=sample_weight)
+            return {metric.name: metric.result() for metric in self.metrics}
 
     with runner.scope():
-        model = in_form_of_backend(Queue)()
-        model.compile("sgd")
-    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
+        inputs = keras.Input((4,))
+        model = Custom(inputs, layers.Dense(3)(layers.Dropout(0.2)(layers.Dense(8, "relu")(inputs))))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.RMSprop(0.01), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    y, weights = np.arange(ROWS) % 3, np.linspace(0.5, 2, ROWS)
+    return fitted(runner, model, numbers(0, ROWS, 4), y, sample_weight=weights)
 
 
-def sum_of_losses(runner):
-    """A sum over the samples: the mean of the devices' sums is another number."""
-    import keras
-
-    class Sum(minimizing()):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(3, name="dense")
-
-        def call(self, x):
-            return self.dense(x)
-
-        def train_step(self, data):
-            x, y = data
-            loss = self.minimize(
-                lambda: keras.ops.sum(keras.ops.square(y - self(x))), self.trainable_weights, self.optimizer
-            )
-            return {"loss": loss}
-
-    with runner.scope():
-        model = in_form_of_backend(Sum)()
-        model.compile(keras.optimizers.SGD(0.001))
-    return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
-
-
-def not_built(runner):
-    """No `call`, and a part that only a call would build."""
-    import keras
-
-    class NotBuilt(keras.Model):
-        def __init__(self):
-            super().__init__(name="not_built")
-            self.part = keras.Sequential([keras.layers.Dense(3)])
-
-        def train_step(self, *args):
-            raise NotImplementedError
-
-    with runner.scope():
-        model = NotBuilt()
-        model.compile("sgd")
-    return fitted(runner, model, numbers(0, ROWS, 4))
-
-
-CASES = {
-    case.__name__: case
-    for case in (custom_step, steps_of_keras, gan, gradient_penalty, vae, queue, sum_of_losses, not_built)
-}
+ALIKE = (custom_step, steps_of_keras, as_in_the_guide, gan, gradient_penalty, vae)
+CASES = {case.__name__: case for case in (*ALIKE, queue, sum_of_losses, not_built)}
 
 
 if __name__ == "__main__":
     backend, num_devices, *names = sys.argv[1:]
-    names = names or [name for name in CASES if (backend, name) != ("jax", "gradient_penalty")]
+    others = ("as_in_the_guide", "gradient_penalty") if backend == "jax" else ()  # not written for it
+    names = names or [name for name in CASES if name not in others]
     settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
     result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
     print("RESULT " + json.dumps(result))

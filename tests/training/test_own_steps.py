@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-ALIKE = ("custom_step", "steps_of_keras", "gan", "gradient_penalty", "vae")
+ALIKE = ("custom_step", "steps_of_keras", "as_in_the_guide", "gan", "gradient_penalty", "vae")
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
@@ -17,7 +17,7 @@ REFUSED = {
     "of it, first in the gradient of",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }
-NOT_ON_JAX = ("gradient_penalty",)  # in the form of the guides for torch and tensorflow alone
+NOT_ON_JAX = ("as_in_the_guide", "gradient_penalty")  # in the form of torch and tensorflow alone
 USUAL = (("torch", 1), ("torch", 2), ("jax", 2), ("tensorflow", 2))
 OTHERS = (("torch", 4), ("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 4))
 
