@@ -90,6 +90,7 @@ def prepare(
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
         warnings.warn(addressed(text), stacklevel=4)
     if step == "train_step":
+        _refuse_lost_optimizers(model, config)
         _refuse_lost_statistics(model, config, strategy)
     find_rows(model, reader, config, strategy, step)
 
@@ -105,6 +106,22 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             find_rows_of_step(model, step, data, strategy.in_replicas, strategy.build_optimizer, will_be_checked)
     elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
+
+
+def _refuse_lost_optimizers(model: keras.Model, config: Config) -> None:
+    """Raises `UserError` for optimizers of a user-defined step that no checkpoint holds: that of `compile` alone is."""
+    if not config.keeps_checkpoints or "train_step" not in own_steps(model):
+        return
+    kept = {id(weight) for weight in model.variables}  # on jax a model may hold their variables
+    for layer in all_layers(model):
+        for name, value in vars(layer).items():
+            if not isinstance(value, keras.optimizers.Optimizer) or value is model.optimizer:
+                continue
+            if not value.built or any(id(variable) not in kept for variable in value.variables):
+                raise UserError(
+                    f"{name} of {layer.name} is an optimizer whose state is in no checkpoint, so that a resumed run "
+                    "would differ: add --checkpoint_every=never"
+                )
 
 
 def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:
