@@ -230,11 +230,11 @@ class Strategy(Protocol):
         """Calls a function in each replica of this process, as its step would be."""
         function()
 
-    def own_step_gradients(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
+    def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on each replica's rows, without an update.
 
         Returns:
-            The gradients that reached its optimizers, one after the other, averaged over the replicas.
+            What it found: see `kerasdp.portability.own_steps.Share`.
         """
 
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:

@@ -24,8 +24,8 @@ from kerasdp.portability.row_axes import RowAxes
 from kerasdp.portability.row_search import Whole, find_row_axes_of, fixed_values, rows_of, trial_context
 
 Tensor = Any
-# The path of a variable, and its gradient.
-Gradient = tuple[str, Tensor | None]
+# What a step found, with its name.
+Found = tuple[str, Tensor | None]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,7 +38,8 @@ class Share:
         add_up: sums each of these tensors over the replicas.
         build: builds an optimizer once for all replicas.
         is_trial: whether this step is only to be looked at: no optimizer changes anything.
-        gradients: those that reached an optimizer in a trial, of the global batch, with their variables' paths.
+        found: in a trial, by name: the gradients that reached an optimizer, and by how much metrics' variables changed,
+            of the global batch.
         results: what metrics gave within the step, and what gives it anew.
     """
 
@@ -47,8 +48,13 @@ class Share:
     add_up: Callable[[list[Tensor]], list[Tensor]]
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None]
     is_trial: bool = False
-    gradients: list[Gradient] = dataclasses.field(default_factory=list)
+    found: list[Found] = dataclasses.field(default_factory=list)
     results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of_trial(cls, rows: int, build: Callable[[keras.optimizers.Optimizer, list[Any]], None]) -> "Share":
+        """Returns the share of a trial that has all rows of its batch."""
+        return cls(rows=rows, total_rows=rows, add_up=list, build=build, is_trial=True)
 
     def of_all(self, tensors: list[Tensor | None], weight: float = 1.0) -> list[Tensor | None]:
         """Sums tensors over the replicas; a replica without rows of its own adds nothing. None stays None."""
@@ -95,9 +101,10 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     before = [ops.copy(variable) for variable in variables]
     with _use(share):
         logs = getattr(model, name)(as_keras_gives(data))
-    if share.is_trial:
-        return logs
     changes = share.of_all([variable - value for variable, value in zip(variables, before)])
+    if share.is_trial:
+        share.found += [(f"change of metric {variable.path}", change) for variable, change in zip(variables, changes)]
+        return logs
     for variable, value, change in zip(variables, before, changes):
         variable.assign(value + change)
     found = [(value, _result_of(share, value)) for value in keras.tree.flatten(logs)]
@@ -113,7 +120,7 @@ def run_on_shard(
     add_up: Callable[[list[Tensor]], list[Tensor]],
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
     is_trial: bool = False,
-) -> tuple[dict[str, Any], list[Gradient]]:
+) -> tuple[dict[str, Any], list[Found]]:
     """Runs a step on a replica's shard of a batch, within `joined_steps`.
 
     Args:
@@ -124,7 +131,7 @@ def run_on_shard(
         add_up: see `Share`; so are `build` and `is_trial`.
 
     Returns:
-        The logs, and the gradients of a trial, both for the global batch.
+        The logs, and what was found in a trial, both for the global batch.
     """
     context = context.of_real_rows()
     inputs, targets, sample_weight = batch
@@ -135,16 +142,12 @@ def run_on_shard(
     )
     with use(context):
         logs = run(model, name, data, share)
-    return logs, share.gradients
+    return logs, share.found
 
 
 def _rows(data: Any, first: int, context: replica_context.ReplicaContext) -> Any:
     rows = slice(first, first + (context.rows or 0))
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
-
-
-def _part_of_result(result: Callable[[], Any], name: str) -> Any:
-    return result()[name]
 
 
 def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:
@@ -164,7 +167,8 @@ def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
                 share.build(optimizer, trainable_variables)
         if share.is_trial:
             names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
-            share.gradients += zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
+            means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
+            share.found += [(f"gradient of {name}", mean) for name, mean in means]
             return None
         with _use(None):  # a LossScaleOptimizer has another one apply them
             return original(optimizer, share.mean(list(grads)), trainable_variables)
@@ -189,9 +193,7 @@ def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]
     def result() -> Any:
         value, share = original(), _current.get()
         if share is not None and isinstance(value, dict):
-            share.results += [
-                (leaf, functools.partial(_part_of_result, original, name)) for name, leaf in value.items()
-            ]
+            share.results += [(leaf, lambda name=name: original()[name]) for name, leaf in value.items()]  # type: ignore[misc]
         elif share is not None:
             share.results.append((value, original))
         return value
@@ -233,10 +235,8 @@ def find_rows_of_step(
 
         def trial() -> None:
             context = trial_context(left.pop() if left else Whole(), rows)
-            num_rows = rows.stop - rows.start
-            share = Share(rows=num_rows, total_rows=num_rows, add_up=list, build=build, is_trial=True)
             with use(context), portable_draws(UNNAMED):
-                run(model, name, rows_of(data, rows), share)
+                run(model, name, rows_of(data, rows), Share.of_trial(rows.stop - rows.start, build))
 
         with changing_nothing(model):
             in_replicas(trial)
@@ -248,14 +248,16 @@ def find_rows_of_step(
 def changing_nothing(model: keras.Model) -> Iterator[None]:
     """Returns the context of steps that are only looked at: afterwards the model is what it was.
 
-    Weights, and plain attributes (a counter of steps, say); metrics are reset before they are used.
+    Weights, and plain attributes (a counter of steps, say); metrics are as at the begin of an epoch.
     """
+    model.reset_metrics()
     values = fixed_values(model)
     attributes = _plain_attributes(model)
     try:
         with joined_steps(model):
             yield
     finally:
+        model.reset_metrics()
         for variable, value in values:
             variable.assign(value)
             if getattr(variable.value, "grad", None) is not None:  # of torch: not every step begins by zeroing it
@@ -270,29 +272,28 @@ def _plain_attributes(model: keras.Model) -> dict[str, Any]:
     return {key: value for key, value in vars(model).items() if isinstance(value, (bool, int, float, str))}
 
 
-def whole_gradients(
+def found_in_whole_step(
     model: keras.Model,
     data: tuple[Any, Any, Any],
     in_replicas: Callable[[Callable[[], None]], None],
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
-) -> list[Gradient]:
+) -> list[Found]:
     """Runs a model's own `train_step` on a whole batch, without an update, within `changing_nothing`.
 
     Args:
         model: as in `find_rows_of_step`; so are `data`, of any number of rows, `in_replicas` and `build`.
 
     Returns:
-        The gradients that reached its optimizers, one after the other.
+        What it found, as in `Share`.
     """
-    found: list[list[Gradient]] = []
+    found: list[list[Found]] = []
 
     def trial() -> None:
         tensors = rows_of(data, slice(None))
-        num_rows = len(keras.tree.flatten(tensors)[0])
-        share = Share(rows=num_rows, total_rows=num_rows, add_up=list, build=build, is_trial=True)
+        share = Share.of_trial(len(keras.tree.flatten(tensors)[0]), build)
         with portable_draws(UNNAMED), losses_of_whole_batch():
             run(model, "train_step", tensors, share)
-        found.append(share.gradients)
+        found.append(share.found)
 
     in_replicas(trial)
     return found[0]

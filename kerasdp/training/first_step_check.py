@@ -16,7 +16,7 @@ from kerasdp.data.feed import batch_of
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_steps import changing_nothing, whole_gradients
+from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.row_axes import RowAxis
 from kerasdp.portability.row_search import (
@@ -86,7 +86,7 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
 
 
 def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
-    """Compares the gradients that reach optimizers in a user-defined `train_step`, and what it leaves in weights.
+    """Compares what a user-defined `train_step` hands to optimizers and metrics, and what it leaves in weights.
 
     Raises:
         UserError: if they differ by more than round-off.
@@ -98,32 +98,39 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
         with changing_nothing(model):
             for variable, value in fixed_values(model, noise) if noise else ():
                 variable.assign(value)
-            gradients = whole_gradients(model, data, strategy.in_replicas, strategy.build_optimizer)
-            return _found_in_step(model, gradients)
+            return _by_name(model, found_in_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer))
 
     with _statistics_of_whole_batch(model):
         with changing_nothing(model):
-            split = _found_in_step(model, strategy.own_step_gradients(model, batch))
+            split = _by_name(model, strategy.try_own_step(model, batch))
             apart = [f"value of {path}" for path in strategy.diverged_variables(model)]
         whole = on_one()
         differing = [name for name in whole if not _is_alike(whole, split, name)]
+        again = on_one() if differing else whole
         noisy = on_one(_NOISE) if differing else whole
+    drawn = [name for name in differing if not _is_alike(whole, again, name)]
     differing = [*apart, *(name for name in differing if not _is_alike(whole, split, name, noisy))]
-    differing = next(filter(None, strategy.processes.all_gather_object(differing)), [])
+    found = strategy.processes.all_gather_object((drawn[:1], differing[:1]))  # all ranks report the same
+    drawn, differing = (next(filter(None, names), []) for names in zip(*found))
+    title = f"train_step of {type(model).__name__}"
+    if drawn:
+        raise UserError(
+            f"{title} gives another {drawn[0]} each time for the same batch: random numbers that are not from "
+            "keras.random would be the same on each device; use keras.random with a keras.random.SeedGenerator that "
+            "the model holds, or train on one device"
+        )
     if differing:
         raise UserError(
-            f"train_step of {type(model).__name__} does something else with a batch that is split over the devices "
-            f"than with all of it, first in the {differing[0]}: its losses must be means over the samples, each of "
-            "which it looks at by itself; train on one device, with --backend=jax, or, all the same, with --check=off"
+            f"{title} does something else with a batch that is split over the devices than with all of it, first in "
+            f"the {differing[0]}: its losses must be means over the samples, each of which it looks at by itself, and "
+            "its metrics must add up; train on one device, with --backend=jax, or, all the same, with --check=off"
         )
 
 
-def _found_in_step(model: keras.Model, gradients: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns what a step found, by name: gradients, and values of what is not trained."""
+def _by_name(model: keras.Model, in_step: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns what a step found, by name, and the values of what is not trained."""
     found = {
-        f"gradient of {name} (number {number + 1})": gradient
-        for number, (name, gradient) in enumerate(gradients)
-        if gradient is not None
+        f"{name} (number {number + 1})": tensor for number, (name, tensor) in enumerate(in_step) if tensor is not None
     }
     found |= {f"value of {weight.path}": weight for weight in model.non_trainable_variables}
     return {name: keras.ops.convert_to_tensor(to_array(tensor)) for name, tensor in found.items()}  # as they are now

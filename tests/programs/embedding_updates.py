@@ -57,8 +57,8 @@ def train(runner):
 
     settings_of = {name: values for name, values in OPTIMIZERS.items() if name not in NOW_AND_THEN} | OTHERS
     names = sys.argv[3:] or settings_of
-    # Several devices, stages and `accumulate` refuse a train_step of the model's own.
-    is_plain = runner.num_replicas == 1 and runner.config.strategy == "data" and runner.config.accumulate == 1
+    # Stages and `accumulate` refuse a train_step of the model's own.
+    is_plain = runner.config.strategy == "data" and runner.config.accumulate == 1
     return {name: result(name) for name in names if is_plain or "own step" not in name}
 
 

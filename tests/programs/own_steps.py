@@ -29,7 +29,7 @@ def custom_step(runner):
     """Own loss and metric trackers; data come as `x, y`."""
     import keras
 
-    class Model(minimizing()):
+    class CustomStep(minimizing()):
         def __init__(self):
             super().__init__()
             self.hidden = keras.layers.Dense(6, "relu")
@@ -60,7 +60,7 @@ def custom_step(runner):
             return {metric.name: metric.result() for metric in self.metrics} | {"raw": loss}
 
     with runner.scope():
-        model = in_form_of_backend(Model)()
+        model = in_form_of_backend(CustomStep)()
         model.compile(keras.optimizers.Adam(0.01))
     return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 1))
 

@@ -1,28 +1,12 @@
-"""The models of `own_steps.py` in the form that Keras' guide has for jax: steps are functions of a state."""
+"""The steps of the models in `own_steps.py` in the form that Keras' guide has for jax: functions of a state."""
 
 import jax
 import keras
-from keras import layers, ops
+from keras import ops
 
 
-class CustomStep(keras.Model):
+class CustomStep:
     """Own loss and metric trackers; data come as `x, y`."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = layers.Dense(6, "relu")
-        self.drop = layers.Dropout(0.3)
-        self.norm = layers.BatchNormalization()
-        self.last = layers.Dense(1)
-        self.tracker = keras.metrics.Mean(name="loss")
-        self.error = keras.metrics.MeanAbsoluteError(name="mae")
-
-    @property
-    def metrics(self):
-        return [self.tracker, self.error]
-
-    def call(self, x, training=False):
-        return self.last(self.drop(self.norm(self.hidden(x), training=training), training=training))
 
     def loss_and_updates(self, trainable, non_trainable, x, y):
         found, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
@@ -40,27 +24,14 @@ class CustomStep(keras.Model):
         return logs, (trainable, non_trainable, optimizer, [*tracked, *errors])
 
 
-class Gan(keras.Model):
+class Gan:
     """No `call`, a `compile` of its own, two optimizers, whose variables the model holds; `x` comes alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.judge = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.LeakyReLU(0.2), layers.Dense(1)])
-        self.maker = keras.Sequential([keras.Input((3,)), layers.Dense(8), layers.BatchNormalization(),
-                                       layers.LeakyReLU(0.2), layers.Dense(4)])  # fmt: skip
-        self.seeds = keras.random.SeedGenerator(7)
-        self.of_judge, self.of_maker = keras.metrics.Mean(name="judge"), keras.metrics.Mean(name="maker")
-
     def compile(self, for_judge, for_maker, loss):
-        super().compile()
-        self.for_judge, self.for_maker, self.loss_function = for_judge, for_maker, loss
+        super().compile(for_judge, for_maker, loss)
         for_judge.build(self.judge.trainable_variables)
         for_maker.build(self.maker.trainable_variables)
         self.of_optimizers = [*for_judge.variables, *for_maker.variables]
-
-    @property
-    def metrics(self):
-        return [self.of_judge, self.of_maker]
 
     def train_step(self, state, real):
         if isinstance(real, tuple):
@@ -106,34 +77,15 @@ class Gan(keras.Model):
         )
         return logs, (trainable, non_trainable, unused, [*tracked, *others])
 
-    def noise(self, rows):
-        return keras.random.normal((rows, 3), seed=self.seeds)
 
-
-class Vae(keras.Model):
+class Vae:
     """Samples drawn in the step, a `test_step`, a `predict_step`, and a regularized layer."""
-
-    def __init__(self):
-        super().__init__()
-        first = layers.Dense(8, "relu", kernel_regularizer="l2")
-        self.coder = keras.Sequential([keras.Input((4,)), first, layers.Dense(4)])
-        self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(8, "relu"), layers.Dense(4)])
-        self.seeds = keras.random.SeedGenerator(5)
-        self.total, self.apart = keras.metrics.Mean(name="loss"), keras.metrics.Mean(name="apart")
-
-    @property
-    def metrics(self):
-        return [self.total, self.apart]
 
     def losses_of(self, trainable, non_trainable, x):
         mapping = [*zip(self.trainable_variables, trainable, strict=True),
                    *zip(self.non_trainable_variables, non_trainable, strict=True)]  # fmt: skip
         with keras.StatelessScope(mapping) as scope:
-            mean, spread = ops.split(self.coder(x), 2, axis=1)
-            z = mean + ops.exp(0.5 * spread) * keras.random.normal(ops.shape(mean), seed=self.seeds)
-            error = ops.mean(ops.sum(ops.square(x - self.decoder(z)), axis=1))
-            apart = ops.mean(ops.sum(-0.5 * (1 + spread - ops.square(mean) - ops.exp(spread)), axis=1))
-            total = error + apart + sum(self.losses)
+            total, apart = super().losses_of(x)
         return total, (apart, [scope.get_current_value(variable) for variable in self.non_trainable_variables])
 
     def logged(self, metrics, total, apart):
@@ -166,16 +118,8 @@ class Vae(keras.Model):
             return self.decoder(ops.split(self.coder(x), 2, axis=1)[0]), non_trainable
 
 
-class Queue(keras.Model):
+class Queue:
     """Keeps what it saw in the last step."""
-
-    def __init__(self):
-        super().__init__(name="queue")
-        self.dense = layers.Dense(3)
-        self.seen = self.add_weight(shape=(3,), trainable=False, name="seen", initializer="zeros")
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, state, data):
         trainable, (seen,), optimizer, metrics = state
@@ -190,15 +134,8 @@ class Queue(keras.Model):
         return {"loss": loss}, (trainable, [seen], optimizer, metrics)
 
 
-class Sum(keras.Model):
+class Sum:
     """A sum over the samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(3, name="dense")
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, state, data):
         trainable, non_trainable, optimizer, metrics = state

@@ -205,11 +205,11 @@ class DataParallel(Strategy):
         """Calls a function in each replica, in a thread of its own, one at a time."""
         self.mirrored.run(function)
 
-    def own_step_gradients(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's own `train_step` on each replica's rows, without an update; returns the mean gradients."""
-        from kerasdp.backends.tensorflow.train_step import own_step_gradients
+    def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on each replica's rows, without an update; returns what it found."""
+        from kerasdp.backends.tensorflow.train_step import try_own_step
 
-        return own_step_gradients(self, model, batch)
+        return try_own_step(self, model, batch)
 
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
         """Builds an optimizer from within a replica, once for all."""

@@ -14,20 +14,21 @@ def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Calla
     def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
         rest = mirrored.run(_stacked, args=batches[1:])
         loss, rate, logs, _ = step(num_rows, batches[0])
-        arrays = [
-            None if value is None else tf.TensorArray(value.dtype, len(batches)).write(0, value)
-            for value in (loss, rate)
-        ]
+        # A user-defined step may give no loss, and gives no rate; a loop has no place for None.
+        found = [value for value in (loss, rate) if value is not None]
+        arrays = [tf.TensorArray(value.dtype, len(batches)).write(0, value) for value in found]
 
         def body(number: tf.Tensor, arrays: list[Any], logs: Any) -> tuple[Any, ...]:
             *values, logs, _ = step(num_rows, mirrored.run(_row, args=(rest, number - 1)))
-            arrays = [array and array.write(number, value) for array, value in zip(arrays, values)]
+            values = [value for value in values if value is not None]
+            arrays = [array.write(number, value) for array, value in zip(arrays, values)]
             return number + 1, arrays, logs
 
         _, arrays, logs = tf.while_loop(
             lambda number, *_: number < len(batches), body, (tf.constant(1), arrays, logs), parallel_iterations=1
         )
-        losses, rates = (array and array.stack() for array in arrays)
+        stacked = iter([array.stack() for array in arrays])
+        losses, rates = (None if value is None else next(stacked) for value in (loss, rate))
         return losses, rates, logs
 
     return run

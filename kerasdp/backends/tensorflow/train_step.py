@@ -89,7 +89,7 @@ class ReplicaSteps:
                 yield
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step; returns Keras' logs and the gradients of a trial, for the global batch."""
+        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
         from kerasdp.keras_compat import losses_of_whole_batch
         from kerasdp.portability import own_steps
 
@@ -211,8 +211,8 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     return passes
 
 
-def own_step_gradients(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
-    """Runs a model's own `train_step` on each replica's rows, without an update; returns the mean gradients. Eager."""
+def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
+    """Runs a model's own `train_step` on each replica's rows, without an update; returns what it found. Eager."""
     steps, found = ReplicaSteps(strategy, model), []
 
     def run(*data: Any) -> None:

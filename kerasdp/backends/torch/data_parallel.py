@@ -157,8 +157,8 @@ class DataParallel(Strategy):
         context = cast(ReplicaContext, self.context(model, len(batch.indices), name))
         return run_on_shard(model, name, batch[:3], context, sum_over_ranks, self.build_optimizer, is_trial)
 
-    def own_step_gradients(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
-        """Runs the model's own `train_step` on this process's rows, without an update; returns the mean gradients."""
+    def try_own_step(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
+        """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""
         return self._on_own_rows(model, "train_step", batch, is_trial=True)[1]
 
     def _train_eagerly(
