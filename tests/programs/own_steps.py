@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, minimizing, numbers
-from own_steps_refused import not_built, queue, sum_of_losses
+from own_steps_refused import contrastive, foreign_numbers, largest_output, not_built, queue, sum_of_losses
 
 import kerasdp
 
@@ -256,6 +256,22 @@ def steps_of_keras(runner):
     return result
 
 
+def several_steps_a_call(runner):
+    """`steps_per_execution`, which torch does not take."""
+    import keras
+
+    class Plain(keras.Sequential):
+        def train_step(self, *args):
+            return super().train_step(*args)
+
+    with runner.scope():
+        model = Plain([keras.Input((4,)), keras.layers.Dense(3)])
+        num_steps = 1 if keras.backend.backend() == "torch" else 2
+        model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=num_steps)
+    result = fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
+    return result | {"steps": result["steps"][1 :: 3 - num_steps] if num_steps == 1 else result["steps"]}
+
+
 def as_in_the_guide(runner):
     """A loop over all metrics, among them those of `compile`, which give a dictionary; sample weights."""
     import keras
@@ -287,14 +303,15 @@ def as_in_the_guide(runner):
     return fitted(runner, model, numbers(0, ROWS, 4), y, sample_weight=weights)
 
 
-ALIKE = (custom_step, steps_of_keras, as_in_the_guide, gan, gradient_penalty, vae)
-CASES = {case.__name__: case for case in (*ALIKE, queue, sum_of_losses, not_built)}
+ALIKE = (custom_step, steps_of_keras, several_steps_a_call, as_in_the_guide, gan, gradient_penalty, vae)
+REFUSED = (queue, sum_of_losses, contrastive, foreign_numbers, largest_output, not_built)
+CASES = {case.__name__: case for case in (*ALIKE, *REFUSED)}
+NOT_ON_JAX = (as_in_the_guide, gradient_penalty, foreign_numbers, largest_output)  # in another form there
 
 
 if __name__ == "__main__":
     backend, num_devices, *names = sys.argv[1:]
-    others = ("as_in_the_guide", "gradient_penalty") if backend == "jax" else ()  # not written for it
-    names = names or [name for name in CASES if name not in others]
+    names = names or [name for name, case in CASES.items() if backend != "jax" or case not in NOT_ON_JAX]
     settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
     result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
     print("RESULT " + json.dumps(result))

@@ -135,14 +135,14 @@ class Queue:
 
 
 class Sum:
-    """A sum over the samples."""
+    """Any loss of targets and outputs."""
 
     def train_step(self, state, data):
         trainable, non_trainable, optimizer, metrics = state
         x, y = data
 
         def loss_of(trainable):
-            return ops.sum(ops.square(y - self.stateless_call(trainable, non_trainable, x)[0]))
+            return self.loss_of(y, self.stateless_call(trainable, non_trainable, x)[0])
 
         loss, gradients = jax.value_and_grad(loss_of)(trainable)
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)

@@ -32,29 +32,92 @@ def queue(runner):
     return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
 
 
-def sum_of_losses(runner):
-    """A sum over the samples: the mean of the devices' sums is another number."""
+def one_layer(runner, loss_of, change=lambda x: x, metric=None):
+    """Trains a dense layer by a loss of targets and outputs, with plain SGD."""
     import keras
 
     class Sum(minimizing()):
         def __init__(self):
             super().__init__()
-            self.dense = keras.layers.Dense(3, name="dense")
+            self.dense, self.metric = keras.layers.Dense(3, name="dense"), metric
+
+        @property
+        def metrics(self):
+            return [] if self.metric is None else [self.metric]
 
         def call(self, x):
             return self.dense(x)
 
+        def loss_of(self, y, outputs):
+            return loss_of(y, outputs)
+
         def train_step(self, data):
-            x, y = data
-            loss = self.minimize(
-                lambda: keras.ops.sum(keras.ops.square(y - self(x))), self.trainable_weights, self.optimizer
-            )
-            return {"loss": loss}
+            x, y = change(data[0]), data[1]
+            loss = self.minimize(lambda: loss_of(y, self(x)), self.trainable_weights, self.optimizer)
+            if metric is not None:
+                metric.update_state(keras.ops.stop_gradient(self(x)))
+            return {"loss": loss} | {metric.name: metric.result() for metric in self.metrics}
 
     with runner.scope():
         model = in_form_of_backend(Sum)()
         model.compile(keras.optimizers.SGD(0.001))
     return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
+
+
+def sum_of_losses(runner):
+    """A sum over the samples: the mean of the devices' sums is another number."""
+    from keras import ops
+
+    return one_layer(runner, lambda y, outputs: ops.sum(ops.square(y - outputs)))
+
+
+def contrastive(runner):
+    """Each sample is told from the others of its batch, of which a device has some alone."""
+    import keras
+    from keras import ops
+
+    def loss_of(y, outputs):
+        alike = ops.matmul(outputs, ops.transpose(outputs))
+        return ops.mean(keras.losses.sparse_categorical_crossentropy(ops.arange(len(alike)), alike, from_logits=True))
+
+    return one_layer(runner, loss_of)
+
+
+def foreign_numbers(runner):
+    """Noise from the backend's own generator, which gives the same on each device."""
+    import keras
+
+    def noisy(x):
+        if keras.backend.backend() == "torch":
+            import torch
+
+            return x + torch.randn(x.shape, dtype=x.dtype)
+        import tensorflow as tf
+
+        return x + tf.random.normal(x.shape, dtype=x.dtype)
+
+    return one_layer(runner, lambda y, outputs: keras.ops.mean(keras.ops.square(y - outputs)), noisy)
+
+
+def largest_output(runner):
+    """A metric that does not add up."""
+    import keras
+    from keras import ops
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros", name="value")
+
+        def update_state(self, outputs):
+            self.value.assign(ops.maximum(self.value, ops.max(outputs)))
+
+        def result(self):
+            return ops.copy(self.value)
+
+    with runner.scope():
+        metric = Largest()
+    return one_layer(runner, lambda y, outputs: ops.mean(ops.square(y - outputs)), metric=metric)
 
 
 def not_built(runner):
