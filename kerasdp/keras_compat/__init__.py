@@ -60,7 +60,7 @@ from kerasdp.keras_compat.optimizers import (
     weights_without_decay,
     wrapped_optimizers,
 )
-from kerasdp.keras_compat.own_steps import has_call, hooked_steps, own_steps
+from kerasdp.keras_compat.own_steps import as_keras_gives, has_call, hooked_steps, own_steps
 from kerasdp.keras_compat.random import (
     creating_weights,
     give_seed_generator,
@@ -82,6 +82,7 @@ __all__ = [
     "added_losses",
     "all_layers",
     "as_functional",
+    "as_keras_gives",
     "build_compiled",
     "building_nothing",
     "calls",

@@ -10,7 +10,7 @@ import keras
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.models import replaced_methods
 
-__all__ = ["has_call", "hooked_steps", "own_steps"]
+__all__ = ["as_keras_gives", "has_call", "hooked_steps", "own_steps"]
 
 STEPS = ("train_step", "test_step", "predict_step")
 
@@ -18,6 +18,11 @@ STEPS = ("train_step", "test_step", "predict_step")
 def own_steps(model: keras.Model) -> set[str]:
     """Returns which of train_step, test_step and predict_step the model's class overrides."""
     return {name for name in STEPS if getattr(type(model), name) is not getattr(keras.Model, name)}
+
+
+def as_keras_gives(data: Any) -> Any:
+    """Returns inputs, targets and sample weights as Keras hands them to a step: without what there is not."""
+    return keras.utils.pack_x_y_sample_weight(*data)
 
 
 def has_call(model: keras.Model) -> bool:

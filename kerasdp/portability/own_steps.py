@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat import hooked_steps, losses_of_whole_batch
+from kerasdp.keras_compat import as_keras_gives, hooked_steps, losses_of_whole_batch
 from kerasdp.portability import replica_context
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.portability.replica_context import use
@@ -58,7 +59,7 @@ class Share:
 
     def of_all(self, tensors: list[Tensor | None], weight: float = 1.0) -> list[Tensor | None]:
         """Sums tensors over the replicas; a replica without rows of its own adds nothing. None stays None."""
-        present = [ops.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]  # dense ones
+        present = [ops.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]
         own = [tensor * weight if self.rows else ops.zeros_like(tensor) for tensor in present]
         sums = iter(self.add_up(own) if own else [])
         return [None if tensor is None else next(sums) for tensor in tensors]
@@ -161,6 +162,8 @@ def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         share = _current.get()
         if share is None:
             return original(optimizer, grads, trainable_variables)
+        if keras.backend.backend() == "tensorflow":
+            grads = importlib.import_module("kerasdp.backends.tensorflow.optimizer_update").dense(list(grads))
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not optimizer.built:
@@ -199,11 +202,6 @@ def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]
         return value
 
     return result
-
-
-def as_keras_gives(data: Any) -> Any:
-    """Returns inputs, targets and sample weights as Keras hands them to a step: without what there is not."""
-    return keras.utils.pack_x_y_sample_weight(*data)
 
 
 def find_rows_of_step(

@@ -273,7 +273,7 @@ def several_steps_a_call(runner):
 
 
 def as_in_the_guide(runner):
-    """A loop over all metrics, among them those of `compile`, which give a dictionary; sample weights."""
+    """A loop over all metrics, among them a dictionary of `compile`'s; an embedding, whose gradient may be sparse."""
     import keras
     from keras import layers
 
@@ -296,11 +296,12 @@ def as_in_the_guide(runner):
 
     with runner.scope():
         inputs = keras.Input((4,))
-        model = Custom(inputs, layers.Dense(3)(layers.Dropout(0.2)(layers.Dense(8, "relu")(inputs))))
+        x = layers.Flatten()(layers.Embedding(9, 3)(inputs))
+        model = Custom(inputs, layers.Dense(3)(layers.Dropout(0.2)(layers.Dense(8, "relu")(x))))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.RMSprop(0.01), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    y, weights = np.arange(ROWS) % 3, np.linspace(0.5, 2, ROWS)
-    return fitted(runner, model, numbers(0, ROWS, 4), y, sample_weight=weights)
+    tokens = np.random.RandomState(0).randint(0, 9, (ROWS, 4))
+    return fitted(runner, model, tokens, np.arange(ROWS) % 3, sample_weight=np.linspace(0.5, 2, ROWS))
 
 
 ALIKE = (custom_step, steps_of_keras, several_steps_a_call, as_in_the_guide, gan, gradient_penalty, vae)

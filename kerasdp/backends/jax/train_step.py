@@ -185,7 +185,7 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 def _packed(data: tuple[Any, ...]) -> Any:
     """Returns the same as Keras hands it to a step."""
-    from kerasdp.portability.own_steps import as_keras_gives
+    from kerasdp.keras_compat import as_keras_gives
 
     return as_keras_gives(_cut(data))
 

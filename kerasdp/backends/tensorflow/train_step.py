@@ -90,18 +90,16 @@ class ReplicaSteps:
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
-        from kerasdp.keras_compat import losses_of_whole_batch
-        from kerasdp.portability import own_steps
+        from kerasdp.keras_compat import as_keras_gives, losses_of_whole_batch
+        from kerasdp.portability.own_steps import run_on_shard
 
         model, strategy = self.model, self.strategy
         context = strategy.context(model, num_rows, name)
         if context is None:
             with optimizer_update.taking_dense():
-                return getattr(model, name)(own_steps.as_keras_gives(batch)), []
+                return getattr(model, name)(as_keras_gives(batch)), []
         with losses_of_whole_batch():
-            return own_steps.run_on_shard(
-                model, name, batch, context, collectives.sums, strategy.build_optimizer, is_trial
-            )
+            return run_on_shard(model, name, batch, context, collectives.sums, strategy.build_optimizer, is_trial)
 
     def test(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Evaluates the global batch; returns Keras' logs."""
@@ -113,7 +111,7 @@ class ReplicaSteps:
 
     def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Computes the outputs of the global batch."""
-        from kerasdp.portability.own_steps import as_keras_gives
+        from kerasdp.keras_compat import as_keras_gives
 
         if "predict_step" in self.own:
             with use(self.strategy.context(self.model, num_rows, "predict_step")):

@@ -137,15 +137,16 @@ class DataParallel(Strategy):
 
     def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
         """Runs a user-defined step; returns Keras' logs, for the global batch."""
-        from kerasdp.portability import own_steps
+        from kerasdp.keras_compat import as_keras_gives
+        from kerasdp.portability.own_steps import joined_steps
 
         if self.num_replicas == 1:
-            return getattr(model, name)(own_steps.as_keras_gives(batch[:3]))
-        with own_steps.joined_steps(model):
+            return getattr(model, name)(as_keras_gives(batch[:3]))
+        with joined_steps(model):
             return self._on_own_rows(model, name, batch)[0]
 
     def _own_predict_step(self, model: Any, inputs: Any, num_rows: int) -> Any:
-        from kerasdp.portability.own_steps import as_keras_gives
+        from kerasdp.keras_compat import as_keras_gives
 
         with use(self.context(model, num_rows, "predict_step")):
             outputs = model.predict_step(as_keras_gives((inputs, None, None)))
