@@ -21,7 +21,8 @@ from kerasdp.runtime.ranks import Processes
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.data.feed import Batch, Feed
+    from kerasdp.data.batch import Batch
+    from kerasdp.data.feed import Feed
     from kerasdp.pipeline.plan import Plan
     from kerasdp.runtime.run_state import RunState
 
@@ -100,6 +101,9 @@ class SingleProcess:
     def any_rank(self, flag: bool) -> bool:
         """See `Processes`."""
         return flag
+
+    def open_scatter(self) -> None:
+        """See `Processes`."""
 
 
 # (stage, "forward" or "backward", micro-batch, begin, end), in seconds.

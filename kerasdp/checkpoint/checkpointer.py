@@ -64,17 +64,22 @@ class Checkpointer:
         processes: Processes,
         num_devices: int,
         gather_variables: Callable[[keras.Model], None],
+        data_state: Callable[[int, int], Any],
         identity: dict[str, Any],
         folder: str,
         resumed: Checkpoint | None,
     ):
-        """`stateful` are the callbacks whose state is saved; `gather_variables` brings the whole model to each rank."""
+        """Makes the one of this rank.
+
+        `stateful` are the callbacks whose state is saved; `gather_variables` brings the whole model to each rank;
+        `data_state` returns, in JSON, what the data needs to continue with a batch of an epoch.
+        """
         self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
         self.stateful, self.processes, self.num_devices = stateful, processes, num_devices
         self.identity, self.folder = identity, folder
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
-        self._gather_variables, self._resumed = gather_variables, resumed
+        self._gather_variables, self._data_state, self._resumed = gather_variables, data_state, resumed
         self._begin = [callback_state.plain_attributes(callback) for callback in stateful]
         self._unsaved: list[dict[str, str]] = [{} for _ in stateful]
         self._warned: set[str] = set()
@@ -192,6 +197,7 @@ class Checkpointer:
             "step": step,
             "epoch": position.epoch,
             "batch": position.batch,
+            "data": self._data_state(position.epoch, position.batch),
             "stopped": is_stopped,
             "best": self.best,
             "identity": self.identity,

@@ -72,7 +72,13 @@ from kerasdp.keras_compat.random import (
     wrap_draws,
 )
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
-from kerasdp.keras_compat.settings import keep_messages_of, set_precision, set_seed, without_tensorflow
+from kerasdp.keras_compat.settings import (
+    keep_messages_of,
+    seed_tensorflow,
+    set_precision,
+    set_seed,
+    without_tensorflow,
+)
 from kerasdp.keras_compat.tracking import Parts, parts_of
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
 
@@ -138,6 +144,7 @@ __all__ = [
     "set_monitor_direction",
     "set_precision",
     "set_raw_value",
+    "seed_tensorflow",
     "set_seed",
     "slots_by_weight",
     "slots_of",

@@ -142,19 +142,21 @@ def building_nothing(model: keras.Model) -> Iterator[None]:
 
     They would if any layer is not built: one that the model's `call` never uses never is; or the compiled loss, which
     a user-defined `compute_loss` need not use. Keras 3.15: they ask `Layer.built` of all of `_flatten_layers`,
-    and call `Trainer._symbolic_build`. No public switch.
+    and call `Trainer._symbolic_build`; under MirroredStrategy always, through `_maybe_symbolic_build`, which takes the
+    first batch, so that a generator gave one that nobody trained on. No public switch.
     """
     unbuilt = [layer for layer in all_layers(model) if not layer.built]
     for layer in unbuilt:
         object.__setattr__(layer, "built", True)
-    outermost = "_symbolic_build" not in vars(model)
-    if outermost:
-        object.__setattr__(model, "_symbolic_build", lambda *args, **kwargs: None)
+    names = [name for name in ("_symbolic_build", "_maybe_symbolic_build") if hasattr(model, name)]
+    names = [name for name in names if name not in vars(model)]  # the outermost call alone
+    for name in names:
+        object.__setattr__(model, name, lambda *args, **kwargs: None)
     try:
         yield
     finally:
-        if outermost:
-            object.__delattr__(model, "_symbolic_build")
+        for name in names:
+            object.__delattr__(model, name)
         for layer in unbuilt:
             object.__setattr__(layer, "built", False)
 

@@ -72,10 +72,28 @@ def _in_full(x: Any) -> Any:
     return np.asarray(x) if has_floats and all(type(number) in (float, int) for number in numbers) else x
 
 
+# Seed that was last given to TensorFlow; none before it is imported.
+_tensorflow_seed: list[int] = []
+
+
 def set_seed(seed: int) -> None:
-    """Calls `keras.utils.set_random_seed`, without importing TensorFlow beside another backend."""
+    """Calls `keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
+
+    Where TensorFlow is imported already it is seeded, too: tf.data shuffles with that seed and the one of `shuffle`.
+    """
     with without_tensorflow():
         keras.utils.set_random_seed(seed)
+    _tensorflow_seed.clear()
+    seed_tensorflow(seed)
+
+
+def seed_tensorflow(seed: int) -> bool:
+    """Seeds TensorFlow if it is imported; returns whether it was not, since it was imported after `set_seed`."""
+    if "tensorflow" not in sys.modules or _tensorflow_seed == [seed]:
+        return False
+    sys.modules["tensorflow"].random.set_seed(seed)
+    _tensorflow_seed[:] = [seed]
+    return True
 
 
 @contextlib.contextmanager

@@ -1,8 +1,26 @@
 """Exchanges values between the processes of a run, its ranks."""
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Scatter(Protocol):
+    """Hands out what one process has to all processes of a run.
+
+    Attributes:
+        rank: number of this process, from 0.
+        num_processes: how many there are.
+    """
+
+    rank: int
+    num_processes: int
+
+    def __call__(self, values: list[Any] | None, number: int) -> Any:
+        """Returns this process's one of the values that rank 0 has, one for each rank.
+
+        Called by all processes, in any thread; calls with the same number are made in the same order by all.
+        """
 
 
 class Processes(Protocol):
@@ -27,3 +45,6 @@ class Processes(Protocol):
 
     def any_rank(self, flag: bool) -> bool:
         """Returns whether the flag is set on any rank."""
+
+    def open_scatter(self) -> Scatter | None:
+        """Returns a scatter whose messages meet no other one's; None where there is only one process."""

@@ -11,7 +11,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.checkpointer import Checkpointer, resume
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import CHECKPOINTS, Config
-from kerasdp.data.feed import Feed
+from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.reporting import report
 from kerasdp.reporting.progress import HeartbeatMarks, Progress, as_numbers
@@ -44,7 +44,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         strategy: Strategy,
         state: RunState,
         model: keras.Model,
-        feed: Feed,
+        reader: Reader,
         callbacks: list[keras.callbacks.Callback] | None,
         *,
         facts: report.Facts,
@@ -70,7 +70,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._rank_sync = RankSync(processes, each_step=bool(callbacks)) if processes.num_processes > 1 else None
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
         verbose = _verbosity(verbose, config)
-        self.state, self._strategy = state, strategy
+        self.state, self._strategy, self._reader = state, strategy, reader
         self._marks = HeartbeatMarks(state, heartbeat) if heartbeat else None
         # Keras' own `self.model` brings back all values from the running step with jax, each time it is asked for.
         self._trained = model
@@ -78,10 +78,10 @@ class RunCallbacks(keras.callbacks.CallbackList):
         identity: dict[str, Any] = {}
         if checkpoints:
             rows = None if strategy.stages is None else strategy.stages.micro_batch_rows(model)
-            identity = training_state.identity(config, model, feed.reader, rows)
+            identity = training_state.identity(config, model, reader, rows)
         self.resumed = resume(processes, model, identity, checkpoints) if checkpoints and config.resume else None
         if self.resumed is not None:
-            _resume(state, feed, self.resumed, is_chief=is_chief)
+            _resume(state, reader, self.resumed)
         self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
         shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
         stateful = [*callbacks, keras.callbacks.History()]
@@ -119,6 +119,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             processes=self._strategy.processes,
             num_devices=self._strategy.num_devices,
             gather_variables=self._strategy.gather_variables,
+            data_state=self._reader.saved_state,
             identity=identity,
             folder=folder,
             resumed=self.resumed,
@@ -222,16 +223,12 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._marks.close()
 
 
-def _resume(state: RunState, feed: Feed, resumed: Checkpoint, *, is_chief: bool) -> None:
+def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
     saved = resumed.state
     measurements = {name: saved["recorder"][name] for name in ("epoch_seconds", "epoch_rates", "images", "seconds")}
     position = Position(saved["epoch"], saved["batch"])
     state.resume(saved["step"], position, was_stopped=saved["stopped"], **measurements)
-    feed.reader.resume_at(position.epoch)
-    if feed.reader.has_own_order and is_chief:
-        report.warn(
-            "the batches come from an object that keeps their order to itself: it must give the same ones again"
-        )
+    reader.resume_at(position.epoch, position.batch, saved.get("data"))
 
 
 def _verbosity(verbose: str | int | None, config: Config) -> str | int:

@@ -11,7 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.data.feed import Batch, BatchReader, SampleReader
+from kerasdp.data.batch import Batch
+from kerasdp.data.feed import Reader
+from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError, UserError
 from kerasdp.keras_compat import as_functional, calls_own_graph, inputs_structure, output_symbols, symbols_of
@@ -43,7 +45,7 @@ def about_validation() -> Iterator[None]:
 
 def check_data(
     model: keras.Model,
-    reader: SampleReader | BatchReader,
+    reader: Reader,
     batch: Batch,
     *,
     with_targets: bool = True,
@@ -92,7 +94,7 @@ def check_data(
     reader.check = check_batch
 
 
-def refuse_nan_inputs(model: keras.Model, reader: SampleReader | BatchReader, batch: Batch) -> None:
+def refuse_nan_inputs(model: keras.Model, reader: Reader, batch: Batch) -> None:
     """Raises `UserError` if inputs of the first batch are NaN, unless the model, built by now, takes them."""
     # Each process has its own inputs, and all should name the same sample.
     whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
@@ -104,7 +106,7 @@ def refuse_nan_inputs(model: keras.Model, reader: SampleReader | BatchReader, ba
             raise
 
 
-def explained(error: NonFiniteLossError, reader: SampleReader | BatchReader, state: RunState) -> NonFiniteLossError:
+def explained(error: NonFiniteLossError, reader: Reader, state: RunState) -> NonFiniteLossError:
     """Returns the error with the sample that is to blame instead of advice, if the batch of that step shows one."""
     number = state.batch - 1 - (state.step - error.step)
     batch = reader.whole(state.epoch, number) if number >= 0 else None

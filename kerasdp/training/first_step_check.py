@@ -12,7 +12,8 @@ import numpy as np
 from kerasdp.backends.base import ShardPass, Strategy
 from kerasdp.backends.observer import layer_name, layers_within, shard_outputs, watched_layers
 from kerasdp.config import Config
-from kerasdp.data.feed import batch_of
+from kerasdp.data.batch import batch_of
+from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
@@ -32,7 +33,6 @@ from kerasdp.portability.row_search import (
     trial,
 )
 from kerasdp.runtime.run_state import Detail
-from kerasdp.training.readers import Reader
 
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6

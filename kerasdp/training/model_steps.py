@@ -37,6 +37,9 @@ class ModelSteps:
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:
             setattr(model, f"{name}_function", getattr(functions, name))
+        steps_per_execution = model.steps_per_execution
+        if "predict" in names:
+            model.steps_per_execution = 1  # the predict functions take a batch at a time
         try:
             # Where models are made, user-defined initializers draw portably; layers say which of them do.
             with (
@@ -48,6 +51,7 @@ class ModelSteps:
                 yield
         finally:
             self.num_running -= 1
+            model.steps_per_execution = steps_per_execution
             for name, function in kept.items():
                 setattr(model, f"{name}_function", function)
 

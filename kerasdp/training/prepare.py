@@ -11,7 +11,8 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
 from kerasdp.config import Config
-from kerasdp.data.feed import Batch
+from kerasdp.data.batch import Batch
+from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import all_layers, build_compiled, has_call, living_variables, own_steps, symbols_of
 from kerasdp.portability.loss_probe import try_losses
@@ -19,7 +20,6 @@ from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
-from kerasdp.training.readers import Reader
 
 
 class MadeBefore:

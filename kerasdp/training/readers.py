@@ -1,19 +1,27 @@
 """Chooses how the data that a user gives to `fit`, `evaluate` or `predict` is read."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.feed import BatchReader, SampleReader
+from kerasdp.data.batch_reader import IndexedReader
+from kerasdp.data.feed import Feed, FeedAdapter, Reader
+from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, weights_of_classes
+from kerasdp.data.stream_reader import StreamReader
+from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import seed_tensorflow
+from kerasdp.reporting import report
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.runtime.run_state import RunState
 
-Reader = SampleReader | BatchReader
 # Bytes of inputs that stay on each GPU without being asked to.
 MOST_ON_DEVICE = 2**30
 
@@ -44,6 +52,7 @@ def make_reader(
     training: bool = False,
     fitting: bool = False,
     fit_number: int = 0,
+    known_streams: dict[int, Stream] | None = None,
 ) -> Reader:
     """Makes the reader of this process for what a user gives as data.
 
@@ -57,6 +66,7 @@ def make_reader(
         training: whether an epoch of more batches than there are continues with the next pass over the data.
         fitting: whether the data is read in many epochs, so that it may stay on the devices.
         fit_number: how often the model was trained from an epoch 0 before; each time has an order of its own.
+        known_streams: keeps what can be read only once from one call to the next.
 
     Raises:
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
@@ -81,10 +91,45 @@ def make_reader(
         _stays_on_device(x, config, devices)  # raises if it was asked to
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    if class_weight is not None:
-        raise UserError(f"with batches as x ({type(x).__name__}), leave out class_weight: put sample weights into them")
-    _check_batches(x, strategy)
-    return BatchReader(x, seed if shuffle else None, strategy.num_replicas, strategy.shard, steps)
+    return _reader_of_batches(
+        x, strategy, config.seed, steps, class_weight, seed if training else None, shuffle, known_streams
+    )
+
+
+def _reader_of_batches(
+    x: Any,
+    strategy: Strategy,
+    run_seed: int,
+    steps: int | None,
+    class_weight: dict[int, float] | None,
+    seed: int | None,
+    shuffle: bool,
+    known_streams: dict[int, Stream] | None,
+) -> Reader:
+    is_indexed = isinstance(x, keras.utils.PyDataset)
+    if not hasattr(x, "__iter__") and not is_indexed:
+        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
+    if type(x).__module__.startswith("tensorflow.") and seed_tensorflow(run_seed):
+        report.warn(
+            "TensorFlow was imported in the function that launch calls, after the run was seeded: tf.data shuffles "
+            "otherwise than with --backend=tensorflow; import it at the top of the script"
+        )
+    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
+    place = x, strategy.num_replicas, strategy.shard, steps
+    if is_indexed:
+        return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
+    return StreamReader(*place, seed=seed, known_streams=known_streams, **own)
+
+
+@contextlib.contextmanager
+def fed(strategy: Strategy, reader: Reader | None, batch_size: int, state: RunState | None = None) -> Iterator[Any]:
+    """Returns a context in which Keras may read the batches of a reader, from where `state` says, if there is one."""
+    if reader is None:
+        yield None
+        return
+    feed = Feed(reader, strategy.shard_batch, state)
+    yield FeedAdapter(strategy.adapt(feed), feed.num_batches, batch_size)
+    feed.close()  # not after a failure, when other processes may be gone
 
 
 def _is_of_arrays(x: Any) -> bool:
@@ -96,16 +141,6 @@ def _is_source(x: Any) -> bool:
     return all(hasattr(x, name) for name in ("num_samples", "inputs", "targets")) and not isinstance(
         x, keras.utils.PyDataset
     )
-
-
-def _check_batches(x: Any, strategy: Strategy) -> None:
-    if not hasattr(x, "__iter__") and not isinstance(x, keras.utils.PyDataset):
-        raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
-    if strategy.shard[1] > 1 and not isinstance(x, keras.utils.PyDataset):
-        raise UserError(
-            f"expected arrays, a kerasdp.ArraySource, a kerasdp.ImageFolder or a keras.utils.PyDataset. Received: "
-            f"{type(x).__name__}, which each torch process would iterate by itself, maybe with other batches"
-        )
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:

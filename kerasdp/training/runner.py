@@ -10,8 +10,9 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.feed import Feed, FeedAdapter
+from kerasdp.data.feed import Reader
 from kerasdp.data.sources import split_off
+from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
 from kerasdp.keras_compat import keep_messages_of, set_precision, set_seed
 from kerasdp.portability import initial_weights
@@ -26,7 +27,7 @@ from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
-from kerasdp.training.readers import FitNumbers, Reader, make_reader
+from kerasdp.training.readers import FitNumbers, fed, make_reader
 
 
 class Runner:
@@ -50,6 +51,7 @@ class Runner:
         self.num_fits = self.num_model_calls = 0
         self.steps = ModelSteps(strategy, self.state)
         self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
+        self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
         set_seed(config.seed)
         set_precision(config.precision)
@@ -112,8 +114,8 @@ class Runner:
         """Trains a model with Keras' `fit` on all devices. The arguments are those of `keras.Model.fit`.
 
         Args that mean more than in Keras:
-            x: also a `kerasdp.data.sources.Source`. Generators, tf.data and DataLoaders are taken where one process
-                feeds all devices; with torch on several devices use arrays, a Source or a `keras.utils.PyDataset`.
+            x: also a `kerasdp.data.sources.Source`. Batches of tf.data, a DataLoader, a generator and the like are read
+                by one process, and handed out.
             batch_size: the GLOBAL batch, over all devices. None: `config.batch_size`.
             verbose: `"auto"`: `config.verbose`.
 
@@ -132,17 +134,22 @@ class Runner:
         order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
         num_rows = self._prepare(model, reader, "train_step")
-        feed = Feed(reader, self.strategy.shard_batch, self.state)
-        validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
-        run_callbacks = self._begin_fit(model, feed, callbacks, batch_size, num_rows, epochs, verbose)
+        validation_batch_size = validation_batch_size or batch_size
+        validation = self._validation(model, validation_data, validation_batch_size, validation_steps)
+        run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self.steps.running(model, "train", "test"), self._training(model, run_callbacks, reader):
+        with (
+            self.steps.running(model, "train", "test"),
+            self._training(model, run_callbacks, reader),
+            fed(self.strategy, reader, batch_size, self.state) as batches,
+            fed(self.strategy, validation, validation_batch_size) as validation_batches,
+        ):
             history = keras.Model.fit(
                 model,
-                self._adapter(feed, batch_size),
+                batches,
                 callbacks=run_callbacks,
-                validation_data=validation,
+                validation_data=validation_batches,
                 validation_freq=validation_freq,
                 **{"initial_epoch": initial_epoch, "epochs": epochs, "shuffle": False, "verbose": 0},
             )
@@ -150,7 +157,7 @@ class Runner:
         self.check_replicas(model)
         return history
 
-    def _validation(self, model: keras.Model, data: Any, batch_size: int, steps: int | None) -> FeedAdapter | None:
+    def _validation(self, model: keras.Model, data: Any, batch_size: int, steps: int | None) -> Reader | None:
         if data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -158,12 +165,12 @@ class Runner:
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
             check_data(model, reader, reader.first(), is_validation=True)
             find_rows(model, reader, self.config, self.strategy, "test_step")
-        return self._adapter(Feed(reader, self.strategy.shard_batch), batch_size)
+        return reader
 
     def _begin_fit(
         self,
         model: keras.Model,
-        feed: Feed,
+        reader: Reader,
         callbacks: list[keras.callbacks.Callback] | None,
         batch_size: int,
         num_rows: int,
@@ -172,10 +179,10 @@ class Runner:
     ) -> RunCallbacks:
         """Sets state and stages to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
         self.state.begin_fit(
-            batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
+            batch_size=num_rows, num_batches=reader.num_batches, epochs=epochs, max_steps=self.config.max_steps
         )
         if self.strategy.stages is not None:
-            self.strategy.stages.tune(model, feed.reader.first, self._say)
+            self.strategy.stages.tune(model, reader.first, self._say)
         facts = Facts(
             # What is used, also where the arguments of `fit` say otherwise than the flags.
             config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
@@ -192,7 +199,7 @@ class Runner:
             self.strategy,
             self.state,
             model,
-            feed,
+            reader,
             callbacks,
             facts=facts,
             folder=self.next_folder(),
@@ -226,10 +233,10 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
         self._prepare(model, reader, "test_step")
-        with self.steps.running(model, "test"):
+        with self.steps.running(model, "test"), fed(self.strategy, reader, batch_size) as batches:
             return keras.Model.evaluate(
                 model,
-                self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
+                batches,
                 verbose=verbose if self.is_chief else 0,
                 callbacks=callbacks,
                 return_dict=return_dict,
@@ -249,15 +256,8 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader, "predict_step")
-        with self.steps.running(model, "predict"), contextlib.ExitStack() as stack:
-            stack.callback(setattr, model, "steps_per_execution", model.steps_per_execution)
-            model.steps_per_execution = 1  # the predict functions take a batch at a time
-            return keras.Model.predict(
-                model,
-                self._adapter(Feed(reader, self.strategy.shard_batch), batch_size),
-                verbose=verbose if self.is_chief else 0,
-                callbacks=callbacks,
-            )
+        with self.steps.running(model, "predict"), fed(self.strategy, reader, batch_size) as batches:
+            return keras.Model.predict(model, batches, verbose=verbose if self.is_chief else 0, callbacks=callbacks)
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
@@ -269,10 +269,8 @@ class Runner:
             )
 
     def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
+        options["known_streams"] = self._known_streams
         return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
-
-    def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
-        return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""

@@ -10,7 +10,7 @@ import pytest
 from kerasdp.checkpoint import callback_state
 from kerasdp.checkpoint import state as training_state
 from kerasdp.config import Config
-from kerasdp.data.feed import SampleReader
+from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import UserError

@@ -8,9 +8,12 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.data.feed import BatchReader, Feed, SampleReader
+from kerasdp.data.batch_reader import IndexedReader
+from kerasdp.data.feed import Feed
+from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
+from kerasdp.data.stream_reader import StreamReader
 from kerasdp.runtime.run_state import Position, RunState
 
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)
@@ -43,7 +46,7 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
             return X[3 * index : 3 * index + 3], Y[3 * index : 3 * index + 3]
 
     def epoch(seed, number):
-        reader = BatchReader(Batches(), seed, 2, (0, 1))
+        reader = IndexedReader(Batches(), 2, (0, 1), order_seed=seed)
         return [batch().targets.tolist() for batch in reader.epoch(number)]
 
     assert epoch(None, 0) == epoch(None, 1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
@@ -52,10 +55,10 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
 
 
 def test_a_generator_loses_nothing_to_the_first_look():
-    reader = BatchReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), None, 2, (0, 1))
+    reader = StreamReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), 2, (0, 1))
     assert reader.num_batches is None
     assert reader.first().targets.tolist() == [0, 1, 2, 3]
-    batches = [batch() for batch in reader.epoch(0)]
+    batches = list(itertools.takewhile(lambda batch: batch is not None, (read() for read in reader.epoch(0))))
     assert [batch.targets.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert np.concatenate([batch.indices for batch in batches]).tolist() == list(range(11))
 
@@ -131,7 +134,7 @@ def test_batches_of_a_stream_resume(stop):
     def feed():
         batches = [(X[i : i + 3], Y[i : i + 3]) for i in range(0, 11, 3)]
         stream = itertools.cycle(batches)
-        return Feed(BatchReader(stream, None, 1, (0, 1), steps=2), lambda batch: batch.targets.tolist(), RunState())
+        return Feed(StreamReader(stream, 1, (0, 1), 2), lambda batch: batch.targets.tolist(), RunState())
 
     def epochs(of, first):
         found = []
@@ -163,7 +166,7 @@ def test_a_dataset_that_shuffles_itself_resumes():
             self.random.shuffle(self.rows)
 
     def feed():
-        return Feed(BatchReader(Shuffling(), None, 1, (0, 1)), lambda batch: batch.targets.tolist(), RunState())
+        return Feed(IndexedReader(Shuffling(), 1, (0, 1)), lambda batch: batch.targets.tolist(), RunState())
 
     whole, rest = feed(), feed()
     for epoch in range(3):

@@ -11,7 +11,8 @@ import pytest
 from kerasdp.backends.base import SingleProcess
 from kerasdp.checkpoint import files
 from kerasdp.config import Config
-from kerasdp.data.feed import Feed, SampleReader
+from kerasdp.data.feed import Feed
+from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError
@@ -81,7 +82,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
         global_batch_size=4,
     )  # fmt: skip
     callbacks = RunCallbacks(
-        config, OneDevice(), state, model, feed, [SumOfBatches(), *extra], facts=facts, folder=str(folder),
+        config, OneDevice(), state, model, feed.reader, [SumOfBatches(), *extra], facts=facts, folder=str(folder),
         heartbeat=heartbeat, verbose=2,
     )  # fmt: skip
     callbacks.callbacks = [callbacks.callbacks[place] for place in order]

@@ -18,7 +18,7 @@ from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.data.feed import Batch
+    from kerasdp.data.batch import Batch
 
 
 def make_devices(config: Config) -> Devices:

@@ -18,7 +18,7 @@ from kerasdp.runtime.run_state import RunState
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.data.feed import Batch
+    from kerasdp.data.batch import Batch
 
 
 class PipelineParallel(Strategy):

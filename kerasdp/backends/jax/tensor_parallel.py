@@ -30,7 +30,7 @@ from kerasdp.runtime.run_state import RunState
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.data.feed import Batch
+    from kerasdp.data.batch import Batch
 
 # How Keras' layers name the variables whose last axis counts what a layer gives, or what its kernel makes of that:
 # kernel, recurrent_kernel, pointwise_kernel, ...

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.backends.tensorflow.train_step import ReplicaSteps
-    from kerasdp.data.feed import Batch, Feed
+    from kerasdp.data.batch import Batch
+    from kerasdp.data.feed import Feed
 
 
 class DataParallel(Strategy):

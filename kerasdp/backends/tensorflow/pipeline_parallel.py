@@ -24,7 +24,8 @@ from kerasdp.runtime.run_state import RunState
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.data.feed import Batch, Feed
+    from kerasdp.data.batch import Batch
+    from kerasdp.data.feed import Feed
 
 
 class PipelineParallel(Strategy):

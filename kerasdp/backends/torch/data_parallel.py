@@ -18,7 +18,7 @@ from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     from kerasdp.backends.torch.train_step import GlobalBatch
-    from kerasdp.data.feed import Batch
+    from kerasdp.data.batch import Batch
 
 # Steps after which compiling (10 to 60 s on a CPU) pays off.
 _WORTH_COMPILING = 1000

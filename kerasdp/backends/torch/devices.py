@@ -1,6 +1,7 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,10 @@ from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
-    from kerasdp.data.feed import Batch
+    from kerasdp.data.batch import Batch
+
+# Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 __all__ = ["device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch", "start_workers"]
 

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from kerasdp.backends.torch.scatter import Scatter
+
 if TYPE_CHECKING:
     import keras
 
@@ -25,6 +27,8 @@ class ProcessGroup:
     def __init__(self, rank: int, num_processes: int, device: torch.device):
         self.rank, self.num_processes, self.device = rank, num_processes, device
         self._host_group: Any = None
+        self._scatter_group: Any = None
+        self._num_scatters = 0
         # Of the call of `all_reduce_max_delayed` before this one: the tensor, and the work that fills it.
         self._last: tuple[torch.Tensor, Any] | None = None
 
@@ -57,6 +61,13 @@ class ProcessGroup:
         tensor = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return bool(tensor.item())
+
+    def open_scatter(self) -> Scatter:
+        """See `Processes`."""
+        if self._scatter_group is None:
+            self._scatter_group = dist.new_group(backend="gloo")
+        self._num_scatters += 1
+        return Scatter(self._scatter_group, self._num_scatters)
 
 
 def differing_variables(variables: list["keras.Variable"], group: dist.ProcessGroup | None = None) -> list[str]:

@@ -1,0 +1,78 @@
+"""Reads batches of samples that can be read by number, each process its own rows."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kerasdp.data.batch import Batch, BatchCheck, shard_rows
+from kerasdp.data.device_cache import CachedRows, DeviceCache
+from kerasdp.data.sampling import Order, pad_rows
+from kerasdp.data.sources import ArraySource
+
+
+class SampleReader:
+    """Batches of a source that can be read sample by sample (see `kerasdp.data.sources.Source`).
+
+    Attributes:
+        check: looks at each batch that is read for a feed, if there is one.
+    """
+
+    check: BatchCheck | None = None
+
+    def __init__(self, source: Any, order: Order, num_replicas: int, shard: tuple[int, int], is_kept: bool = False):
+        """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
+        self._kept = DeviceCache(source.arrays) if is_kept else None
+        self.source, self.order, self.num_replicas, self.shard = source, order, num_replicas, shard
+        self.num_batches = order.num_batches
+        self.num_threads = source.num_threads
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
+        """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""
+        for indices in self.order.epoch(epoch)[start:]:
+            yield functools.partial(self._read, indices, self._kept)
+
+    # The order is that of `Order`, which depends on seed and epoch alone.
+    has_own_order = hands_out = False
+
+    def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
+        """Does nothing: the order of an epoch depends on no other."""
+
+    def saved_state(self, epoch: int, batch: int) -> None:
+        """Returns None: a batch is known by its number."""
+
+    def end_epoch(self, number: int) -> None:
+        """Does nothing: a sample can be read at any time."""
+
+    def first(self) -> Batch:
+        """Reads the first batch of the order, for its shapes."""
+        return self._read(self.order.epoch(0)[0], None)
+
+    def whole(self, epoch: int, number: int) -> Batch | None:
+        """Reads a batch with all rows of its inputs, to look at its numbers; None of data that is not in memory."""
+        steps = self.order.epoch(epoch)
+        if not isinstance(self.source, ArraySource) or number >= len(steps):
+            return None
+        indices = steps[number]
+        targets, sample_weight = self.source.targets(indices)
+        inputs = self.source.inputs(indices)
+        return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices)
+
+    def sample(self, num_rows: int) -> Any:
+        """Reads so many rows of the first batch, the same in each process: inputs, targets, sample weights.
+
+        A batch of fewer rows begins anew.
+        """
+        rows = np.resize(self.order.epoch(0)[0], num_rows)
+        return self.source.inputs(rows), *self.source.targets(rows)
+
+    def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
+        rows = shard_rows(pad_rows(indices, self.num_replicas), self.shard)
+        targets, sample_weight = self.source.targets(indices)
+        return Batch(
+            inputs=self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32")),
+            targets=targets,
+            sample_weight=sample_weight,
+            indices=indices,
+        )
