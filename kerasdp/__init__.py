@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
-    from kerasdp.data.sources import ArraySource, ImageFolder
+    from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
     from kerasdp.portability import layers
     from kerasdp.portability.portable import portable
@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
+    "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",
@@ -47,6 +48,7 @@ _PACKAGES = {
 
 __all__ = [
     "ArraySource",
+    "ColumnSource",
     "Config",
     "Dataset",
     "ImageFolder",

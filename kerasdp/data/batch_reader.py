@@ -18,6 +18,7 @@ from kerasdp.data.sampling import Order
 from kerasdp.data.sources import num_samples, weights_of_classes
 from kerasdp.data.streams import END, unpacked
 from kerasdp.errors import UserError, WorkerError
+from kerasdp.runtime.processes import end_with_parent
 from kerasdp.runtime.ranks import Scatter
 
 # Number of the messages about the first batch; those of an epoch's batches have the next ones.
@@ -231,6 +232,8 @@ class IndexedReader(BatchReader):
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`."""
+        if self._pool is not None:
+            self._pool.shutdown()
         if number == self.num_batches:  # not before its last batch was read: it may shuffle
             self.batches.on_epoch_end()
 
@@ -253,6 +256,8 @@ _own: list[keras.utils.PyDataset] = []
 
 
 def _keep(batches: keras.utils.PyDataset) -> None:
+    # With the thread that reads, too: else a run that fails leaves it, and with it what it inherited of open pipes.
+    end_with_parent()
     _own[:] = [batches]
 
 

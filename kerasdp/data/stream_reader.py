@@ -165,7 +165,7 @@ class StreamReader(BatchReader):
         if number or not self._num_taken or not self._is_read_once:
             return
         raise UserError(
-            f"x: the {type(self.batches).__name__} gave {self._num_taken} batches, and has none left for epoch "
+            f"x: the {streams.kind_of(self.batches)} gave {self._num_taken} batches, and has none left for epoch "
             f"{epoch + 1}: it can be read only once; add steps_per_epoch, or give an object that can be iterated anew"
         )
 
@@ -180,15 +180,10 @@ class StreamReader(BatchReader):
         self._num_taken = max(self._num_taken, place)
         if item is None or item is END or self._resumed_with is None:
             return
-        known = self._resumed_with.get("digest")
-        is_other = known not in (None, streams.digest_of(self._unpacked(item.data)))
+        is_other = self._resumed_with.get("digest") not in (None, streams.digest_of(self._unpacked(item.data)))
+        end = "; the last is NOT the one of then: seed what shuffles, or the loss curve is another" if is_other else ""
+        kind = streams.kind_of(self.batches)
         self.warn(
-            f"--resume: a checkpoint holds no state of the {type(self.batches).__name__}: {missing} batches were read "
-            "again and dropped"
-            + (
-                "; the last is NOT the one of then: seed what shuffles, or the loss curve is another"
-                if is_other
-                else ""
-            )
+            f"--resume: no checkpoint holds the state of the {kind}: {missing} batches were read again and dropped{end}"
         )
         self._resumed_with = None

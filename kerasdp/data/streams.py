@@ -85,6 +85,11 @@ def is_read_once(batches: Any) -> bool:
     return hasattr(batches, "__next__")
 
 
+def kind_of(batches: Any) -> str:
+    """Returns what people call an object that gives batches."""
+    return "tf.data.Dataset" if type(batches).__module__.startswith("tensorflow.") else type(batches).__name__
+
+
 def length_of(batches: Any) -> int | None:
     """Returns how many batches an object gives; None if it does not tell.
 
@@ -100,7 +105,7 @@ def length_of(batches: Any) -> int | None:
         except TypeError:  # a DataLoader over an IterableDataset that has no length
             return None
     if length in (_NO_END, _GRAIN_NO_END):
-        raise UserError(f"x: the {type(batches).__name__} gives batches without end; add steps_per_epoch")
+        raise UserError(f"x: the {kind_of(batches)} gives batches without end; add steps_per_epoch")
     return length if length is None or length >= 0 else None
 
 

@@ -1,6 +1,7 @@
 """Chooses how the data that a user gives to `fit`, `evaluate` or `predict` is read."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,12 +110,18 @@ def _reader_of_batches(
     is_indexed = isinstance(x, keras.utils.PyDataset)
     if not hasattr(x, "__iter__") and not is_indexed:
         raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
+    if hasattr(x, "column_names") and hasattr(x, "select_columns"):  # Hugging Face's: Keras takes none of them, either
+        raise UserError(
+            f"x: a {type(x).__name__} gives rows, not batches; use kerasdp.ColumnSource(x, inputs=COLUMN, "
+            "targets=COLUMN), or its to_tf_dataset"
+        )
+    warn = report.warn if strategy.processes.rank == 0 else _ignore
     if type(x).__module__.startswith("tensorflow.") and seed_tensorflow(run_seed):
-        report.warn(
+        warn(
             "TensorFlow was imported in the function that launch calls, after the run was seeded: tf.data shuffles "
             "otherwise than with --backend=tensorflow; import it at the top of the script"
         )
-    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
+    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": warn}
     place = x, strategy.num_replicas, strategy.shard, steps
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
@@ -128,8 +135,15 @@ def fed(strategy: Strategy, reader: Reader | None, batch_size: int, state: RunSt
         yield None
         return
     feed = Feed(reader, strategy.shard_batch, state)
-    yield FeedAdapter(strategy.adapt(feed), feed.num_batches, batch_size)
+    with warnings.catch_warnings():
+        if feed.num_batches is None:  # Keras (3.15) says so of each epoch whose length it is not told
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+        yield FeedAdapter(strategy.adapt(feed), feed.num_batches, batch_size)
     feed.close()  # not after a failure, when other processes may be gone
+
+
+def _ignore(line: str) -> None:
+    pass
 
 
 def _is_of_arrays(x: Any) -> bool:

@@ -1,0 +1,323 @@
+"""Batches that come ready-made: each is read once, by one process, and goes to all."""
+
+import itertools
+import queue
+import random
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.data.batch_reader import IndexedReader
+from kerasdp.data.feed import Feed
+from kerasdp.data.sources import ColumnSource
+from kerasdp.data.stream_reader import StreamReader
+from kerasdp.data.streams import Stream
+from kerasdp.errors import UserError, WorkerError
+from kerasdp.runtime.run_state import Position, RunState
+
+X, Y = np.arange(44).reshape(22, 2), np.arange(22)
+
+
+def batches(count=5, rows=4):
+    return ((X[first : first + rows], Y[first : first + rows]) for first in range(0, count * rows, rows))
+
+
+def reader_of(data, *, steps=None, replicas=1, shard=(0, 1), **options):
+    return StreamReader(data, replicas, shard, steps, **options)
+
+
+def feed_of(reader):
+    return Feed(reader, lambda batch: batch.targets.tolist(), RunState())
+
+
+def firsts(found):
+    return [targets[0] for targets in found]
+
+
+def test_nothing_is_lost_or_read_twice():
+    """By the first look, by reading ahead, and by a second `fit` after a first one that was stopped."""
+    given, known = [], {}
+
+    def counted():
+        for number, batch in enumerate(batches(), 1):
+            given.append(number)
+            yield batch
+
+    data = counted()
+    reader = reader_of(data, known_streams=known)
+    assert reader.first().targets.tolist() == [0, 1, 2, 3] and reader.sample(2)[1].tolist() == [0, 1]
+    feed = feed_of(reader)
+    iterator = iter(feed)
+    taken = [next(iterator), next(iterator)]
+    feed.close()
+    again = reader_of(data, known_streams=known)
+    taken += [again.first().targets.tolist()][:0] + list(feed_of(again))
+    assert firsts(taken) == [0, 4, 8, 12, 16]
+    assert given == [1, 2, 3, 4, 5]
+
+
+def test_what_can_be_read_once_has_no_second_epoch():
+    feed = feed_of(reader_of(batches()))
+    assert len(list(feed)) == 5
+    feed.run_state.begin_epoch(1)
+    with pytest.raises(UserError, match="the generator gave 5 batches, and has none left for epoch 2.*steps_per_epoch"):
+        list(feed)
+
+
+class Again:
+    """Can be iterated anew, in another order each time."""
+
+    def __init__(self):
+        self.opened = 0
+
+    def __iter__(self):
+        self.opened += 1
+        yield from [batch for _, batch in sorted(((number * self.opened) % 7, b) for number, b in enumerate(batches()))]
+
+
+def test_each_epoch_opens_what_can_be_iterated_anew_once():
+    data = Again()
+    reader = reader_of(data)
+    reader.first(), reader.first()
+    feed = feed_of(reader)
+    found = []
+    for epoch in range(3):
+        feed.run_state.begin_epoch(epoch)
+        found.append(firsts(feed))
+    assert data.opened == 3 and found[0] != found[1]
+    assert all(sorted(epoch) == [0, 4, 8, 12, 16] for epoch in found)
+    # Resumed, it is opened as often.
+    warned = []
+    rest = feed_of(reader_of(Again(), warn=warned.append))
+    rest.reader.first()
+    rest.run_state.resume(12, Position(2, 3))
+    rest.reader.resume_at(2, 3, reader.saved_state(2, 3))
+    rest.run_state.begin_epoch(2)
+    assert firsts(list(rest)[3:]) == found[2][3:]
+    assert warned == ["--resume: no checkpoint holds the state of the Again: 3 batches were read again and dropped"]
+
+
+def test_resuming_with_other_batches_is_said():
+    def saved_by(data):
+        feed = feed_of(reader_of(data, steps=3))
+        list(feed)
+        return feed.reader.saved_state(0, 2)
+
+    said = []
+    for data in (batches(), reversed(list(batches()))):
+        reader = reader_of(data, steps=3, warn=said.append)
+        reader.resume_at(0, 2, saved_by(batches()))
+    assert "NOT the one of then: seed what shuffles" not in said[0] and "NOT the one" in said[1]
+
+
+class WithState:
+    """Its iterator can say where it is, and go there."""
+
+    def __init__(self, state):
+        self.read, self.state = [], state
+
+    def __iter__(self):
+        return Iterator(self)
+
+
+class Iterator:
+    def __init__(self, owner):
+        self.owner, self.place = owner, 0
+
+    def __next__(self):
+        self.place += 1
+        if self.place > 5:
+            raise StopIteration
+        self.owner.read.append(self.place)
+        return X[4 * self.place - 4 : 4 * self.place], Y[4 * self.place - 4 : 4 * self.place]
+
+    def get_state(self):
+        return self.owner.state(self.place)
+
+    def set_state(self, state):
+        self.place = int(state) if isinstance(state, bytes) else state["place"]
+
+
+@pytest.mark.parametrize("state", [lambda place: str(place).encode(), lambda place: {"place": place}])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_an_iterator_with_a_state_reads_nothing_again(state, steps):
+    data = WithState(state)
+    whole = feed_of(reader_of(data, steps=steps))
+    found = [firsts(whole)]
+    whole.run_state.begin_epoch(1)
+    found.append(firsts(whole))
+    data, said = WithState(state), []
+    rest = feed_of(reader_of(data, steps=steps, warn=said.append))
+    rest.run_state.resume(4, Position(1, 1))
+    rest.reader.resume_at(1, 1, whole.reader.saved_state(1, 1))
+    data.read.clear()
+    rest.run_state.begin_epoch(1)
+    assert firsts(list(rest)[1:]) == found[1][1:]
+    assert data.read == ([5] if steps else [2, 3, 4, 5]) and not said
+
+
+def test_an_epoch_longer_than_the_data_goes_on_with_the_next_pass_in_training():
+    data = Again()
+    feed = feed_of(reader_of(data, steps=7, seed=3))
+    assert sorted(firsts(feed)[:5]) == [0, 4, 8, 12, 16] and len(list(feed)) == 7
+    assert len(list(feed_of(reader_of(Again(), steps=7)))) == 5  # in an evaluation samples would count twice
+
+
+def test_the_run_seeds_what_has_no_seed():
+    class Unseeded:
+        def __iter__(self):
+            order = np.random.permutation(22), random.sample(range(22), 22)
+            yield X[order[0]], Y[order[0]]
+            yield X[order[1]], Y[order[1]]
+
+    def epochs(seed):
+        feed = feed_of(reader_of(Unseeded(), seed=seed))
+        for epoch in range(2):
+            feed.run_state.begin_epoch(epoch)
+            yield list(feed)
+
+    first, second = epochs(1)
+    np.random.rand(7)
+    assert [first, second] == list(epochs(1)) != list(epochs(2)) and first != second
+
+
+class Scatter:
+    """Queues between threads, for each rank and number."""
+
+    num_processes = 3
+
+    def __init__(self, rank, queues):
+        self.rank, self.queues = rank, queues
+
+    def __call__(self, values, number):
+        if self.rank == 0:
+            for rank in range(1, 3):
+                self.queues[rank].setdefault(number, queue.Queue()).put(values[rank])
+            return values[0]
+        return self.queues[self.rank].setdefault(number, queue.Queue()).get(timeout=20)
+
+
+def in_each_rank(work):
+    """Runs `work(scatter, rank)` as three ranks; returns what each gave, or raised."""
+    queues, found = [{} for _ in range(3)], [None] * 3
+
+    def run(rank):
+        try:
+            found[rank] = work(Scatter(rank, queues), rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_one_process_reads_and_all_train(is_indexed):
+    opened = []
+
+    class Indexed(keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            opened.append(index)
+            return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+    def generator(rank):
+        opened.append(rank)
+        yield from batches(6)
+
+    def work(scatter, rank):
+        place = 3, (rank, 3)
+        if is_indexed:
+            reader = IndexedReader(Indexed(workers=2), *place, scatter=scatter)
+        else:
+            reader = StreamReader(generator(rank), *place, scatter=scatter)
+        reader.first()
+        rows = reader.sample(5)
+        feed = Feed(reader, lambda batch: batch, RunState())
+        iterator = iter(feed)
+        stopped = [next(iterator) for _ in range(2)]
+        feed.close()  # four have been read by then
+        return rows, stopped + (list(feed) if is_indexed else [])
+
+    found = in_each_rank(work)
+    for rows, _ in found:
+        assert rows[1].tolist() == [0, 1, 2, 3, 0]
+    for place, parts in enumerate(zip(*(read for _, read in found), strict=True)):
+        number = place - 2 if is_indexed and place > 1 else place
+        expected = X[4 * number : 4 * number + 4]
+        assert np.concatenate([part.inputs for part in parts])[: len(expected)].tolist() == expected.tolist()
+        assert all(part.targets.tolist() == Y[4 * number : 4 * number + 4].tolist() for part in parts)
+    assert sorted(set(opened)) == (list(range(6)) if is_indexed else [0])
+
+
+def test_what_goes_wrong_where_it_is_read_ends_all():
+    def generator():
+        yield next(batches())
+        raise OSError("the disk is gone")
+
+    def work(scatter, rank):
+        reader = StreamReader(generator(), 3, (rank, 3), scatter=scatter)
+        return list(Feed(reader, lambda batch: batch, RunState()))
+
+    found = in_each_rank(work)
+    assert isinstance(found[0], OSError)
+    assert all(isinstance(error, WorkerError) and "the disk is gone" in str(error) for error in found[1:])
+
+
+def test_the_end_is_that_of_the_process_that_reads():
+    def work(scatter, rank):
+        reader = StreamReader(batches(5 - rank), 3, (rank, 3), scatter=scatter)
+        return len(list(Feed(reader, lambda batch: batch, RunState())))
+
+    assert in_each_rank(work) == [5, 5, 5]
+
+
+def test_shapes_that_cost_are_named_once():
+    said = []
+    data = [(np.ones((2, length)), np.ones(2)) for length in itertools.chain(range(3, 15), range(3, 15))]
+    list(feed_of(reader_of(iter(data), warn=said.append)))
+    assert len(said) == 1 and "bucket_by_sequence_length" in said[0] and "(10,)" in said[0]
+
+
+def test_weights_of_classes():
+    feed = Feed(reader_of(iter([(X[:3], np.array([0, 1, 1]))]), class_weight={0: 0.5, 1: 2.0}),
+                lambda batch: batch.sample_weight.tolist())  # fmt: skip
+    assert list(feed) == [[0.5, 2, 2]]
+    weighted = reader_of(iter([(X[:3], Y[:3], np.ones(3))]), class_weight={0: 0.5})
+    with pytest.raises(UserError, match="class_weight, or sample weights in the batches"):
+        weighted.first()
+
+
+class Table:
+    """What kerasdp needs of a table."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, rows):
+        return {"a": [[row, 0.5] for row in rows], "b": np.asarray(rows) * 10, "w": [1.0] * len(rows)}
+
+
+def test_columns_of_a_table():
+    source = ColumnSource(Table(), ["a", "b"], "b", "w")
+    inputs, (targets, weights) = source.inputs(np.array([3, 1])), source.targets(np.array([3, 1]))
+    assert inputs["a"].tolist() == [[3, 0.5], [1, 0.5]] and inputs["b"].tolist() == targets.tolist() == [30, 10]
+    assert weights.tolist() == [1, 1] and ColumnSource(Table(), "a").targets(np.array([0])) == (None, None)
+    with pytest.raises(UserError, match="expected one of the columns a, b, w. Received: 'c'"):
+        ColumnSource(Table(), "a", "c")
+
+
+def test_a_stream_gives_back():
+    stream = Stream(iter([1, 2, 3]))
+    assert stream.peek() == 1
+    items = [stream.take(), stream.take()]
+    stream.give_back(items[1:])
+    assert stream.num_taken == 1 and [stream.take().data, stream.take().data] == [2, 3]

@@ -1,0 +1,72 @@
+"""Whatever gives batches: each device count and backend trains on the same ones, in the same order, resumed or not."""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+
+sys.path.insert(0, str(PROGRAMS))
+from iterators import EPOCHS, KINDS, STEPS, expected_losses
+
+# In the default suite.
+FEW = ("tf_data", "data_loader_with_generator", "generator", "grain_iter_dataset", "py_dataset_with_threads")
+PAIRS = [(("torch", 2), ("jax", 2)), (("tensorflow", 2), ("torch", 1)), (("jax", 1), ("torch", 2)),
+         (("torch", 2), ("tensorflow", 1))]  # fmt: skip
+# The run itself says in which order it reads these.
+IN_ORDER_OF_THE_RUN = ("py_dataset", "py_dataset_with_threads", "py_dataset_with_processes", "hugging_face")
+
+
+def train(way, folder, *names, **settings):
+    backend, count = way
+    fields = {"backend": backend, "num_devices": count, "workdir": str(folder)} | settings
+    done = run(PROGRAMS / "iterators.py", json.dumps(fields), *names, backend=backend)
+    return result_of(done), done.stderr
+
+
+def expected(name):
+    keras.utils.set_random_seed(0)  # of TensorFlow, too
+    return expected_losses(next(make for make in KINDS if make.__name__ == name))
+
+
+def assert_trained_as_read(stopped, resumed, folder, names):
+    """Stopped within the second epoch (or, of the longer ones, at its begin), and resumed."""
+    train(stopped, folder, *names, max_steps=6)
+    found, said = train(resumed, folder, *names, resume=True)
+    for name in names:
+        if name not in IN_ORDER_OF_THE_RUN:
+            assert_same(expected(name), found[name], 1e-9)
+        assert len(found[name]) >= 3 * EPOCHS
+    return found, said
+
+
+def test_stopped_and_resumed_on_another_backend(tmp_path):
+    found, said = assert_trained_as_read(*PAIRS[0], tmp_path, FEW)
+    assert len(found["py_dataset_with_threads"]) == STEPS * EPOCHS
+    # What is read again is said; Grain's iterator has a state, and a PyDataset an index.
+    for kind in ("tf.data.Dataset", "DataLoader", "generator"):
+        assert f"no checkpoint holds the state of the {kind}" in said
+    assert said.count("no checkpoint holds the state") == 3 and "NOT the one" not in said
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stopped, resumed", PAIRS, ids=str)
+def test_all_kinds(stopped, resumed, tmp_path):
+    names = [make.__name__ for make in KINDS]
+    assert_trained_as_read(stopped, resumed, tmp_path / "resumed", names)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_device_or_two(backend, tmp_path):
+    names = [make.__name__ for make in KINDS]
+    one, _ = train((backend, 1), tmp_path / "one", *names)
+    two, _ = train((backend, 2), tmp_path / "two", *names)
+    assert_same(one, two, 1e-9)
+    for name in names:
+        if name not in IN_ORDER_OF_THE_RUN:
+            assert_same(expected(name), one[name], 1e-9)
+    np.testing.assert_allclose(one["py_dataset"], one["py_dataset_with_processes"], rtol=0, atol=1e-9)
