@@ -136,7 +136,7 @@ class BatchReader(abc.ABC):
         return 1 if self._scatter is None else self._scatter.num_processes
 
     def _handed_out(self, read: Callable[[], Any], cut: Callable[[Any], list[Any]], number: int) -> Any:
-        """Returns this process's part of what rank 0 reads; None where there is nothing left."""
+        """Returns what rank 0 cuts for this process of what it reads; None where there is nothing left."""
         if self._scatter is None:
             data = read()
             return None if data is END else cut(self._unpacked(data))[0]

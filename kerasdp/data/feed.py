@@ -124,12 +124,12 @@ class _Threads:
 class FeedAdapter(DataAdapter):
     """Hands the feed to Keras' trainer, whichever kind of iterator it asks for."""
 
-    num_batches = batch_size = None  # of the instance; Keras has properties in their place
+    num_batches = None  # of the instance; Keras has a property in its place
+    batch_size = partial_batch_size = None  # not asked for
     has_partial_batch = False
-    partial_batch_size = None
 
-    def __init__(self, batches: Any, num_batches: int | None, batch_size: int):
-        self._batches, self.num_batches, self.batch_size = batches, num_batches, batch_size
+    def __init__(self, batches: Any, num_batches: int | None):
+        self._batches, self.num_batches = batches, num_batches
 
     def _get(self) -> Any:
         return self._batches

@@ -112,7 +112,7 @@ class StreamReader(BatchReader):
         return self._stream.peek() if self._stream else END
 
     def _open(self, number: int, state: Any = None) -> None:
-        """Begins a pass over the data, in each process alike; with a state, behind the batch of that state."""
+        """Begins a pass over the data, in each process alike; with a state, after the batch of that state."""
         if self._seed is not None:
             streams.seed_pass(self.batches if self._reads else (), self._seed, number)
         if self._reads:

@@ -42,7 +42,7 @@ class Stream:
     """
 
     def __init__(self, batches: Any, state: Any = None):
-        """Opens `batches`; with a state, as `Item` has it, behind the batch of that state."""
+        """Opens `batches`; with a state, as `Item` has it, after the batch of that state."""
         if state is not None and _keeps_state_itself(batches):
             batches.load_state_dict(_from_json(state))
         self._batches, self._iterator = batches, iter(batches)

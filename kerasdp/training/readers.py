@@ -129,17 +129,19 @@ def _reader_of_batches(
 
 
 @contextlib.contextmanager
-def fed(strategy: Strategy, reader: Reader | None, batch_size: int, state: RunState | None = None) -> Iterator[Any]:
-    """Returns a context in which Keras may read the batches of a reader, from where `state` says, if there is one."""
-    if reader is None:
-        yield None
-        return
-    feed = Feed(reader, strategy.shard_batch, state)
+def fed(strategy: Strategy, *readers: Reader | None, state: RunState | None = None) -> Iterator[list[Any]]:
+    """Returns a context in which Keras may read the batches of readers; the first one's from where `state` says."""
+    feeds = [
+        None if reader is None else Feed(reader, strategy.shard_batch, None if place else state)
+        for place, reader in enumerate(readers)
+    ]
     with warnings.catch_warnings():
-        if feed.num_batches is None:  # Keras (3.15) says so of each epoch whose length it is not told
+        if any(feed and feed.num_batches is None for feed in feeds):
+            # Keras (3.15) says so of each epoch whose length it is not told.
             warnings.filterwarnings("ignore", "Your input ran out of data")
-        yield FeedAdapter(strategy.adapt(feed), feed.num_batches, batch_size)
-    feed.close()  # not after a failure, when other processes may be gone
+        yield [feed and FeedAdapter(strategy.adapt(feed), feed.num_batches) for feed in feeds]
+    for feed in filter(None, feeds):
+        feed.close()  # not after a failure, when other processes may be gone
 
 
 def _ignore(line: str) -> None:

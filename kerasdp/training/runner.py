@@ -134,22 +134,19 @@ class Runner:
         order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
         num_rows = self._prepare(model, reader, "train_step")
-        validation_batch_size = validation_batch_size or batch_size
-        validation = self._validation(model, validation_data, validation_batch_size, validation_steps)
+        validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
         with (
             self.steps.running(model, "train", "test"),
-            self._training(model, run_callbacks, reader),
-            fed(self.strategy, reader, batch_size, self.state) as batches,
-            fed(self.strategy, validation, validation_batch_size) as validation_batches,
+            self._training(model, run_callbacks, reader, validation) as data,
         ):
             history = keras.Model.fit(
                 model,
-                batches,
+                data[0],
                 callbacks=run_callbacks,
-                validation_data=validation_batches,
+                validation_data=data[1],
                 validation_freq=validation_freq,
                 **{"initial_epoch": initial_epoch, "epochs": epochs, "shuffle": False, "verbose": 0},
             )
@@ -233,7 +230,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
         self._prepare(model, reader, "test_step")
-        with self.steps.running(model, "test"), fed(self.strategy, reader, batch_size) as batches:
+        with self.steps.running(model, "test"), fed(self.strategy, reader) as (batches,):
             return keras.Model.evaluate(
                 model,
                 batches,
@@ -256,7 +253,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
         self._prepare(model, reader, "predict_step")
-        with self.steps.running(model, "predict"), fed(self.strategy, reader, batch_size) as batches:
+        with self.steps.running(model, "predict"), fed(self.strategy, reader) as (batches,):
             return keras.Model.predict(model, batches, verbose=verbose if self.is_chief else 0, callbacks=callbacks)
 
     def check_replicas(self, model: keras.Model) -> None:
@@ -280,13 +277,19 @@ class Runner:
         return len(batch.indices)
 
     @contextlib.contextmanager
-    def _training(self, model: keras.Model, callbacks: RunCallbacks, reader: Reader) -> Iterator[None]:
-        """Checks the first step, waits for signals if there is something to save, and closes the files at the end."""
+    def _training(
+        self, model: keras.Model, callbacks: RunCallbacks, reader: Reader, validation: Reader | None
+    ) -> Iterator[list[Any]]:
+        """Checks the first step, waits for signals if there is something to save, and closes the files at the end.
+
+        Yields what Keras may read: the batches of the two readers.
+        """
         checkpointer = callbacks.checkpointer
         with contextlib.closing(callbacks), signals.awaited() if checkpointer else contextlib.nullcontext():
             try:
                 check_first_step(model, self.config, self.strategy, reader)
-                yield
+                with fed(self.strategy, reader, validation, state=self.state) as batches:
+                    yield batches
             except NonFiniteLossError as found:
                 error = explained(found, reader, self.state)
                 if checkpointer is None or not self.is_chief:

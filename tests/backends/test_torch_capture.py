@@ -15,6 +15,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("the captured step is torch's", allow_module_level=True)
 
 from kerasdp.backends.base import DeviceBatch  # noqa: E402
+from kerasdp.backends.torch import compiled_step  # noqa: E402
 from kerasdp.backends.torch.compiled_step import CompiledSteps  # noqa: E402
 from kerasdp.backends.torch.gradient_buckets import GradientBuckets  # noqa: E402
 from kerasdp.backends.torch.train_step import GlobalBatch  # noqa: E402
@@ -132,3 +133,20 @@ def test_buckets_of_one_replica_hand_gradients_on():
     gradients = torch.autograd.grad((2 * leaf).sum(), [leaf])
     (same,), shared = buckets.mean(gradients, [leaf], None)
     assert same is gradients[0] and shared is None and not buckets.sent
+
+
+def test_compiling_may_begin_anew(monkeypatch):
+    """torch.compile raises, within the compiler, what it takes itself for an order to call it again."""
+    answers = [RuntimeError("begin anew"), "compiled"]
+
+    def compile_once(*_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(compiled_step, "compile_with_inductor", compile_once)
+    compiler = compiled_step._Compiler(SingleProcess(), {})
+    with pytest.raises(RuntimeError, match="begin anew"):
+        compiler(None, [])
+    assert compiler(None, []) == "compiled"

@@ -206,6 +206,7 @@ class _Compiler:
     def __call__(
         self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor | int | torch.SymInt | None]
     ) -> Callable[..., Any]:
+        self.error = None  # torch.compile (2.13) takes some for an order to begin anew, and calls this again
         try:
             compiled = compile_with_inductor(graph, inputs, self.options)
         except Exception as error:
