@@ -19,6 +19,7 @@ from keras import ops
 
 from kerasdp.keras_compat import as_keras_gives, hooked_steps, losses_of_whole_batch
 from kerasdp.portability import replica_context
+from kerasdp.portability.added_losses import keep
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.portability.replica_context import use
 from kerasdp.portability.row_axes import RowAxes
@@ -232,7 +233,7 @@ def find_rows_of_step(
         left = [axes]  # for the first replica of this process; the others see the same
 
         def trial() -> None:
-            context = trial_context(left.pop() if left else Whole(), rows)
+            context = trial_context(left.pop() if left else Whole(), rows, keep)
             with use(context), portable_draws(UNNAMED):
                 run(model, name, rows_of(data, rows), Share.of_trial(rows.stop - rows.start, build))
 

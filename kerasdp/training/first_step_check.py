@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import ShardPass, Strategy
-from kerasdp.backends.observer import layer_name, layers_within, shard_outputs, watched_layers
+from kerasdp.backends.observer import added_losses_by_name, layer_name, layers_within, shard_outputs, watched_layers
 from kerasdp.config import Config
 from kerasdp.data.feed import batch_of
 from kerasdp.errors import UserError
@@ -188,6 +188,7 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
             outputs = in_training(model, inputs)
         with losses_of_whole_batch():
             loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+        layers |= added_losses_by_name(model, len(layers))
     num_rows = len(keras.tree.flatten(inputs)[0])
     return ShardPass(layers, keras.tree.flatten(outputs), loss, first_row=0, num_rows=num_rows, rows=num_rows)
 

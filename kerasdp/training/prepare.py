@@ -17,7 +17,8 @@ from kerasdp.keras_compat import all_layers, build_compiled, has_call, living_va
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
-from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
+from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
+from kerasdp.reporting import report
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 from kerasdp.training.readers import Reader
 
@@ -106,6 +107,13 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             find_rows_of_step(model, step, data, strategy.in_replicas, strategy.build_optimizer, will_be_checked)
     elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
+        repeated = [each.layer.name for each in row_axes_of(model).adding.values() if not each.is_mean]
+        if repeated and strategy.splits_batches and strategy.processes.rank == 0:
+            others = f" (and {len(repeated) - 1} more)" if repeated[1:] else ""
+            report.warn(
+                f"layer {repeated[0]}{others} of {model.name} adds a loss that is no mean over the samples: each "
+                "device computes it for the whole batch, which takes time"
+            )
 
 
 def _refuse_lost_optimizers(model: keras.Model, config: Config) -> None:
