@@ -16,7 +16,7 @@ from kerasdp.data.feed import batch_of
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
+from kerasdp.portability.own_step_trials import changing_nothing, found_in_whole_step
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.row_axes import RowAxis
 from kerasdp.portability.row_search import (
