@@ -16,6 +16,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import has_mask
 from kerasdp.portability import replica_context
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes
@@ -172,12 +173,12 @@ def is_mean_over_rows(layer: keras.layers.Layer, arguments: Any, axes: RowAxes) 
 
     Args:
         layer: built, and made `portable`.
-        arguments: of a call; of its tensors some rows are taken for whole numbers.
+        arguments: of a call, for their shapes and sizes.
         axes: where the rows are in them.
     """
     known = iter(axes.of(("added", id(layer))))
     places = [next(known) if ops.is_tensor(leaf) else None for leaf in keras.tree.flatten(arguments)]
-    if any(place not in (None, FIRST) for place in places):
+    if any(place not in (None, FIRST) for place in places) or any(map(has_mask, keras.tree.flatten(arguments))):
         return False
     with contextlib.suppress(Exception):  # user-defined, on numbers that it may not expect
         return all(_is_mean_in_trial(layer, arguments, places, np.random.RandomState(seed)) for seed in range(3))
@@ -186,19 +187,26 @@ def is_mean_over_rows(layer: keras.layers.Layer, arguments: Any, axes: RowAxes) 
 
 def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any], random: Any) -> bool:
     def numbers_like(tensor: Any, shape: tuple[int, ...]) -> Any:
-        array = np.asarray(ops.convert_to_numpy(ops.stop_gradient(ops.cast(tensor, "float64"))))
-        size = float(np.sqrt(np.mean(np.square(array), dtype="float64"))) or 0.1
-        return ops.convert_to_tensor(random.normal(0.0, size, shape), dtype=tensor.dtype)
+        array = ops.convert_to_numpy(ops.stop_gradient(ops.cast(tensor, "float32"))).astype("float64")
+        return random.normal(0.0, float(np.sqrt(np.mean(np.square(array)))) or 0.1, shape)
 
     def rows_like(leaf: Any) -> Any:
-        if "float" in keras.backend.standardize_dtype(leaf.dtype):
-            return numbers_like(leaf, (_TRIAL_ROWS, *leaf.shape[1:]))
-        return ops.take(leaf, ops.convert_to_tensor(random.randint(0, leaf.shape[0], _TRIAL_ROWS)), axis=0)
+        """Returns other rows than those of the sample, which may all be full where others are padded, say."""
+        shape, name = (_TRIAL_ROWS, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype)
+        if "float" in name:
+            numbers = numbers_like(leaf, shape)
+            for length in range(1, len(shape) + 1):  # rows, tokens and numbers that are zero
+                sizes = shape[:length] + (1,) * (len(shape) - length)
+                numbers = numbers * (random.uniform(size=sizes) >= 0.15)
+            return ops.convert_to_tensor(numbers, dtype=leaf.dtype)
+        largest = 1 if name == "bool" else max(int(ops.convert_to_numpy(leaf).max()), 1)
+        return ops.convert_to_tensor(random.randint(0, largest + 1, shape), dtype=leaf.dtype)
 
     leaves = [leaf if axis is None else rows_like(leaf) for leaf, axis in zip(keras.tree.flatten(arguments), axes)]
-    values = [(weight, numbers_like(weight.value, weight.shape)) for weight in layer.trainable_variables] + [
-        (variable, ops.copy(variable.value)) for variable in layer.non_trainable_variables
-    ]
+    values = [
+        (weight, ops.convert_to_tensor(numbers_like(weight.value, weight.shape), dtype=weight.dtype))
+        for weight in layer.trainable_variables
+    ] + [(variable, ops.copy(variable.value)) for variable in layer.non_trainable_variables]
 
     def losses(first: int, end: int) -> list[Any]:
         own = [leaf if axis is None else leaf[first:end] for leaf, axis in zip(leaves, axes)]
@@ -211,7 +219,8 @@ def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any]
 
     half = _TRIAL_ROWS // 2
     parts = losses(0, _TRIAL_ROWS), losses(0, half), losses(half, _TRIAL_ROWS)
-    return len({len(part) for part in parts}) == 1 and all(map(_is_mean_of, *parts))
+    is_alike = len(parts[0]) == len(parts[1]) == len(parts[2]) > 0
+    return is_alike and all(map(_is_mean_of, *parts))
 
 
 def _is_mean_of(whole: Any, first: Any, second: Any) -> bool:

@@ -22,7 +22,7 @@ def all_rows(rows: Any) -> Any:
         A tensor of shape `(rows of the global batch, ...)`.
 
     Raises:
-        UserError: if axis 0 is not the samples.
+        UserError: if axis 0 is not the samples, or there are micro-batches.
     """
     import keras
     from keras import ops
@@ -30,6 +30,11 @@ def all_rows(rows: Any) -> Any:
     context = replica_context.current()
     if context is None or context.rows is None or context.gather is None or context.is_trial or context.is_repeat:
         return rows
+    if context.adds is None:
+        raise UserError(
+            "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
+            "--accumulate"
+        )
     total, own = context.total_rows or 0, context.rows
     if not len(rows.shape) or rows.shape[0] != own:
         raise UserError(

@@ -1,6 +1,6 @@
 """Trains models whose layers add losses (`add_loss`), in Keras' own steps, on several devices.
 
-python added_losses.py BACKEND NUM_DEVICES CASE...
+python added_losses.py BACKEND NUM_DEVICES CASE... [SETTINGS]
 """
 
 import functools
@@ -153,6 +153,7 @@ CASES = {case.__name__: case for case in (vae, experts, sums, one_sided)}
 
 if __name__ == "__main__":
     backend, num_devices, *names = sys.argv[1:]
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
+    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
+    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
     result = kerasdp.launch(functools.partial(train, names=names or list(CASES)), **settings, verbose=0)
     print("RESULT " + json.dumps(result))

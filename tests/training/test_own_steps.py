@@ -21,6 +21,8 @@ ALIKE = (
     "neighbours",
     "clipped",
 )
+# They compile for long, and are proofs.
+APART = (("tensorflow", "diffusion"), ("jax", "diffusion"), ("jax", "neighbours"))
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
@@ -43,10 +45,14 @@ USUAL = (("torch", 1), ("torch", 2), ("jax", 2), ("tensorflow", 2))
 OTHERS = (("torch", 4), ("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 4))
 
 
+def is_proof(backend, count, case):
+    return (backend, count) not in USUAL or (backend, case) in APART
+
+
 def each_way(cases):
     """Backends, device counts and cases; with the uncommon numbers of devices a proof."""
     found = [
-        pytest.param(backend, count, case, marks=() if (backend, count) in USUAL else pytest.mark.proof)
+        pytest.param(backend, count, case, marks=[pytest.mark.proof] * is_proof(backend, count, case))
         for backend, count in (*USUAL, *OTHERS)
         for case in cases
         if backend in BACKENDS and not (backend == "jax" and case in NOT_ON_JAX)
@@ -55,8 +61,15 @@ def each_way(cases):
 
 
 @functools.cache
-def outcomes(backend, count):
-    return result_of(run(PROGRAMS / "own_steps.py", backend, count, backend=backend))
+def outcomes(backend, count, cases):
+    return result_of(run(PROGRAMS / "own_steps.py", backend, count, *cases, backend=backend))
+
+
+def outcome(backend, count, case):
+    """What a case gave; most of them share a process."""
+    shared = [name for name in (*ALIKE, *REFUSED) if (backend, name) not in APART and name != "clipped"]
+    shared = tuple(name for name in shared if backend != "jax" or name not in NOT_ON_JAX)
+    return outcomes(backend, count, shared if case in shared else (case,))[case]
 
 
 def numbers(result):
@@ -70,8 +83,8 @@ def numbers(result):
 def test_trains_as_on_one_device(backend, count, case):
     """In float64: losses and metrics of each step, the last batch uneven, evaluation, predictions and weights."""
     # torch's function clips to a little less than TensorFlow's: each is compared with itself.
-    expected = outcomes(backend if case == "clipped" else BACKENDS[0], 1)[case]
-    received = outcomes(backend, count)[case]
+    expected = outcome(backend if case == "clipped" else BACKENDS[0], 1, case)
+    received = outcome(backend, count, case)
     if isinstance(received, str):
         pytest.fail(received)
     if backend == "jax" and case in ("gan", "neighbours"):  # where the model holds the optimizers' variables, too
@@ -83,7 +96,7 @@ def test_trains_as_on_one_device(backend, count, case):
 @each_way(REFUSED)
 def test_refused(backend, count, case):
     """What would train something else says so before the first step; one device and jax train it."""
-    received, words = outcomes(backend, count)[case], REFUSED[case]
+    received, words = outcome(backend, count, case), REFUSED[case]
     if count > 1 and backend != "jax" or case == "not_built":
         assert words in received
     else:
@@ -110,7 +123,7 @@ def test_resumes_with_all_its_optimizers(move, case, tmp_path):
     result_of(run(PROGRAMS / "own_steps.py", *move[:2], case, settings, backend=move[0]))
     settings = json.dumps(workdir | {"resume": True})
     received = result_of(run(PROGRAMS / "own_steps.py", *move[2:], case, settings, backend=move[2]))[case]
-    expected = outcomes(BACKENDS[0], 1)[case]
+    expected = outcome(BACKENDS[0], 1, case)
     if "jax" in move:  # where the model holds the optimizers' variables, too
         expected, received = ({**result, "weights": []} for result in (expected, received))
     np.testing.assert_allclose(numbers(received), numbers(expected), rtol=1e-9, atol=1e-12)
