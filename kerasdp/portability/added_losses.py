@@ -195,6 +195,7 @@ def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any]
         shape, name = (_TRIAL_ROWS, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype)
         if "float" in name:
             numbers = numbers_like(leaf, shape)
+            numbers[_TRIAL_ROWS // 2 :] *= 2  # for halves that differ
             for length in range(1, len(shape) + 1):  # rows, tokens and numbers that are zero
                 sizes = shape[:length] + (1,) * (len(shape) - length)
                 numbers = numbers * (random.uniform(size=sizes) >= 0.15)
