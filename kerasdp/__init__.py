@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
     from kerasdp.portability import layers
+    from kerasdp.portability.all_rows import all_rows
     from kerasdp.portability.portable import portable
     from kerasdp.training.optimizers import make_optimizer
     from kerasdp.training.runner import Runner
@@ -31,6 +32,7 @@ _MODULES = {
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",
+    "all_rows": "kerasdp.portability.all_rows",
     "build_model": "kerasdp.models",
     "export": "kerasdp.checkpoint.export",
     "load_data": "kerasdp.data.datasets",
@@ -55,6 +57,7 @@ __all__ = [
     "RunError",
     "Runner",
     "UserError",
+    "all_rows",
     "benchmark",
     "build_model",
     "export",

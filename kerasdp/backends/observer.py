@@ -10,7 +10,9 @@ from typing import Any
 import keras
 from keras import ops
 
+from kerasdp.keras_compat import added_losses
 from kerasdp.portability import replica_context
+from kerasdp.portability.row_search import row_axes_of
 from kerasdp.runtime.run_state import Detail
 
 
@@ -118,6 +120,19 @@ def shard_outputs() -> Iterator[dict[str, Any]]:
         _outputs.reset(token)
 
 
+def added_losses_by_name(model: keras.Model, number: int) -> dict[str, Any]:
+    """Returns what layers have added to the loss in a pass, in a scope that collects that, with names as layers have.
+
+    `number`: of the first.
+    """
+    adding = row_axes_of(model).adding.values()
+    found = [(each.layer.name, loss) for each in adding for loss in added_losses(each.layer)]
+    return {
+        f"{place:0{_PLACE - 1}d} {name}, in what it adds to the loss": ops.stop_gradient(loss)
+        for place, (name, loss) in enumerate(found, number)
+    }
+
+
 def layer_name(recorded: str) -> str:
     """Returns the name of a layer by that of one of its outputs."""
     return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
@@ -168,8 +183,8 @@ def _call_and_collect(call: Any, name: str) -> Any:
 
 
 def _collect(name: str, result: Any) -> None:
-    recorded = _outputs.get()
-    if recorded is None:
+    recorded, context = _outputs.get(), replica_context.current()
+    if recorded is None or (context is not None and context.is_repeat):
         return
     outputs, convert = recorded
     for tensor in keras.tree.flatten(result):

@@ -42,7 +42,7 @@ def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], f
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
         files.set_aside(folder, path)
-    training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale"))
+    training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale", "optimizers"))
     return saved
 
 

@@ -26,7 +26,7 @@ from kerasdp.keras_compat import (
     without_tensorflow,
 )
 
-GROUPS = ("model", "optimizer", "loss_scale", "metrics")
+GROUPS = ("model", "optimizer", "loss_scale", "optimizers", "metrics")
 # What stands behind the names of variables that cannot be told apart.
 _UNSURE = "?"
 
@@ -39,11 +39,13 @@ class Names:
         layers: all layers but the model itself.
         variables: by `id`.
         metrics: those that layers hold as attributes, by `id`.
+        optimizers: those that layers hold as attributes, but for that of `compile`.
     """
 
     layers: list[tuple[str, keras.layers.Layer]]
     variables: dict[int, str]
     metrics: dict[int, str]
+    optimizers: list[tuple[str, keras.optimizers.Optimizer]]
 
 
 def names_in(model: keras.Model) -> Names:
@@ -54,8 +56,9 @@ def names_in(model: keras.Model) -> Names:
     graph counts, then the shortest, then the first by its letters. What no graph and no attribute holds may share a
     name with others.
     """
-    names = Names(layers=[], variables={}, metrics={})
-    seen: set[int] = set()
+    names = Names(layers=[], variables={}, metrics={}, optimizers=[])
+    of_compile = getattr(model, "optimizer", None)
+    seen: set[int] = {id(of_compile), id(inner_optimizer(of_compile))}
     numbers = itertools.count()
     # (Ways without a place, ways by an attribute past a graph), length, path, and a number that decides between equals.
     heap: list[tuple[tuple[int, int], int, tuple[str, ...], int, keras.layers.Layer]] = []
@@ -75,6 +78,10 @@ def names_in(model: keras.Model) -> Names:
         for metric in parts.metrics:
             where = parts.attributes.get(id(metric), without_numbers(metric.name))
             names.metrics.setdefault(id(metric), "/".join((*path, where)))
+        for where, optimizer in parts.optimizers:
+            if id(optimizer) not in seen:
+                seen |= {id(optimizer), id(inner_optimizer(optimizer))}
+                names.optimizers.append(("/".join((*path, where)), optimizer))
         for is_hidden, is_outside, label, child in _ways(parts):
             rank = hidden + is_hidden, outside + is_outside
             heapq.heappush(heap, (rank, depth + 1, (*path, label), next(numbers), child))
@@ -90,7 +97,17 @@ def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
     """
     names = names_in(model)
     if group == "model":
-        pairs = [(names.variables[id(variable)], variable) for variable in model.variables]
+        # On jax a model holds the variables of its optimizers, too.
+        apart = {id(variable) for _, optimizer in names.optimizers for variable in optimizer.variables}
+        own = [variable for variable in model.variables if id(variable) not in apart]
+        pairs = [(names.variables[id(variable)], variable) for variable in own]
+    elif group == "optimizers":
+        pairs = [
+            (f"{where}/{name}", variable)
+            for where, optimizer in names.optimizers
+            for part in ("optimizer", "loss_scale")
+            for name, variable in _named_in_optimizer(optimizer, names, part)
+        ]
     elif group == "metrics":
         pairs = _named_metrics(model, names)
     else:

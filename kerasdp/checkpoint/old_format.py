@@ -22,8 +22,8 @@ def converted(checkpoint: Checkpoint, model: keras.Model, identity: dict[str, An
     if checkpoint.format > 1:
         return checkpoint
     new_names = {}
-    for group in GROUPS:
-        by_id = {id(variable): name for name, variable in named(model, group)}
+    by_id = {id(variable): name for group in GROUPS for name, variable in named(model, group)}
+    for group in ("model", "optimizer", "loss_scale", "metrics"):
         for place, variable in enumerate(_variables(model, group)):
             # A slot's path holds its optimizer's name, and, in one word, that of the variable it belongs to.
             path = variable.path.rpartition("/")[2] if group in ("optimizer", "loss_scale") else variable.path

@@ -88,10 +88,8 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
 
 def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]:
     batch = reader.first()
-    optimizer = inner_optimizer(model.optimizer)
-    schedule = learning_rate_schedule(optimizer)
-    if schedule is None:
-        rate = float(np.float32(keras.ops.convert_to_numpy(optimizer.learning_rate)))
+    optimizer, rate = _optimizer_in_words(model.optimizer)
+    others = {f"{where} of the model": _optimizer_in_words(other) for where, other in names_in(model).optimizers}
     # Of rank 0, which holds the first row whatever the number of processes.
     first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
     data = keras.tree.flatten((batch.indices, first_row, batch.targets, batch.sample_weight))
@@ -102,9 +100,20 @@ def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]
         "first batch of the data": _digest(leaf for leaf in data if leaf is not None),
         "model": _architecture(model),
         "loss": in_words(model.loss),
-        "optimizer": in_words(optimizer, without=("learning_rate", "loss_scale_factor")),
-        "learning rate": rate if schedule is None else in_words(schedule),
+        "optimizer": optimizer,
+        "learning rate": rate,
+        **{name: list(words) for name, words in others.items()},
     }
+
+
+def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
+    """Returns an optimizer by its arguments, and its learning rate or schedule."""
+    optimizer = inner_optimizer(optimizer)
+    schedule = learning_rate_schedule(optimizer)
+    words = in_words(optimizer, without=("learning_rate", "loss_scale_factor"))
+    if schedule is not None:
+        return words, in_words(schedule)
+    return words, float(np.float32(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:

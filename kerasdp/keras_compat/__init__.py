@@ -11,6 +11,7 @@ from kerasdp.keras_compat.layers import (
     has_mask,
     has_seed_generators,
     has_weights_of_its_own,
+    hook_add_loss,
     is_of_keras,
     living_variables,
     mask_of,
@@ -60,7 +61,7 @@ from kerasdp.keras_compat.optimizers import (
     weights_without_decay,
     wrapped_optimizers,
 )
-from kerasdp.keras_compat.own_steps import as_keras_gives, has_call, hooked_steps, own_steps
+from kerasdp.keras_compat.own_steps import as_keras_gives, has_call, hooked_steps, losses_by_thread, own_steps
 from kerasdp.keras_compat.random import (
     creating_weights,
     give_seed_generator,
@@ -107,6 +108,7 @@ __all__ = [
     "has_mask",
     "has_seed_generators",
     "has_weights_of_its_own",
+    "hook_add_loss",
     "hooked_steps",
     "inner_optimizer",
     "input_conversions",
@@ -121,6 +123,7 @@ __all__ = [
     "leave_ranks_to_us",
     "living_variables",
     "loss_options",
+    "losses_by_thread",
     "losses_of_whole_batch",
     "made_by_compile",
     "mask_of",

@@ -10,7 +10,7 @@ import keras
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.models import replaced_methods
 
-__all__ = ["as_keras_gives", "has_call", "hooked_steps", "own_steps"]
+__all__ = ["as_keras_gives", "has_call", "hooked_steps", "losses_by_thread", "own_steps"]
 
 STEPS = ("train_step", "test_step", "predict_step")
 
@@ -51,6 +51,19 @@ class _LossesOfThread(list[Any]):
 
 
 @contextlib.contextmanager
+def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
+    """Keeps losses that layers add by the thread that adds them, until it is left.
+
+    Keras 3.15: they are in `Layer._losses`, of which are used `extend`, `clear` and a slice. No public way.
+    """
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.callback(object.__setattr__, layer, "_losses", layer._losses)
+            object.__setattr__(layer, "_losses", _LossesOfThread())
+        yield
+
+
+@contextlib.contextmanager
 def hooked_steps(
     model: keras.Model,
     apply: Callable[[Callable[..., Any]], Callable[..., Any]],
@@ -60,8 +73,7 @@ def hooked_steps(
     """Exchanges what a user-defined step calls, until it is left.
 
     Keras 3.15: its trainers call `Optimizer.apply` and metrics where they please, and have no hook of their own.
-    `LossScaleOptimizer` has an `apply` of its own. Losses that layers add are in `Layer._losses`, of which are used
-    `extend`, `clear` and a slice.
+    `LossScaleOptimizer` has an `apply` of its own.
 
     Args:
         model: with the steps. `result` of its metrics is exchanged, and its layers' losses are kept by thread.
@@ -73,9 +85,7 @@ def hooked_steps(
         for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
             stack.enter_context(replaced_methods(kind, {"apply": apply}))
         stack.enter_context(replaced_methods(keras.metrics.Mean, {"update_state": update_mean}))
-        for layer in all_layers(model):
-            stack.callback(object.__setattr__, layer, "_losses", layer._losses)
-            object.__setattr__(layer, "_losses", _LossesOfThread())
+        stack.enter_context(losses_by_thread(all_layers(model)))
         for metric in model.metrics:
             object.__setattr__(metric, "result", result(metric, metric.result))
             stack.callback(object.__delattr__, metric, "result")

@@ -19,6 +19,7 @@ class Parts:
         variables: each with the object that an attribute holds: itself, or the generator whose state it is.
         metrics: that it knows of by its attributes.
         attributes: by the `id` of an object, the attribute that holds it, with the place in lists and dictionaries.
+        optimizers: that its attributes hold, each with the attribute, as above.
     """
 
     in_order: list[keras.layers.Layer]
@@ -26,6 +27,7 @@ class Parts:
     variables: list[tuple[keras.Variable, Any]]
     metrics: list[keras.metrics.Metric]
     attributes: dict[int, str]
+    optimizers: list[tuple[str, keras.optimizers.Optimizer]]
 
 
 def parts_of(layer: keras.layers.Layer) -> Parts:
@@ -42,25 +44,27 @@ def parts_of(layer: keras.layers.Layer) -> Parts:
     elif isinstance(layer, keras.Sequential):
         in_order = layer.layers
     known = {id(one) for one in in_order}
+    held = list(_held_by(layer))
+    attributes: dict[int, str] = {}
+    for path, value in held:
+        attributes.setdefault(id(value), path)
     variables = [(one, one) for one in (*layer._trainable_variables, *layer._non_trainable_variables)]
     return Parts(
         in_order=in_order,
         other_layers=[one for one in layer._layers if id(one) not in known],
         variables=variables + [(generator.state, generator) for generator in layer._seed_generators],
         metrics=list(layer._metrics),
-        attributes=_attributes(layer),
+        attributes=attributes,
+        optimizers=[(path, value) for path, value in held if isinstance(value, keras.optimizers.Optimizer)],
     )
 
 
-def _attributes(layer: keras.layers.Layer) -> dict[int, str]:
-    found: dict[int, str] = {}
+def _held_by(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
     # On torch a module keeps the modules within it apart from its other attributes.
     values = {**vars(layer), **vars(layer).get("_modules", {})}
     for name in sorted(values.keys() - _bookkeeping(), key=lambda name: (name.startswith("_"), name)):
         if not name.startswith("_self_"):  # TensorFlow's bookkeeping
-            for path, value in _within(name, values[name], ()):
-                found.setdefault(id(value), path)
-    return found
+            yield from _within(name, values[name], ())
 
 
 def _within(path: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

@@ -2,14 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
-from kerasdp.errors import UserError
-from kerasdp.keras_compat import added_losses, all_layers
+from kerasdp.keras_compat import all_layers, hook_add_loss
 from kerasdp.portability import replica_context
+from kerasdp.portability.added_losses import AddedLosses, take_added_loss, watched_calls
+from kerasdp.portability.row_axes import Adding
 
 
 class WholeBatchPenalties:
@@ -20,48 +21,31 @@ class WholeBatchPenalties:
     """
 
     def __init__(self, model: keras.Model):
-        self.layers = all_layers(model)
-        self.regularized = [layer for layer in self.layers if layer.activity_regularizer is not None]
-        self.is_checked = False
-        self.num_calls: dict[int, int] = {}
+        self.regularized = [layer for layer in all_layers(model) if layer.activity_regularizer is not None]
+        hook_add_loss(take_added_loss)
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Returns the context of a forward pass on several replicas.
-
-        Raises:
-            UserError: if a layer adds a loss of its own, in which a replica's shard cannot be told from the whole.
-        """
+    def active(self, adding: Iterable[Adding] = ()) -> Iterator[None]:
+        """Returns the context of a forward pass on several replicas. `adding`: the layers that add losses."""
         kept = [layer.activity_regularizer for layer in self.regularized]
-        self.num_calls.clear()
         for layer, regularizer in zip(self.regularized, kept):
             layer.activity_regularizer = functools.partial(self._penalize, layer, regularizer)
         try:
-            yield
+            with watched_calls([each.layer for each in adding]):
+                yield
         finally:
             for layer, regularizer in zip(self.regularized, kept):
                 layer.activity_regularizer = regularizer
-        self.refuse_added()
-
-    def refuse_added(self) -> None:
-        """Raises `UserError` if a layer has added a loss of its own, in which a shard cannot be told from the whole."""
-        if self.is_checked:
-            return
-        for layer in self.layers:
-            # Keras adds what a regularizer gives, too.
-            if len(added_losses(layer)) > self.num_calls.get(id(layer), 0):
-                raise UserError(
-                    f"layer {layer.name} calls add_loss, with which it would count only one device's shard of the "
-                    "batch; move that loss into the model's compute_loss, or train on one device or with --backend=jax"
-                )
-        self.is_checked = True
 
     def _penalize(self, layer: keras.layers.Layer, regularizer: Any, output: Any) -> Any:
-        self.num_calls[id(layer)] = self.num_calls.get(id(layer), 0) + 1
         context = replica_context.current()
         if context is None or context.rows is None:
             return regularizer(output)
         axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
         whole = context.whole(output, axis)
-        context.penalties.append(regularizer(whole) / whole.shape[0])  # by the samples, as Keras does
+        penalty = regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
+        context.regularized.append(id(layer))
+        if isinstance(context.adds, AddedLosses):
+            return penalty * output.shape[0]  # by which Keras divides it
+        context.penalties.append(penalty)
         return keras.ops.zeros(())

@@ -17,12 +17,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat import as_keras_gives, hooked_steps, losses_of_whole_batch
+from kerasdp.keras_compat import as_keras_gives, hooked_steps
 from kerasdp.portability import replica_context
-from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.portability.replica_context import use
-from kerasdp.portability.row_axes import RowAxes
-from kerasdp.portability.row_search import Whole, find_row_axes_of, fixed_values, rows_of, trial_context
 
 Tensor = Any
 # What a step found, with its name.
@@ -85,7 +82,9 @@ def _use(share: Share | None) -> Iterator[None]:
 @contextlib.contextmanager
 def joined_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
-    with hooked_steps(model, _joining_apply, _weighing_update, _remembered_result):
+    clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradient_clipping")
+    hooks = hooked_steps(model, _joining_apply, _weighing_update, _remembered_result)
+    with hooks, clipping.clipping_means(_means_of_clipped):
         yield
 
 
@@ -156,6 +155,12 @@ def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:
     return next((again for found, again in share.results if found is value), None)
 
 
+def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Averages gradients that a step is about to clip; when they reach the optimizer, their mean is the same."""
+    share = _current.get()
+    return gradients if share is None else share.mean(gradients)
+
+
 def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -202,96 +207,3 @@ def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]
         return value
 
     return result
-
-
-def find_rows_of_step(
-    model: keras.Model,
-    name: str,
-    data: Any,
-    in_replicas: Callable[[Callable[[], None]], None],
-    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
-    will_be_checked: bool = False,
-) -> None:
-    """Finds where the rows are in all that a user-defined step computes; `row_axes_of` gives it.
-
-    The step is run on a few rows and on half of them; nothing changes.
-
-    Args:
-        model: built and made `portable`.
-        name: of the step.
-        data: `NUM_ROWS` samples: inputs, targets and sample weights, in NumPy.
-        in_replicas: see `kerasdp.backends.base.Strategy`.
-        build: see `Share`.
-        will_be_checked: whether a wrong answer will be found, so that an uncertain one will do.
-
-    Raises:
-        UserError: if that cannot be known, since the step mixes the samples of a batch.
-    """
-
-    def call(axes: RowAxes, rows: slice) -> None:
-        left = [axes]  # for the first replica of this process; the others see the same
-
-        def trial() -> None:
-            context = trial_context(left.pop() if left else Whole(), rows)
-            with use(context), portable_draws(UNNAMED):
-                run(model, name, rows_of(data, rows), Share.of_trial(rows.stop - rows.start, build))
-
-        with changing_nothing(model):
-            in_replicas(trial)
-
-    find_row_axes_of(model, name, call, will_be_checked)
-
-
-@contextlib.contextmanager
-def changing_nothing(model: keras.Model) -> Iterator[None]:
-    """Returns the context of steps that are only looked at: afterwards the model is what it was.
-
-    Weights, and plain attributes (a counter of steps, say); metrics are as at the begin of an epoch.
-    """
-    model.reset_metrics()
-    values = fixed_values(model)
-    attributes = _plain_attributes(model)
-    try:
-        with joined_steps(model):
-            yield
-    finally:
-        model.reset_metrics()
-        for variable, value in values:
-            variable.assign(value)
-            if getattr(variable.value, "grad", None) is not None:  # of torch: not every step begins by zeroing it
-                variable.value.grad = None
-        for key in _plain_attributes(model).keys() - attributes.keys():  # those of the class count on
-            object.__delattr__(model, key)
-        for key, value in attributes.items():
-            object.__setattr__(model, key, value)
-
-
-def _plain_attributes(model: keras.Model) -> dict[str, Any]:
-    return {key: value for key, value in vars(model).items() if isinstance(value, (bool, int, float, str))}
-
-
-def found_in_whole_step(
-    model: keras.Model,
-    data: tuple[Any, Any, Any],
-    in_replicas: Callable[[Callable[[], None]], None],
-    build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
-) -> list[Found]:
-    """Runs a model's own `train_step` on a whole batch, without an update, within `changing_nothing`.
-
-    Args:
-        model: as in `find_rows_of_step`; so are `data`, of any number of rows, `in_replicas` and `build`.
-
-    Returns:
-        What it found, as in `Share`.
-    """
-    found: list[list[Found]] = []
-
-    def trial() -> None:
-        tensors = rows_of(data, slice(None))
-        share = Share.of_trial(len(keras.tree.flatten(tensors)[0]), build)
-        with portable_draws(UNNAMED), losses_of_whole_batch():
-            run(model, "train_step", tensors, share)
-        found.append(share.found)
-
-    in_replicas(trial)
-    return found[0]

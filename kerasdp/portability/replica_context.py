@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
+from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,11 @@ class ReplicaContext:
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
         gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax.
         everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
-        penalties: losses of the global batch that layers found on the way, to be added to the model's loss.
+        penalties: of activities of micro-batches, which layers found on the way, to be added to the model's loss.
+        adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
+            that is refused.
+        is_repeat: whether this pass only repeats a layer, on the global batch.
+        regularized: layers, by `id`, whose activity regularizers have just given what Keras adds next.
         moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
             is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
     """
@@ -46,6 +50,9 @@ class ReplicaContext:
     gather_rows: Callable[[Any], Any] | None = None
     everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
+    adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
+    is_repeat: bool = False
+    regularized: list[int] = dataclasses.field(default_factory=list)
     moving: list[tuple[Any, Any]] | None = None
     _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
 
@@ -53,7 +60,7 @@ class ReplicaContext:
     def of_shard(
         cls, num_rows: int, rank: int, num_replicas: int, size: int, *, row_axes: RowAxes, first_row: int = 0,
         total_rows: int | None = None, gather: Callable[[Any], Any] | None, gather_rows: Callable[[Any], Any],
-        moving: list[tuple[Any, Any]] | None = None,
+        moving: list[tuple[Any, Any]] | None = None, adds: Callable[..., None] | None = None,
     ) -> "ReplicaContext":  # fmt: skip
         """Returns the context of one replica's shard of a batch, padded to the size of the other shards.
 
@@ -67,7 +74,7 @@ class ReplicaContext:
             total_rows: of the global batch. None: `num_rows`.
             gather: see `ReplicaContext`.
             gather_rows: see `ReplicaContext`.
-            moving: see `ReplicaContext`.
+            moving: see `ReplicaContext`; so is `adds`.
         """
         own = rank * size
         return cls(
@@ -80,6 +87,7 @@ class ReplicaContext:
             gather=gather,
             gather_rows=gather_rows,
             moving=moving,
+            adds=adds,
         )
 
     @classmethod
@@ -127,6 +135,25 @@ class ReplicaContext:
         number = self._calls.get(key, 0)
         self._calls[key] = number + 1
         return self.row_axes.find(key, number, shape, tensor, name)
+
+    def adding(self) -> list[Adding]:
+        """Returns the layers of the model that add losses."""
+        return [] if self.row_axes is None else list(self.row_axes.adding.values())
+
+    def numbers_of_calls(self) -> dict[Any, int]:
+        """Returns how often each has asked `row_axis` so far."""
+        return dict(self._calls)
+
+    def of_repeat(self, numbers: dict[Any, int]) -> "ReplicaContext":
+        """Returns the context in which a layer is called again, on the global batch.
+
+        `numbers`: `numbers_of_calls` before its first call.
+        """
+        rows = self.total_rows or 0
+        context = self.of_micro_batch(
+            0, rows, row_axes=self.row_axes or RowAxes(), total_rows=rows, gather=lambda statistics: statistics[None]
+        )
+        return dataclasses.replace(context, _calls=dict(numbers))
 
     def of_tensor(self, axis: RowAxis | None, num_rows: int) -> "ReplicaContext":
         """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""

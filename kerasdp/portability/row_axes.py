@@ -1,5 +1,6 @@
 """Says where the rows of a batch are in a tensor that a layer works on."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from kerasdp.errors import UserError
@@ -67,15 +68,32 @@ class RowAxis(NamedTuple):
 FIRST = RowAxis()
 
 
+@dataclasses.dataclass(frozen=True)
+class Adding:
+    """A layer that adds losses (`add_loss`).
+
+    Args:
+        layer: that is meant.
+        is_mean: whether what it adds surely is a mean over the rows.
+    """
+
+    layer: Any
+    is_mean: bool
+
+
 class RowAxes:
     """Where the rows are in all that needs to know: random draws, batch statistics, activity penalties, outputs.
 
     A tensor goes by what asks for it (a seed, a layer, the number of an output) and by how often that has asked in
     this forward pass.
+
+    Attributes:
+        adding: the layers that add losses, by `id`.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, list[RowAxis | None]] = {}
+        self.adding: dict[int, Adding] = {}
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same for all of them.
@@ -98,6 +116,10 @@ class RowAxes:
                 "of training, or train on one device"
             )
         return known[number] if number < len(known) else known[0]
+
+    def of(self, key: Any) -> list[RowAxis | None]:
+        """Returns what is known for a key, in the order of the calls."""
+        return self._known.get(key, [])
 
     def add(self, key: Any, axis: RowAxis | None) -> None:
         """Takes where the rows are, for the next call with this key."""

@@ -17,9 +17,10 @@ from keras import ops
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers
 from kerasdp.portability.activity_regularization import WholeBatchPenalties
+from kerasdp.portability.added_losses import FoundAdding, is_mean_over_rows
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
+from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
 from kerasdp.runtime.model_cache import ModelCache
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
@@ -151,11 +152,25 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
         UserError: if that cannot be known, since the model mixes the samples of a batch.
     """
 
+    found = FoundAdding()
+
     def call(axes: RowAxes, rows: slice) -> None:
-        with trial(model, axes, rows) as context:
+        with trial(model, axes, rows, found) as context:
             context.whole_outputs(in_training(model, rows_of(inputs, rows)))
 
-    find_row_axes_of(model, "call", call)
+    def call_again_if_losses_are_added(axes: RowAxes, rows: slice) -> None:
+        num_known = len(found.layers)
+        call(axes, rows)
+        if isinstance(axes, Whole) and len(found.layers) > num_known:  # of these, where the rows are in their arguments
+            axes.tensors.clear()
+            call(axes, rows)
+
+    find_row_axes_of(model, "call", call_again_if_losses_are_added)
+    axes = row_axes_of(model)
+    for key, layer in found.layers.items():
+        arguments = found.arguments.get(key)
+        is_mean = arguments is not None and is_mean_over_rows(layer, arguments, axes)
+        axes.adding[key] = Adding(layer, is_mean)
 
 
 def find_row_axes_of(
@@ -176,17 +191,21 @@ def find_row_axes_of(
 
 
 @contextlib.contextmanager
-def trial(model: keras.Model, axes: RowAxes, rows: slice) -> Iterator[ReplicaContext]:
-    """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged."""
-    context = trial_context(axes, rows)
+def trial(model: keras.Model, axes: RowAxes, rows: slice, adds: FoundAdding | None = None) -> Iterator[ReplicaContext]:
+    """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged.
+
+    `adds`: see `ReplicaContext`.
+    """
+    context = trial_context(axes, rows, adds)
     # The penalties in place, and no draws but those that layers make portable.
-    penalties, stateless = WholeBatchPenalties(model).active(), keras.StatelessScope(fixed_values(model))
+    adding = [] if adds is None else [Adding(layer, is_mean=False) for layer in adds.layers.values()]
+    penalties, stateless = WholeBatchPenalties(model).active(adding), keras.StatelessScope(fixed_values(model))
     with use(context), penalties, portable_draws("a layer"), stateless:
         yield context
 
 
-def trial_context(axes: RowAxes, rows: slice) -> ReplicaContext:
-    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are."""
+def trial_context(axes: RowAxes, rows: slice, adds: Callable[..., None] | None) -> ReplicaContext:
+    """Returns the context in which some of `NUM_ROWS` rows ask `axes` where the rows are; `adds`: as it says."""
     num_rows = rows.stop - rows.start
     return ReplicaContext(
         num_replicas=NUM_ROWS // num_rows,
@@ -196,6 +215,7 @@ def trial_context(axes: RowAxes, rows: slice) -> ReplicaContext:
         total_rows=NUM_ROWS,
         row_axes=axes,
         is_trial=True,
+        adds=adds,
     )
 
 

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import ShardPass, Strategy
-from kerasdp.backends.observer import layer_name, layers_within, shard_outputs, watched_layers
+from kerasdp.backends.observer import added_losses_by_name, layer_name, layers_within, shard_outputs, watched_layers
 from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import all_layers, compute_loss, has_seed_generators, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
+from kerasdp.portability.own_step_trials import changing_nothing, found_in_whole_step
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.row_axes import RowAxis
 from kerasdp.portability.row_search import (
@@ -188,6 +188,7 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
             outputs = in_training(model, inputs)
         with losses_of_whole_batch():
             loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+        layers |= added_losses_by_name(model, len(layers))
     num_rows = len(keras.tree.flatten(inputs)[0])
     return ShardPass(layers, keras.tree.flatten(outputs), loss, first_row=0, num_rows=num_rows, rows=num_rows)
 

@@ -10,15 +10,17 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
+from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat import all_layers, build_compiled, has_call, living_variables, own_steps, symbols_of
 from kerasdp.portability.loss_probe import try_losses
-from kerasdp.portability.own_steps import find_rows_of_step
+from kerasdp.portability.own_step_trials import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
-from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known
+from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
+from kerasdp.reporting import report
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 
 
@@ -90,9 +92,10 @@ def prepare(
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
         warnings.warn(addressed(text), stacklevel=4)
     if step == "train_step":
-        _refuse_lost_optimizers(model, config)
         _refuse_lost_statistics(model, config, strategy)
     find_rows(model, reader, config, strategy, step)
+    if step == "train_step" and config.keeps_checkpoints and step in own_steps(model):
+        _build_optimizers(model, reader, config, strategy)
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
@@ -106,22 +109,34 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             find_rows_of_step(model, step, data, strategy.in_replicas, strategy.build_optimizer, will_be_checked)
     elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
+        repeated = [each.layer.name for each in row_axes_of(model).adding.values() if not each.is_mean]
+        if repeated and strategy.splits_batches and strategy.processes.rank == 0:
+            others = f" (and {len(repeated) - 1} more)" if repeated[1:] else ""
+            report.warn(
+                f"layer {repeated[0]}{others} of {model.name} adds a loss that is no mean over the samples: each "
+                "device computes it for the whole batch, which takes time"
+            )
 
 
-def _refuse_lost_optimizers(model: keras.Model, config: Config) -> None:
-    """Raises `UserError` for optimizers of a user-defined step that no checkpoint holds: that of `compile` alone is."""
-    if not config.keeps_checkpoints or "train_step" not in own_steps(model):
+def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strategy: Strategy) -> None:
+    """Builds the optimizers of a user-defined step, for a checkpoint to be read: it alone knows of which weights.
+
+    Raises:
+        UserError: for one that the step does not use, or does not use yet.
+    """
+    optimizers = names_in(model).optimizers
+    if all(optimizer.built for _, optimizer in optimizers):
         return
-    kept = {id(weight) for weight in model.variables}  # on jax a model may hold their variables
-    for layer in all_layers(model):
-        for name, value in vars(layer).items():
-            if not isinstance(value, keras.optimizers.Optimizer) or value is model.optimizer:
-                continue
-            if not value.built or any(id(variable) not in kept for variable in value.variables):
-                raise UserError(
-                    f"{name} of {layer.name} is an optimizer whose state is in no checkpoint, so that a resumed run "
-                    "would differ: add --checkpoint_every=never"
-                )
+    if not strategy.splits_batches and config.backend != "jax":  # tried already; a function of states builds none
+        data = reader.sample(NUM_ROWS)
+        find_rows_of_step(model, "train_step", data, strategy.in_replicas, strategy.build_optimizer, True)
+    for name, optimizer in optimizers:
+        if not optimizer.built:
+            raise UserError(
+                f"{name} of {model.name} is an optimizer that the first step does not use, so that it is not known "
+                "what a checkpoint must hold of it: build it (optimizer.build(weights)), or add "
+                "--checkpoint_every=never"
+            )
 
 
 def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:

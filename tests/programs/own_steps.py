@@ -1,6 +1,6 @@
 """Trains models that have a `train_step` of their own, in the form of each backend's guide, on several devices.
 
-python own_steps.py BACKEND NUM_DEVICES CASE...
+python own_steps.py BACKEND NUM_DEVICES CASE... [SETTINGS]
 """
 
 import functools
@@ -9,7 +9,18 @@ import sys
 
 import numpy as np
 from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, minimizing, numbers
-from own_steps_refused import contrastive, foreign_numbers, largest_output, not_built, queue, sum_of_losses
+from own_steps_clipped import clipped
+from own_steps_contrastive import neighbours
+from own_steps_diffusion import diffusion
+from own_steps_refused import (
+    contrastive,
+    foreign_numbers,
+    largest_output,
+    not_built,
+    queue,
+    spare_optimizer,
+    sum_of_losses,
+)
 
 import kerasdp
 
@@ -304,15 +315,27 @@ def as_in_the_guide(runner):
     return fitted(runner, model, tokens, np.arange(ROWS) % 3, sample_weight=np.linspace(0.5, 2, ROWS))
 
 
-ALIKE = (custom_step, steps_of_keras, several_steps_a_call, as_in_the_guide, gan, gradient_penalty, vae)
-REFUSED = (queue, sum_of_losses, contrastive, foreign_numbers, largest_output, not_built)
+ALIKE = (
+    custom_step,
+    steps_of_keras,
+    several_steps_a_call,
+    as_in_the_guide,
+    gan,
+    gradient_penalty,
+    vae,
+    diffusion,
+    neighbours,
+    clipped,
+)
+REFUSED = (queue, sum_of_losses, contrastive, foreign_numbers, largest_output, not_built, spare_optimizer)
 CASES = {case.__name__: case for case in (*ALIKE, *REFUSED)}
-NOT_ON_JAX = (as_in_the_guide, gradient_penalty, foreign_numbers, largest_output)  # in another form there
+NOT_ON_JAX = (as_in_the_guide, gradient_penalty, foreign_numbers, largest_output, clipped)  # in another form there
 
 
 if __name__ == "__main__":
     backend, num_devices, *names = sys.argv[1:]
+    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
     names = names or [name for name, case in CASES.items() if backend != "jax" or case not in NOT_ON_JAX]
-    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
+    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
     result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
     print("RESULT " + json.dumps(result))

@@ -1,5 +1,7 @@
 """The steps of the models in `own_steps.py` in the form that Keras' guide has for jax: functions of a state."""
 
+import functools
+
 import jax
 import keras
 from keras import ops
@@ -147,3 +149,108 @@ class Sum:
         loss, gradients = jax.value_and_grad(loss_of)(trainable)
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
         return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
+
+
+class Diffusion:
+    """Images are normalized; noise and times are drawn; a second network follows the first within the step."""
+
+    def found(self, trainable, non_trainable, images, network, training):
+        mapping = [*zip(self.trainable_variables, trainable, strict=True),
+                   *zip(self.non_trainable_variables, non_trainable, strict=True)]  # fmt: skip
+        with keras.StatelessScope(mapping) as scope:
+            losses = self.losses_of(network, images, training)
+        return losses, [scope.get_current_value(variable) for variable in self.non_trainable_variables]
+
+    def logged(self, metrics, losses):
+        metrics = [
+            *self.of_noise.stateless_update_state(metrics[:2], losses[0]),
+            *self.of_images.stateless_update_state(metrics[2:], losses[1]),
+        ]
+        names = {"n_loss": self.of_noise.stateless_result(metrics[:2])}
+        return names | {"i_loss": self.of_images.stateless_result(metrics[2:])}, metrics
+
+    def train_step(self, state, images):
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss_of(trainable):
+            losses, updated = self.found(trainable, non_trainable, images, self.network, True)
+            return losses[0], (losses, updated)
+
+        (_, (losses, updated)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        values = dict(zip(map(id, self.trainable_variables), trainable, strict=True))
+        values |= dict(zip(map(id, self.non_trainable_variables), updated, strict=True))
+        for weight, following in zip(self.network.weights, self.following.weights, strict=True):
+            values[id(following)] = 0.9 * values[id(following)] + 0.1 * values[id(weight)]
+        logs, metrics = self.logged(metrics, losses)
+        trainable, updated = (
+            [values[id(variable)] for variable in own]
+            for own in (self.trainable_variables, self.non_trainable_variables)
+        )
+        return logs, (trainable, updated, optimizer, metrics)
+
+    def test_step(self, state, images):
+        trainable, non_trainable, metrics = state
+        losses, updated = self.found(trainable, non_trainable, images, self.following, False)
+        logs, metrics = self.logged(metrics, losses)
+        return logs, (trainable, updated, metrics)
+
+
+class Neighbours:
+    """Contrastive, with neighbours from a queue of what was seen, and a probe with an optimizer of its own."""
+
+    def compile(self, contrastive_optimizer, probe_optimizer, **kwargs):
+        super().compile(contrastive_optimizer, probe_optimizer, **kwargs)
+        contrastive_optimizer.build(self.coder.trainable_variables)
+        probe_optimizer.build(self.probe.trainable_variables)
+        self.of_optimizers = [*contrastive_optimizer.variables, *probe_optimizer.variables]
+
+    def train_step(self, state, data):
+        (x, y), (trainable, non_trainable, unused, metrics) = data, state
+        values = dict(zip(map(id, self.trainable_variables), trainable, strict=True))
+        values |= dict(zip(map(id, self.non_trainable_variables), non_trainable, strict=True))
+        variables = {id(variable): variable for variable in self.variables}
+
+        def in_scope(function, others=()):
+            mapping = values | dict(others)
+            with keras.StatelessScope([(variables[key], value) for key, value in mapping.items()]) as scope:
+                found = function()
+            return found, {key: scope.get_current_value(variable) for key, variable in variables.items()}
+
+        def minimized(function, weights, optimizer):
+            def loss_and_updates(own):
+                found, updates = in_scope(function, zip(map(id, weights), own, strict=True))
+                return found[0], (found, updates)
+
+            own = [values[id(weight)] for weight in weights]
+            (_, (found, updates)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(own)
+            values.update(updates)
+            slots = [values[id(slot)] for slot in optimizer.variables]
+            own, slots = optimizer.stateless_apply(slots, gradients, own)
+            values.update(zip(map(id, [*weights, *optimizer.variables]), [*own, *slots], strict=True))
+            return found
+
+        (one, other), updates = in_scope(lambda: (self.view(x), self.view(x)))
+        values.update(updates)
+        y = ops.cast(y, "int32")
+        contrasted = functools.partial(self.contrast, one, other)
+        loss, seen = minimized(contrasted, self.coder.trainable_variables, self.contrastive_optimizer)
+        queue = values[id(self.queue)]
+        values[id(self.queue)] = ops.concatenate([seen, queue[: -seen.shape[0]]])
+
+        def probed():
+            outputs = self.probed(x)
+            return self.probe_loss(y, outputs), outputs
+
+        of_probe, outputs = minimized(probed, self.probe.trainable_variables, self.probe_optimizer)
+        updates = [
+            self.of_contrast.stateless_update_state(metrics[:2], loss),
+            self.of_probe.stateless_update_state(metrics[2:4], of_probe),
+            self.accuracy.stateless_update_state(metrics[4:], y, outputs),
+        ]
+        logs = {metric.name: metric.stateless_result(own) for metric, own in zip(self.metrics, updates, strict=True)}
+        trainable, non_trainable = (
+            [values[id(variable)] for variable in own]
+            for own in (self.trainable_variables, self.non_trainable_variables)
+        )
+        return logs, (trainable, non_trainable, unused, [value for own in updates for value in own])

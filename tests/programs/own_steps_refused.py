@@ -32,14 +32,14 @@ def queue(runner):
     return fitted(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 3))
 
 
-def one_layer(runner, loss_of, change=lambda x: x, metric=None):
-    """Trains a dense layer by a loss of targets and outputs, with plain SGD."""
+def one_layer(runner, loss_of, change=lambda x: x, metric=None, spare=None):
+    """Trains a dense layer by a loss of targets and outputs, with plain SGD; `spare`: an attribute of the model."""
     import keras
 
     class Sum(minimizing()):
         def __init__(self):
             super().__init__()
-            self.dense, self.metric = keras.layers.Dense(3, name="dense"), metric
+            self.dense, self.metric, self.spare = keras.layers.Dense(3, name="dense"), metric, spare
 
         @property
         def metrics(self):
@@ -78,7 +78,9 @@ def contrastive(runner):
 
     def loss_of(y, outputs):
         alike = ops.matmul(outputs, ops.transpose(outputs))
-        return ops.mean(keras.losses.sparse_categorical_crossentropy(ops.arange(len(alike)), alike, from_logits=True))
+        return ops.mean(
+            keras.losses.sparse_categorical_crossentropy(ops.arange(alike.shape[0]), alike, from_logits=True)
+        )
 
     return one_layer(runner, loss_of)
 
@@ -118,6 +120,15 @@ def largest_output(runner):
     with runner.scope():
         metric = Largest()
     return one_layer(runner, lambda y, outputs: ops.mean(ops.square(y - outputs)), metric=metric)
+
+
+def spare_optimizer(runner):
+    """An optimizer that the first step does not use, of which it is not known what a checkpoint must hold."""
+    import keras
+
+    with runner.scope():
+        spare = [keras.optimizers.Adam()]
+    return one_layer(runner, lambda y, outputs: keras.ops.mean(keras.ops.square(y - outputs)), spare=spare)
 
 
 def not_built(runner):

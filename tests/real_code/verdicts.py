@@ -15,8 +15,6 @@ LEARNED = {"float32": 1e-2, "float64": 1e-6}
 REASONS: dict[str, str] = {
     "encoder_block_attn_mask_layer": "KerasHub (0.32) reshapes XLNet's mask from (rows, time) to (time, rows) instead "
     "of transposing it, so that a row gets the masks of others.",
-    "add_loss": "A layer's added loss is made of the rows that it sees; how a sum of such losses over devices relates "
-    "to that of the global batch, only the layer knows.",
     "mixes the samples of a batch": "Its outputs compare each row with each other: a device has its own rows only.",
     "computes something else for some samples": "What it gives for a row depends on the other rows of the batch.",
     "SpectralNormalization changes": "On jax, Keras' stateless step loses what a call assigns to trainable weights.",

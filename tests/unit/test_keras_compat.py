@@ -1,5 +1,6 @@
 """Each private name of Keras that the kit uses: a new Keras says here, in one run, which of them are gone."""
 
+import concurrent.futures
 import inspect
 import pathlib
 
@@ -14,6 +15,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.utils import module_utils
 
 from kerasdp import keras_compat
+from kerasdp.portability.added_losses import take_added_loss
 
 SOURCE = pathlib.Path(inspect.getfile(keras)).parent / "src"
 
@@ -176,6 +178,26 @@ def test_added_losses():
     layer = keras.layers.ActivityRegularization(l2=1.0)
     layer(np.ones((2, 3), "float32"))
     assert len(keras_compat.added_losses(layer)) == 1
+
+
+def test_hook_of_add_loss():
+    taken, layer = [], keras.layers.Layer()
+    keras_compat.hook_add_loss(take_added_loss)
+    keras_compat.hook_add_loss(lambda *given: taken.append(given))  # once for good
+    layer.add_loss(keras.ops.ones(()))
+    assert not taken
+    assert len(keras_compat.added_losses(layer)) == 1
+
+
+def test_losses_by_thread():
+    layer = keras.layers.Layer()
+    with keras_compat.losses_by_thread([layer]):
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(layer.add_loss, keras.ops.ones(())).result()
+        assert layer.losses == []
+        layer.add_loss(keras.ops.ones(()))
+        assert len(layer.losses) == 1
+    assert layer.losses == []
 
 
 def test_schedule():

@@ -130,6 +130,7 @@ class DataParallel(Strategy):
 
     def context(self, model: "keras.Model", num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
+        from kerasdp.portability.added_losses import AddedLosses, keep
         from kerasdp.portability.row_search import row_axes_of
 
         if self.num_replicas == 1:
@@ -139,10 +140,11 @@ class DataParallel(Strategy):
             collectives.rank(),
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
-            row_axes=row_axes_of(model, step),
+            row_axes=(row_axes := row_axes_of(model, step)),
             gather=collectives.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
+            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:

@@ -77,15 +77,19 @@ class ReplicaSteps:
     @contextlib.contextmanager
     def on_several_devices(self, name: str) -> Iterator[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
+        from kerasdp.keras_compat import losses_by_thread
         from kerasdp.portability.own_steps import joined_steps
+        from kerasdp.portability.row_search import row_axes_of
 
+        adding = row_axes_of(self.model).adding.values()
         if self.strategy.num_replicas == 1:
             yield
         elif name in self.own:
             with joined_steps(self.model):
                 yield
         else:
-            with self.penalties.active():
+            with_losses = [*self.penalties.regularized, *(each.layer for each in adding)]
+            with self.penalties.active(adding), losses_by_thread(with_losses):
                 yield
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
@@ -123,15 +127,15 @@ class ReplicaSteps:
         """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
         import keras
 
-        from kerasdp.backends.observer import shard_outputs
+        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
         from kerasdp.portability.row_search import fixed_values
 
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
             with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
                 outputs = self._forward(inputs, training=True)
-                self.penalties.refuse_added()  # before another replica calls the layers
                 outputs = outputs if context is None else context.whole_outputs(outputs)
             loss = self._loss((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+            layers |= added_losses_by_name(self.model, len(layers))
         return layers, keras.tree.flatten(outputs), loss
 
     def _forward(self, inputs: Structure, training: bool) -> Structure:
@@ -175,8 +179,7 @@ class ReplicaSteps:
         inputs = inputs_for("compute_loss", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
         # The thread of a replica knows nothing of the context of the run.
         with losses_of_whole_batch(), portable_draws("a loss"):
-            loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
-        return loss if context is None else sum(context.penalties, loss)
+            return compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
 
     def _metrics(self, batch: tuple[Any, ...], loss: Tensor, num_rows: int) -> Any:
         from kerasdp.keras_compat import update_loss_metric
@@ -190,6 +193,7 @@ class ReplicaSteps:
 def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
     """Runs a forward pass of training on each replica; no variable changes. Eager: a graph would take seconds."""
     from kerasdp.backends.observer import watched_layers
+    from kerasdp.portability.row_search import row_axes_of
 
     steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
     rows = replica_rows(num_rows, strategy.num_replicas)
@@ -197,7 +201,8 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     def run(*data: Any) -> Any:
         return steps.shard_pass(num_rows, *(field[collectives.rank()] for field in data))
 
-    with steps.penalties.active(), watched_layers(Detail.EVERYTHING, model):
+    adding = row_axes_of(model).adding.values()
+    with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
         results = strategy.mirrored.run(run, args=tuple(batch[:3]))
     passes = []
     for rank in range(strategy.num_replicas):

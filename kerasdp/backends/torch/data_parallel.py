@@ -43,6 +43,7 @@ class DataParallel(Strategy):
 
     def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
+        from kerasdp.portability.added_losses import AddedLosses, keep
         from kerasdp.portability.row_search import row_axes_of
 
         if self.num_replicas == 1:
@@ -52,10 +53,11 @@ class DataParallel(Strategy):
             self.processes.rank,
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
-            row_axes=row_axes_of(model, step),
+            row_axes=(row_axes := row_axes_of(model, step)),
             gather=gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
+            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
@@ -122,7 +124,7 @@ class DataParallel(Strategy):
             context = self.context(model, len(batch.indices))
             with use(context):
                 outputs = whole.outputs(model, batch.inputs, context, training=False)
-            return whole.metrics(batch, outputs, whole.loss(batch, outputs, context, training=False))
+            return whole.metrics(batch, outputs, whole.loss(batch, outputs, training=False))
 
         @torch.no_grad()
         def predict_function(data: Any) -> Any:
@@ -244,8 +246,7 @@ class DataParallel(Strategy):
 
         values = [(variable, variable.value) for variable in all_variables(model)]
         # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
-        with keras.StatelessScope(values):
-            # One for this pass alone: it would not see the losses that layers add, in this scope, and look no more.
+        with keras.StatelessScope(values, collect_losses=True):
             whole = GlobalBatch(self, model)
             with use(self.context(model, len(batch.indices))) as context:
                 outputs = whole.forward(model, batch.inputs, context, training=True)
@@ -264,7 +265,7 @@ class DataParallel(Strategy):
         """Runs a forward pass of training on this process's replica; no variable changes."""
         import keras
 
-        from kerasdp.backends.observer import shard_outputs, watched_layers
+        from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
         from kerasdp.backends.torch.train_step import GlobalBatch
         from kerasdp.portability.row_search import fixed_values
 
@@ -274,7 +275,8 @@ class DataParallel(Strategy):
         with keras.StatelessScope(fixed_values(model), collect_losses=True):
             with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
                 outputs = whole.outputs(model, batch.inputs, context, training=True)
-            loss = whole.loss(batch, outputs, context, training=True)
+            loss = whole.loss(batch, outputs, training=True)
+            layers |= added_losses_by_name(model, len(layers))
         leaves = keras.tree.flatten(outputs)
         return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 

@@ -29,7 +29,7 @@ class GlobalBatch:
         arguments = {"training": training} if "training" in self.model.call_signature_parameters else {}
         if context is None:
             return module(inputs, **arguments)
-        with self.penalties.active():
+        with self.penalties.active(context.adding()):
             return module(inputs, **arguments)
 
     def outputs(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
@@ -63,14 +63,14 @@ class GlobalBatch:
         )
         if is_shard_loss:
             own = slice(context.first_row, context.first_row + num_own)
-            loss = sum(context.penalties, self._loss(batch, outputs, training=True, rows=own))
+            loss = self._loss(batch, outputs, training=True, rows=own)
             # Rows of others are zero, and so the sum over the ranks is all rows.
             others = [0, 0] * (outputs.dim() - 1) + [context.first_row, num_rows - context.first_row - num_own]
             rows = torch.nn.functional.pad(outputs.detach(), others)
             shared = [loss.detach() / context.num_replicas, rows]
         else:
             outputs = context.whole_outputs(outputs)
-            loss = sum(context.penalties, self._loss(batch, outputs, training=True))
+            loss = self._loss(batch, outputs, training=True)
             shared = []
         if context.moving:
             shared.append(pack_moving(context.moving))
@@ -89,10 +89,9 @@ class GlobalBatch:
 
         return loss, torch.cat([tensor.reshape(-1).to(dtype) for tensor in shared]), finish
 
-    def loss(self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool) -> torch.Tensor:
+    def loss(self, batch: DeviceBatch, outputs: Any, *, training: bool) -> torch.Tensor:
         """Returns the loss of the global batch; `outputs` are those of all of it."""
-        loss = self._loss(batch, outputs, training=training)
-        return loss if context is None else sum(context.penalties, loss)
+        return self._loss(batch, outputs, training=training)
 
     def metrics(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
         """Updates the metrics with the global batch, and returns their values."""

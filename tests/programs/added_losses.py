@@ -1,0 +1,159 @@
+"""Trains models whose layers add losses (`add_loss`), in Keras' own steps, on several devices.
+
+python added_losses.py BACKEND NUM_DEVICES CASE... [SETTINGS]
+"""
+
+import functools
+import json
+import sys
+
+import numpy as np
+from own_steps_base import BATCH, ROWS, fitted, numbers
+
+import kerasdp
+
+
+def train(runner, names):
+    return {name: CASES[name](runner) for name in names}
+
+
+def vae(runner):
+    """A layer that samples and adds a mean over rows; no targets, no loss but what is added and an output's."""
+    import keras
+    from keras import layers, ops
+
+    class Sampling(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.seed_generator = keras.random.SeedGenerator(3)
+
+        def call(self, parts):
+            mean, spread = parts
+            apart = -0.5 * ops.sum(1 + spread - ops.square(mean) - ops.exp(spread), axis=-1)
+            self.add_loss(0.1 * ops.mean(apart))
+            return mean + ops.exp(0.5 * spread) * keras.random.normal(ops.shape(mean), seed=self.seed_generator)
+
+    class Reconstruction(layers.Layer):
+        def call(self, parts):
+            self.add_loss([ops.mean(ops.square(parts[0] - parts[1])), 0.5 * ops.mean(ops.abs(parts[1]))])
+            return parts[1]
+
+    with runner.scope():
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(8, "relu", activity_regularizer="l2")(inputs)
+        hidden = layers.BatchNormalization()(hidden)
+        code = Sampling(name="sampling")([layers.Dense(2, name="mean")(hidden), layers.Dense(2, name="spread")(hidden)])
+        model = keras.Model(inputs, Reconstruction(name="error")([inputs, layers.Dense(4)(code)]))
+        model.compile(keras.optimizers.Adam(0.01))
+    return evaluated(runner, model, numbers(0, ROWS, 4))
+
+
+def experts(runner):
+    """A load-balancing loss: a sum of products of means over the batch; the experts drop some of what they get."""
+    import keras
+    from keras import layers, ops
+
+    class Experts(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.router, self.drop = layers.Dense(4, name="router"), layers.Dropout(0.3)
+            self.experts = [layers.Dense(6, "tanh", name=f"expert_{number}") for number in range(4)]
+
+        def build(self, shape):
+            for layer in (self.router, *self.experts):
+                layer.build(shape)
+
+        def call(self, x, training=False):
+            chances = ops.softmax(self.router(x))
+            chosen = ops.one_hot(ops.argmax(chances, axis=-1), 4, dtype=chances.dtype)
+            axes = tuple(range(len(x.shape) - 1))
+            if training:
+                self.add_loss(0.3 * 4 * ops.sum(ops.mean(chances, axes) * ops.mean(chosen, axes)))
+            outputs = ops.stack([expert(x) for expert in self.experts], axis=-2)
+            return x + self.drop(ops.sum(outputs * (chances * chosen)[..., None], axis=-2), training=training)
+
+    with runner.scope():
+        inputs = keras.Input((5, 6))
+        x = Experts(name="first")(inputs)
+        x = Experts(name="second")(layers.LayerNormalization()(x))
+        model = keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return evaluated(runner, model, numbers(0, ROWS, 5, 6), np.arange(ROWS) % 3)
+
+
+def sums(runner):
+    """A subclassed model that adds a sum over the rows and a penalty of weights, and weighs them in `compute_loss`."""
+    import keras
+    from keras import layers, ops
+
+    class Regularized(layers.Layer):
+        """Has an activity regularizer of its own, and adds a loss as well."""
+
+        def __init__(self, **kwargs):
+            super().__init__(activity_regularizer=keras.regularizers.L1(0.01), **kwargs)
+            self.dense = layers.Dense(5, "tanh")
+
+        def build(self, shape):
+            self.dense.build(shape)
+
+        def call(self, x):
+            outputs = self.dense(x)
+            self.add_loss(0.001 * ops.sum(ops.square(outputs)))
+            return outputs
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.last = Regularized(name="regularized"), layers.Dense(1, name="last")
+
+        def call(self, x):
+            outputs = self.last(self.hidden(x))
+            self.add_loss(0.01 * ops.sum(ops.square(self.last.kernel)))
+            self.add_loss(0.02 * ops.var(outputs))
+            return outputs
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.mean(ops.square(y - y_pred)) + 0.7 * sum(self.losses)
+
+    with runner.scope():
+        model = Model()
+        model.compile(keras.optimizers.SGD(0.05))
+    return evaluated(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 1))
+
+
+def one_sided(runner):
+    """The first rows add nothing, so that no trial tells what it is; later ones do. Called twice in a pass."""
+    import keras
+    from keras import layers, ops
+
+    class Hinge(layers.Layer):
+        def call(self, x):
+            self.add_loss(ops.max(ops.relu(x - 2.0)))
+            return x
+
+    with runner.scope():
+        inputs, hinge = keras.Input((4,)), Hinge(name="hinge")
+        model = keras.Model(inputs, layers.Dense(1)(hinge(layers.Dense(4)(hinge(inputs)))))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    x = numbers(0, ROWS, 4)
+    return evaluated(runner, model, x * np.linspace(0, 3, ROWS)[:, None], numbers(1, ROWS, 1))
+
+
+def evaluated(runner, model, x, y=None):
+    result = fitted(runner, model, x, y)
+    found = runner.evaluate(model, x, y, batch_size=BATCH, return_dict=True, verbose=0)
+    result["evaluated"] = {name: float(value) for name, value in found.items()}
+    result["predicted"] = float(np.sum(np.abs(runner.predict(model, x, batch_size=BATCH, verbose=0))))
+    return result
+
+
+CASES = {case.__name__: case for case in (vae, experts, sums, one_sided)}
+
+
+if __name__ == "__main__":
+    backend, num_devices, *names = sys.argv[1:]
+    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
+    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
+    result = kerasdp.launch(functools.partial(train, names=names or list(CASES)), **settings, verbose=0)
+    print("RESULT " + json.dumps(result))

@@ -1,0 +1,92 @@
+"""A model whose loss compares the samples of the global batch: with `kerasdp.all_rows` it trains on several devices."""
+
+import numpy as np
+from own_steps_base import ROWS, fitted, in_form_of_backend, minimizing, numbers
+
+import kerasdp
+
+
+def neighbours(runner):
+    """Contrastive, with neighbours from a queue of what was seen, and a probe with an optimizer of its own.
+
+    One loss is taken of all rows on each device, one of its own rows compared with all.
+    """
+    import keras
+    from keras import layers, ops
+
+    class Neighbours(minimizing()):
+        def __init__(self):
+            super().__init__()
+            self.coder = keras.Sequential(
+                [keras.Input((6,)), layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dense(4)]
+            )
+            self.probe = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+            self.seeds = keras.random.SeedGenerator(5)
+            queue = keras.initializers.Constant(numbers(7, 20, 4) / 2)
+            self.queue = self.add_weight(shape=(20, 4), initializer=queue, trainable=False, name="queue")
+            self.of_contrast, self.of_probe = keras.metrics.Mean(name="c_loss"), keras.metrics.Mean(name="p_loss")
+            self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
+
+        def compile(self, contrastive_optimizer, probe_optimizer, **kwargs):
+            super().compile(**kwargs)
+            self.contrastive_optimizer, self.probe_optimizer = contrastive_optimizer, probe_optimizer
+
+        @property
+        def metrics(self):
+            return [self.of_contrast, self.of_probe, self.accuracy]
+
+        def view(self, x):
+            return x + 0.3 * keras.random.normal(ops.shape(x), seed=self.seeds)
+
+        def neighbour(self, features):
+            alike = ops.matmul(features, ops.transpose(self.queue))
+            nearest = ops.take(ops.convert_to_tensor(self.queue), ops.argmax(alike, axis=1), axis=0)
+            return features + ops.stop_gradient(nearest - features)
+
+        def contrast(self, one, other):
+            """Returns the loss of all rows, and the features for the queue."""
+            own = [ops.normalize(self.coder(view, training=True), axis=1) for view in (one, other)]
+            first, second = (kerasdp.all_rows(features) for features in own)
+            labels = ops.arange(first.shape[0])
+            alike = [
+                ops.matmul(self.neighbour(first), ops.transpose(second)) / 0.1,
+                ops.matmul(self.neighbour(second), ops.transpose(first)) / 0.1,
+            ]
+            losses = [ops.mean(ops.sparse_categorical_crossentropy(labels, each, from_logits=True)) for each in alike]
+            among_all = ops.logsumexp(ops.matmul(own[0], ops.transpose(second)), axis=1)
+            own_loss = ops.mean(among_all - ops.sum(own[0] * own[1], axis=1))
+            return sum(losses) + 0.5 * own_loss, ops.stop_gradient(first)
+
+        def probed(self, x):
+            return self.probe(ops.stop_gradient(self.coder(x, training=False)))
+
+        def probe_loss(self, y, outputs):
+            return ops.mean(ops.sparse_categorical_crossentropy(y, outputs, from_logits=True))
+
+        def train_step(self, data):
+            x, y = data
+            y, one, other, found = ops.cast(y, "int32"), self.view(x), self.view(x), []
+
+            def loss_of():
+                found[:] = self.contrast(one, other)
+                return found[0]
+
+            loss = self.minimize(loss_of, self.coder.trainable_weights, self.contrastive_optimizer)
+            self.of_contrast.update_state(loss)
+            self.queue.assign(ops.concatenate([found[1], self.queue[: -found[1].shape[0]]]))
+
+            def of_probe():
+                found[:] = [self.probed(x)]
+                return self.probe_loss(y, found[0])
+
+            self.of_probe.update_state(self.minimize(of_probe, self.probe.trainable_weights, self.probe_optimizer))
+            self.accuracy.update_state(y, ops.stop_gradient(found[0]))
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    with runner.scope():
+        model = in_form_of_backend(Neighbours)()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+    result = fitted(runner, model, numbers(0, ROWS, 6), np.arange(ROWS) % 3)
+    if keras.backend.backend() == "jax":  # where the model holds the optimizers' variables, too
+        result["weights"] = []
+    return result | {"queue": np.asarray(keras.ops.convert_to_numpy(model.queue)).tolist()}
