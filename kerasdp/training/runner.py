@@ -37,18 +37,18 @@ class Runner:
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
         state: where the training is.
-        heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
+        heartbeat: marks what this rank does (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
         steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
     """
 
-    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
-        self.steps = ModelSteps(strategy, self.state)
+        self.steps = ModelSteps(strategy, self.state, heartbeat)
         self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         keep_messages_of(RunError)
         set_seed(config.seed)
@@ -157,7 +157,8 @@ class Runner:
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
             check_data(model, reader, reader.first(), is_validation=True)
-            find_rows(model, reader, self.config, self.strategy, "test_step")
+            with self.heartbeat.compiling():
+                find_rows(model, reader, self.config, self.strategy, "test_step")
         return self._adapter(Feed(reader, self.strategy.shard_batch), batch_size)
 
     def _begin_fit(
@@ -175,7 +176,8 @@ class Runner:
             batch_size=num_rows, num_batches=feed.num_batches, epochs=epochs, max_steps=self.config.max_steps
         )
         if self.strategy.stages is not None:
-            self.strategy.stages.tune(model, feed.reader.first, self._say)
+            with self.heartbeat.compiling():
+                self.strategy.stages.tune(model, feed.reader.first, self._say)
         facts = Facts(
             # What is used, also where the arguments of `fit` say otherwise than the flags.
             config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
@@ -187,18 +189,8 @@ class Runner:
             model=model.name,
             global_batch_size=batch_size,
         )
-        return RunCallbacks(
-            self.config,
-            self.strategy,
-            self.state,
-            model,
-            feed,
-            callbacks,
-            facts=facts,
-            folder=self.next_folder(),
-            heartbeat=self.heartbeat,
-            verbose=verbose,
-        )
+        folder, known = self.next_folder(), (self.config, self.strategy, self.state)
+        return RunCallbacks(*known, model, feed, callbacks, facts=facts, folder=folder, verbose=verbose)
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
@@ -269,7 +261,9 @@ class Runner:
             )
 
     def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
-        return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
+        reader = make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
+        reader.sample = self.heartbeat.reading(reader.sample)  # type: ignore[method-assign]
+        return reader
 
     def _adapter(self, feed: Feed, batch_size: int) -> "FeedAdapter":
         return FeedAdapter(self.strategy.adapt(feed), feed.num_batches, batch_size)
@@ -278,7 +272,8 @@ class Runner:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
-        prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
+        with self.heartbeat.compiling():
+            prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)
 
     @contextlib.contextmanager
@@ -287,7 +282,8 @@ class Runner:
         checkpointer = callbacks.checkpointer
         with contextlib.closing(callbacks), signals.awaited() if checkpointer else contextlib.nullcontext():
             try:
-                check_first_step(model, self.config, self.strategy, reader)
+                with self.heartbeat.compiling():
+                    check_first_step(model, self.config, self.strategy, reader)
                 yield
             except NonFiniteLossError as found:
                 error = explained(found, reader, self.state)
