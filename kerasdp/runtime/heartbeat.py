@@ -171,11 +171,13 @@ class Heartbeat:
                     self._move(COMPILING)
                 return batch
 
-            self._step = step() + (name == "train")
+            if name == "train":
+                self._step = step() + 1
             with self.event(name):
                 data = map(look_at, data) if hasattr(data, "__next__") else [look_at(batch) for batch in data]
                 result = function(*rest, data)
-                self._step = step()
+                if name == "train":
+                    self._step = step()
             self._known_shapes.update(new)
             return result
 

@@ -5,6 +5,7 @@ python alone.py BACKEND NUM_DEVICES MODE HANG_TIMEOUT
 
 import contextlib
 import os
+import signal
 import sys
 import time
 
@@ -173,6 +174,15 @@ class Ranks:
             self.begin()
             time.sleep(1000)
         self.fit()
+
+    def ignores_a_failure(self):
+        if self.rank == 1:
+            self.fit(callbacks=self.trouble(self.raise_))
+        self.ignores_signals(batch=2)
+
+    def ignores_signals(self, batch=3):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.fit(callbacks=self.trouble(lambda: time.sleep(1000), ranks=(0, 1), batch=batch))
 
     def has_a_callback(self):
         self.begin()

@@ -20,7 +20,7 @@ KINDS = ("raise", "sleep", "exit 0", "exit 3", "kill")
 PLACES = {
     "before a step": 16,
     "after a step": 16,
-    "in a reading thread": 20,
+    "in a reading thread": 16,
     "before an epoch": 2,
     "after an epoch": 2,
     "before an evaluation's step": 12,

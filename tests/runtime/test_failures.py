@@ -109,8 +109,10 @@ def test_what_one_rank_does_alone_ends_the_run(mode):
     print(f"{mode}: {seconds:.1f} s: {done.stderr.strip()}")
     assert done.returncode == code, done.stderr
     assert re.search(words, done.stderr), done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert seconds < (15 if mode == "swallows_and_sleeps" else HANG_TIMEOUTS.get(mode, 0) + 5)
+    assert len(done.stderr.strip().splitlines()) == 1 or mode == "ignores_a_failure"
+    assert seconds < (
+        15 if mode == "swallows_and_sleeps" else HANG_TIMEOUTS.get(mode, 0) + 5 + 5 * (mode == "ignores_a_failure")
+    )
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
@@ -119,6 +121,29 @@ def test_what_one_rank_may_do_alone(mode):
     done, _ = alone(mode, ALLOWED[mode])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ENDS") == 2 * (mode != "all_call_sys_exit")
+
+
+@pytest.mark.proof
+@pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+@pytest.mark.parametrize(("number", "seconds_to_end"), [(signal.SIGTERM, 25), (signal.SIGKILL, 3), (signal.SIGINT, 10)])
+def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end):
+    process = start(PROGRAMS / "alone.py", "torch", 2, "ignores_signals", 0, backend="torch")
+    next(line for line in process.stdout if line.startswith("BEGIN"))
+    begin = time.monotonic()
+    try:
+        process.send_signal(number)
+        process.wait(timeout=40)
+        while session_members(process.pid) and time.monotonic() - begin < 40:
+            time.sleep(0.1)
+        seconds, said = time.monotonic() - begin, process.stderr.read()
+        print(f"{number.name}: {seconds:.1f} s, exit code {process.returncode}: {said}")
+        assert session_members(process.pid) == [] and seconds < seconds_to_end
+        if number == signal.SIGTERM:
+            assert process.returncode == 128 + signal.SIGTERM
+            assert re.search(r"SIGTERM was not heeded for 2\d s: rank 0 is after step 4 of fit .*, at .*; killed", said)
+    finally:
+        for left in session_members(process.pid):
+            os.kill(left, signal.SIGKILL)
 
 
 def started(backend, mode, folder):

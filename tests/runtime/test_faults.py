@@ -11,7 +11,7 @@ from tests.helpers import BACKENDS, PROGRAMS, session_members, start
 
 HANG_TIMEOUT = 5
 NUM_FAULTS = 50
-IN_SHORT = {"torch": (0, 1), "jax": (0,), "tensorflow": (1,)}
+IN_SHORT = {"torch": (0, 2), "jax": (0,), "tensorflow": (5,)}
 # What is said; where no process is told apart from a rank, and where a process waits for others.
 SAID = {
     "raise": r"RuntimeError: the fault",
@@ -42,8 +42,8 @@ def test_a_fault_ends_the_run(name, seed, tmp_path):
         print(f"{name}: rank {rank}: {kind} {place} {times}: {seconds:.1f} s: {text}")
         assert done.returncode == 1, done.stderr
         assert re.search(SAID[kind], done.stderr), done.stderr
-        if kind != "raise":
-            assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("WARNING:tensorflow")]
+        assert len(lines) == 1 or kind == "raise", done.stderr
         if name == "torch" and kind != "raise":
             assert f"rank {rank} " in text.partition(", while ")[0]
         assert seconds < (HANG_TIMEOUT if kind == "sleep" else 0) + 8

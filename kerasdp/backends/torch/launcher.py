@@ -110,8 +110,9 @@ def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
         if not isinstance(error, errors.RunError):
             # Maybe because another rank was killed, which records nothing: the launcher is to see that one's end first.
             time.sleep(_SECONDS_TO_SEE_ANOTHER_END)
-        # The process group is not left in order: that would wait for ranks that wait for this one.
-        raise
+        # The process group is not left in order: that would wait for ranks that wait for this one. Nor by the error,
+        # which torch (2.13) would write into a file that nobody removes.
+        raise SystemExit(1) from None
     dist.destroy_process_group()
     return result
 
