@@ -27,8 +27,7 @@ _SECONDS_TO_HEED, _SECONDS_TO_HEED_AGAIN = 20.0, 5.0
 # When a rank has failed, and torch's launcher has asked the others to end, for which it would wait for 30 s.
 _SECONDS_TO_END = 5.0
 
-# What the file of a rank's error is called at its end.
-ERROR = ".error"
+ERROR = ".error"  # at the end of the file with a rank's error
 
 _ALIKE = (
     "fit, evaluate and predict are the work of all ranks: call them on every rank, in the same order; only prints and "
@@ -237,7 +236,8 @@ class Watch:
         """
         if self.error is not None:
             return self.error
-        if self._gone and not {rank.number for rank in self._gone} & {*failed}:
+        gone = {rank.number for rank in self._gone}
+        if gone and not gone & {*failed} and not signals.seconds_since_passed_on():
             return WorkerError(f"{_each(self._gone)}: its process ended by itself, without an error")
         ranks = self._ranks()
         return _different(ranks) if len(ranks) == self._num_ranks else None
@@ -265,8 +265,10 @@ class Watch:
         """Returns whether a rank has failed; the others are then asked to end, but may not heed it."""
         if self._failed_since:
             return True
-        self._gone = [rank for rank in ranks if rank.record.state != OVER and _has_ended(rank.record.process)]
-        if self._gone or any(name.endswith(ERROR) for name in os.listdir(self._folder)):
+        ended = [rank for rank in ranks if rank.record.state != OVER and _has_ended(rank.record.process)]
+        errors = tuple(name for name in os.listdir(self._folder) if name.endswith(ERROR))  # read after that
+        self._gone = [rank for rank in ended if not any(name.endswith(f"-{rank.number}{ERROR}") for name in errors)]
+        if ended or errors:
             self._failed_since = time.monotonic()
         return bool(self._failed_since)
 
