@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
-from kerasdp.config import Config
+from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import UserError
 from kerasdp.runtime import signals
@@ -93,11 +93,14 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         # Only now may Keras be imported.
         from kerasdp.training.runner import Runner
 
-        heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout and folder else None
+        processes = strategy.processes
+        tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
+        heartbeat = Heartbeat(folder, processes.rank, processes.num_processes, tell_after)
+        heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
-        with runner.training_function():
+        with heartbeat.of_run(), runner.training_function():
             result = train(runner)
-    in_own_process = folder is not None or strategy.processes.num_processes > 1
+    in_own_process = folder is not None
     if in_own_process and hasattr(result, "set_model"):
         result.set_model(None)  # a Keras `History` holds its model, which cannot travel from a worker process
     return result

@@ -142,8 +142,9 @@ def _define_flags_of_files() -> None:
             "and number of devices; without one, start from the beginning.")  # fmt: skip
     _define(group, "max_restarts", number, _DEFAULTS.max_restarts, "How often to restart from the last checkpoint "
             "when a worker dies or hangs.")  # fmt: skip
-    _define(group, "hang_timeout", real, None, "Seconds without a step after which the run is ended, or restarted; "
-            "more than the longest step takes, compilation included. Default: none.")  # fmt: skip
+    _define(group, "hang_timeout", real, None, "Seconds without a move after which the run is ended, or "
+            "restarted; more than the longest step or callback takes; what may compile has an hour. 0: never. Default: "
+            "600 with torch on several devices, where ranks wait for each other; else a line says where.")  # fmt: skip
 
 
 def _define_flags_of_recipes() -> None:

@@ -10,6 +10,8 @@ from kerasdp.config import validation
 from kerasdp.errors import UserError
 
 CHECKPOINTS = "checkpoints"  # folder in the workdir
+# Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
+HANG_TIMEOUT = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,9 @@ class Config:
             training loss), stays besides.
         resume: resume from the newest checkpoint in the workdir; without one, start from the beginning.
         max_restarts: how often a run is restarted from its last checkpoint when a worker dies or hangs.
-        hang_timeout: seconds without a step after which a run counts as hanging, and is ended. None: never.
+        hang_timeout: seconds without a move in `fit`, `evaluate` or `predict` after which the run is ended; the first
+            call of each function with each shape, which may compile, has an hour. 0: never. None: 600 where ranks wait
+            for each other (torch on several devices); elsewhere a line then says where the run is.
         export: file for the finished model, `.keras` or `.weights.h5`. None: none.
 
     Raises:

@@ -56,7 +56,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_restarts": ("a whole number of at least 0", lambda number: number >= 0),
     "seed": ("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
     "learning_rate": ("a number above 0", lambda number: math.isfinite(number) and number > 0),
-    "hang_timeout": ("a number of seconds above 0", lambda number: number > 0),
+    "hang_timeout": ("a number of seconds, or 0 for never", lambda number: math.isfinite(number) and number >= 0),
     "export": (
         "a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))
     ),

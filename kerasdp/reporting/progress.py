@@ -1,4 +1,4 @@
-"""Shows how far an epoch is: to people, and to the supervisor of a run."""
+"""Shows how far an epoch is."""
 
 import contextlib
 import time
@@ -7,7 +7,6 @@ from typing import Any
 import keras
 
 from kerasdp.reporting import report
-from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import RunState
 
 
@@ -50,37 +49,6 @@ class Progress(keras.callbacks.Callback):
         # The trainer's values are already those of the epoch so far: shown as they are, not averaged again.
         self._progress.stateful_metrics = {name for name, _ in values} | {"images/s"}
         self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)
-
-
-class HeartbeatMarks:
-    """Marks the steps of this rank for its supervisor; see `kerasdp.runtime.heartbeat`.
-
-    Not a callback: a step ends when all callbacks have heard of it, and one of them may be what hangs.
-    """
-
-    def __init__(self, run_state: RunState, heartbeat: Heartbeat):
-        self.run_state, self.heartbeat, self.has_trained = run_state, heartbeat, False
-
-    def _beat(self, is_behind: bool) -> None:
-        if self.has_trained:  # the first step compiles for as long as it likes
-            self.heartbeat.beat(self.run_state.step - is_behind, is_behind)
-
-    def before_step(self) -> None:
-        """Marks the begin of a step."""
-        self._beat(False)
-
-    def after_step(self) -> None:
-        """Marks the end of a step."""
-        self.has_trained = True
-        self._beat(True)
-
-    def after_test_step(self) -> None:
-        """Marks that an evaluation moves."""
-        self._beat(True)
-
-    def close(self) -> None:
-        """Marks that nothing is to be expected any more."""
-        self.heartbeat.rest()
 
 
 def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from typing import Any
 from kerasdp.errors import RunError, WorkerError
 from kerasdp.runtime import signals
 
+# After these, a process that was asked to end is killed.
+_SECONDS_TO_END = 10.0
 
-def call_in_new_process(
-    function: Callable[..., Any], *args: Any, name: str, on_start: Callable[[Any], None] | None = None
-) -> Any:
+
+def call_in_new_process(function: Callable[..., Any], *args: Any, name: str) -> Any:
     """Calls a function in a new process, which ends with this one, however that ends; returns its result.
 
     Args:
         function: of a module, as all that travels to another process.
         *args: its arguments.
         name: of the process, for errors.
-        on_start: called with the process.
 
     Raises:
         RunError: the function's own, or a `WorkerError` if the process died or raised anything else.
@@ -37,8 +37,6 @@ def call_in_new_process(
         with signals.passed_on(lambda: [process] if process.pid else []):
             process.start()
             sender.close()
-            if on_start is not None:
-                on_start(process)
             result = receiver.recv()
             process.join(timeout=30)  # ends by itself
     except EOFError:
@@ -49,6 +47,8 @@ def call_in_new_process(
     finally:
         if process.pid is not None and process.is_alive():
             process.terminate()
+            process.join(_SECONDS_TO_END)
+            process.kill()
             process.join()
     if isinstance(result, RunError):
         raise result

@@ -15,8 +15,10 @@ from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on.
-_SECONDS_OF_ONE = 2.0
+SECONDS_OF_ONE = 2.0
 _noted: list[int] = []
+# When they were passed on, in seconds of `time.monotonic`.
+_passed_on: list[float] = []
 _last = 0.0
 _is_awaited = False
 
@@ -36,9 +38,11 @@ def noticed() -> Iterator[None]:
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting."""
     _noted.clear()
+    _passed_on.clear()
 
     def pass_on(number: int, _: Any) -> None:
         _noted.append(number)
+        _passed_on.append(time.monotonic())
         workers = list(processes())
         if not workers:  # not yet
             raise SystemExit(128 + number)
@@ -72,6 +76,17 @@ def noted() -> signal.Signals | None:
     return signal.Signals(_noted[0]) if _noted else None
 
 
+def is_finishing() -> bool:
+    """Returns whether a signal has been noted, and the run ends after its step, with a checkpoint."""
+    return bool(_noted) and _is_awaited
+
+
+def seconds_since_passed_on() -> list[tuple[int, float]]:
+    """Returns the signals that were passed on, with the seconds since."""
+    now = time.monotonic()
+    return [(number, now - then) for number, then in zip(_noted, _passed_on)]
+
+
 def leave_as(exit_code: int) -> None:
     """Ends this process, too, if another ended with this code because of a signal that was passed on to it."""
     for number in _noted:
@@ -91,7 +106,7 @@ def leave_if_asked() -> None:
 
 def _note(number: int, _: Any) -> None:
     global _last
-    is_the_same = number in _noted and time.monotonic() - _last < _SECONDS_OF_ONE
+    is_the_same = number in _noted and time.monotonic() - _last < SECONDS_OF_ONE
     _last = time.monotonic()
     if is_the_same:
         return

@@ -1,20 +1,16 @@
 """Watches over a run: restarts it from its last checkpoint when a worker dies, and ends it when one hangs."""
 
-import contextlib
 import dataclasses
-import os
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.errors import WorkerError
 from kerasdp.runtime import signals
-from kerasdp.runtime.heartbeat import find_hanging
 from kerasdp.runtime.processes import call_in_new_process
+from kerasdp.runtime.watch import Watch
 
 
 def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
@@ -41,37 +37,14 @@ def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., A
 
 
 def _watch(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
-    found: list[str] = []
-    is_over = threading.Event()
-
-    def look_for_hanging(process: Any, folder: str, timeout: float) -> None:
-        while not is_over.wait(0.5):
-            hanging = find_hanging(folder, timeout)
-            if hanging is None:
-                continue
-            found.append(hanging[0])
-            kill(hanging[1])
-            if not is_over.wait(10):  # with torch it has workers of its own, and ends in order when they are gone
-                kill([process.pid])
-            return
-
-    def kill(processes: list[int]) -> None:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-    with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
-
-        def start_to_look(process: Any) -> None:
-            if settings.hang_timeout is not None:
-                arguments = (process, folder, settings.hang_timeout)
-                threading.Thread(target=look_for_hanging, args=arguments, daemon=True).start()
-
+    # With torch on several devices the worker starts others, and watches over them itself.
+    with (
+        tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder,
+        Watch(folder, 1, settings.hang_timeout or None) as watch,
+    ):
         try:
-            return call_in_new_process(work, settings, train, folder, name="the worker", on_start=start_to_look)
-        except WorkerError:
-            if found:
-                raise WorkerError(found[0]) from None
+            return call_in_new_process(work, settings, train, folder, name="the worker")
+        except (WorkerError, SystemExit):
+            if watch.error is not None:
+                raise watch.error from None
             raise
-        finally:
-            is_over.set()

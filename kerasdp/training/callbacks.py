@@ -14,10 +14,9 @@ from kerasdp.config import CHECKPOINTS, Config
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.reporting import report
-from kerasdp.reporting.progress import HeartbeatMarks, Progress, as_numbers
+from kerasdp.reporting.progress import Progress, as_numbers
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.runtime import signals
-from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Position, RunState
 from kerasdp.training.rank_sync import RankSync
 
@@ -49,7 +48,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
         *,
         facts: report.Facts,
         folder: str | None,
-        heartbeat: Heartbeat | None,
         verbose: str | int | None,
     ):
         """Makes them. With `config.resume`, gives model and state the values of the newest checkpoint.
@@ -66,12 +64,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         callbacks = _checked(strategy, config, callbacks)
         processes = strategy.processes
         is_chief = processes.rank == 0
-        # The same on all ranks, though only one has those that write.
-        self._rank_sync = RankSync(processes, each_step=bool(callbacks)) if processes.num_processes > 1 else None
+        self._rank_sync = None
+        if processes.num_processes > 1:
+            # The same on all ranks, though some callbacks may be on one alone, as those that write are.
+            self._rank_sync = RankSync(processes, each_step=processes.any_rank(bool(callbacks)))
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
         verbose = _verbosity(verbose, config)
         self.state, self._strategy, self._reader = state, strategy, reader
-        self._marks = HeartbeatMarks(state, heartbeat) if heartbeat else None
         # Keras' own `self.model` brings back all values from the running step with jax, each time it is asked for.
         self._trained = model
         checkpoints = os.path.join(folder, CHECKPOINTS) if folder and config.keeps_checkpoints else None
@@ -144,8 +143,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that is trained."""
         if batch >= self.state.num_skipped:
-            if self._marks:
-                self._marks.before_step()
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -161,8 +158,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._call_listening("on_train_batch_end", batch, logs)
             if self._rank_sync:
                 self._rank_sync.after_step(self._trained)
-            if self._marks:
-                self._marks.after_step()
         self.state.after_batch(is_stopping=self._trained.stop_training)
         if is_trained and self.checkpointer:
             self.checkpointer.after_step()
@@ -177,8 +172,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that was evaluated."""
         self._call_listening("on_test_batch_end", batch, logs)
-        if self._marks:
-            self._marks.after_test_step()
         if self.checkpointer:
             self.checkpointer.after_test_step()
 
@@ -219,8 +212,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.recorder.close()
         if self.checkpointer:
             self.checkpointer.close()
-        if self._marks:
-            self._marks.close()
 
 
 def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:

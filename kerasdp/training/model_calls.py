@@ -12,6 +12,8 @@ from kerasdp.backends.base import Strategy
 from kerasdp.data.feed import FeedAdapter
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import replaced_methods
+from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.training.call_arguments import described
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.preprocessing import has_preprocessing, preprocessed
 
@@ -24,11 +26,13 @@ class CalledRunner(Protocol):
     Attributes:
         strategy: how the devices share the work.
         steps: know whether Keras' own methods run.
+        heartbeat: lets all ranks begin a call together.
         num_model_calls: calls of models' own methods that came to the runner.
     """
 
     strategy: Strategy
     steps: ModelSteps
+    heartbeat: Heartbeat
     num_model_calls: int
 
 
@@ -39,7 +43,7 @@ def through_model(method: Method) -> Method:
     `model_calls_through`. One that preprocesses data (`kerasdp.training.preprocessing`) is not called, but its
     preprocessing, on all data at once.
     """
-    name, signature = method.__name__, inspect.signature(method)
+    name, signature, method = method.__name__, inspect.signature(method), _on_all_ranks(method)
 
     @functools.wraps(method)
     def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +65,23 @@ def through_model(method: Method) -> Method:
         if runner.num_model_calls == num_model_calls:
             raise UserError(f"{type(model).__name__} has a {name} of its own, which does not call super().{name}")
         return result
+
+    return cast(Method, call)
+
+
+def _on_all_ranks(method: Method) -> Method:
+    """Makes a method of `Runner` begin when all ranks have called it, with the same arguments."""
+    name, signature = method.__name__, inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        given = {}
+        if runner.strategy.processes.num_processes > 1:
+            _, _, *names = signature.parameters
+            bound = signature.bind(runner, model, *args, **kwargs).arguments
+            given = described(model, {name: bound[name] for name in names if name in bound})
+        with runner.heartbeat.call(name, given):
+            return method(runner, model, *args, **kwargs)
 
     return cast(Method, call)
 
@@ -109,6 +130,6 @@ def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any
             return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
         runner.num_model_calls += 1
         # Not the one of `through_model`: this may be the `super()` of a model's own method.
-        return inspect.unwrap(getattr(type(runner), name))(runner, model, *args, **kwargs)
+        return getattr(type(runner), name).__wrapped__(runner, model, *args, **kwargs)
 
     return call

@@ -12,6 +12,7 @@ from kerasdp.backends.steps import TrainedWeights
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import building_nothing, made_by_compile, same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
+from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import RunState
 
@@ -19,10 +20,10 @@ from kerasdp.runtime.run_state import RunState
 class ModelSteps:
     """The step functions of the models of a run, made once for each compiled model."""
 
-    def __init__(self, strategy: Strategy, state: RunState):
-        """`strategy` makes the functions, which tell `state` of each training step."""
+    def __init__(self, strategy: Strategy, state: RunState, heartbeat: Heartbeat):
+        """`strategy` makes the functions, which tell `state` of each training step; their calls are marked."""
         # Calls of Keras' `fit`, `evaluate` and `predict` that have not returned.
-        self._strategy, self._state = strategy, state
+        self._strategy, self._state, self._heartbeat = strategy, state, heartbeat
         self.num_running = 0
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
 
@@ -66,9 +67,15 @@ class ModelSteps:
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
             functions = self._strategy.step_functions(model, self._state)
-            known = made_for, functions if stages is None else _training_the_same_weights(model, functions)
+            functions = functions if stages is None else _training_the_same_weights(model, functions)
+            known = made_for, self._marked(functions)
             self._functions.put(model, known)
         return known[1]
+
+    def _marked(self, functions: StepFunctions) -> StepFunctions:
+        names = [field.name for field in dataclasses.fields(functions)]
+        mark = self._heartbeat.step_function
+        return StepFunctions(**{name: mark(name, getattr(functions, name), lambda: self._state.step) for name in names})
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:

@@ -38,18 +38,18 @@ class Runner:
         devices: the devices of the run.
         strategy: how the devices share the work (`kerasdp.backends.base.Strategy`).
         state: where the training is.
-        heartbeat: marks this rank's steps for a supervisor, if there is one (`kerasdp.runtime.heartbeat`).
+        heartbeat: marks what this rank does (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
         steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
     """
 
-    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat | None = None):
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat):
         self.config, self.devices, self.strategy, self.heartbeat = config, devices, strategy, heartbeat
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
-        self.steps = ModelSteps(strategy, self.state)
+        self.steps = ModelSteps(strategy, self.state, heartbeat)
         self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
@@ -138,10 +138,7 @@ class Runner:
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with (
-            self.steps.running(model, "train", "test"),
-            self._training(model, run_callbacks, reader, validation) as data,
-        ):
+        with self._training(model, run_callbacks, reader, validation) as data:
             history = keras.Model.fit(
                 model,
                 data[0],
@@ -161,7 +158,8 @@ class Runner:
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
             check_data(model, reader, reader.first(), is_validation=True)
-            find_rows(model, reader, self.config, self.strategy, "test_step")
+            with self.heartbeat.compiling():
+                find_rows(model, reader, self.config, self.strategy, "test_step")
         return reader
 
     def _begin_fit(
@@ -179,7 +177,8 @@ class Runner:
             batch_size=num_rows, num_batches=reader.num_batches, epochs=epochs, max_steps=self.config.max_steps
         )
         if self.strategy.stages is not None:
-            self.strategy.stages.tune(model, reader.first, self._say)
+            with self.heartbeat.compiling():
+                self.strategy.stages.tune(model, reader.first, self._say)
         facts = Facts(
             # What is used, also where the arguments of `fit` say otherwise than the flags.
             config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
@@ -191,18 +190,8 @@ class Runner:
             model=model.name,
             global_batch_size=batch_size,
         )
-        return RunCallbacks(
-            self.config,
-            self.strategy,
-            self.state,
-            model,
-            reader,
-            callbacks,
-            facts=facts,
-            folder=self.next_folder(),
-            heartbeat=self.heartbeat,
-            verbose=verbose,
-        )
+        folder, known = self.next_folder(), (self.config, self.strategy, self.state)
+        return RunCallbacks(*known, model, reader, callbacks, facts=facts, folder=folder, verbose=verbose)
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
@@ -267,13 +256,16 @@ class Runner:
 
     def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
         options["known_streams"] = self._known_streams
-        return make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
+        reader = make_reader(self.config, self.strategy, self.devices, x, y, sample_weight, batch_size, **options)
+        reader.sample = self.heartbeat.reading(reader.sample)  # type: ignore[method-assign]
+        return reader
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
         batch = reader.first()
-        prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
+        with self.heartbeat.compiling():
+            prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)
 
     @contextlib.contextmanager
@@ -285,9 +277,11 @@ class Runner:
         Yields what Keras may read: the batches of the two readers.
         """
         checkpointer = callbacks.checkpointer
-        with contextlib.closing(callbacks), signals.awaited() if checkpointer else contextlib.nullcontext():
+        waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
+        with self.steps.running(model, "train", "test"), contextlib.closing(callbacks), waiting:
             try:
-                check_first_step(model, self.config, self.strategy, reader)
+                with self.heartbeat.compiling():
+                    check_first_step(model, self.config, self.strategy, reader)
                 with fed(self.strategy, reader, validation, state=self.state) as batches:
                     yield batches
             except NonFiniteLossError as found:

@@ -74,7 +74,7 @@ from kerasdp.errors import UserError
         ({"num_devices": "2"}, "--gpus: expected a whole number of at least 1. Received: '2'"),
         ({"batch_size": True}, "--batch_size: expected a whole number of at least 1. Received: True"),
         ({"learning_rate": "0.1"}, "--learning_rate: expected a number above 0. Received: '0.1'"),
-        ({"hang_timeout": "60"}, "--hang_timeout: expected a number of seconds above 0. Received: '60'"),
+        ({"hang_timeout": "60"}, "--hang_timeout: expected a number of seconds, or 0 for never. Received: '60'"),
         ({"seed": None}, "--seed: expected a whole number from 0 to 4294967295. Received: None"),
         ({"seed": 1.5}, "--seed: expected a whole number from 0 to 4294967295. Received: 1.5"),
         ({"cut_at": ["a", "b"]}, "--cut_at: expected names of layers in one string, comma-separated. Received: ['a', "),

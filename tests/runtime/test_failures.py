@@ -38,6 +38,114 @@ def test_replicas_that_drift_apart_are_an_error(backend, tmp_path):
     assert "hold different values in 1 variables, first in" in done.stderr.splitlines()[-1]
 
 
+OTHER = "UserError: the ranks do different things: "
+SAME = r"UserError: fit \(alone.py:\d+\): expected the same "
+# What one rank does alone: the exit code, and what is said.
+ALONE = {
+    "evaluates_last": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 has left the training function"),
+    "evaluates_before_fit": (2, OTHER + r"rank 0 calls evaluate \(alone.py:\d+\), rank 1 calls fit \(alone.py:\d+\)"),
+    "model_predicts": (2, OTHER + r"rank 0 calls predict \(alone.py:\d+\), rank 1 calls fit"),
+    "evaluates_in_callback": (2, OTHER + r"rank 0 is in step 4 of fit .*, rank 1 calls evaluate .* within fit"),
+    "evaluates_after_epoch": (2, OTHER + r"rank 0 is in step 8 of fit .*, rank 1 calls evaluate .* within fit"),
+    "fits_more_often": (2, OTHER + r"rank 0 has left the training function, rank 1 calls fit"),
+    "returns_early": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
+    "cannot_build": (2, OTHER + r"rank 0 calls fit .*, rank 1 has left the training function"),
+    "swallows": (
+        1,
+        r"rank 1 left fit .* by ValueError: bad luck \(alone.py:\d+\), which did not end the run, while rank 0",
+    ),
+    "swallows_and_fits": (1, r"rank 1 left fit .* by ValueError: bad luck \(alone.py:\d+\), which did not end the run"),
+    "swallows_and_sleeps": (1, r"rank 1 left fit .* by ValueError: bad luck .* which did not end the run"),
+    "builds_another_model": (
+        2,
+        SAME + r"model on all ranks. Received: a Sequential of 15 numbers, 2 weights trained on",
+    ),
+    "has_less_data": (
+        2,
+        SAME + r"x on all ranks. Received: float32 \(64, 4\) on rank 0, float32 \(56, 4\) on rank 1; every",
+    ),
+    "has_other_values": (
+        2,
+        SAME + r"x on all ranks. .* with some values on rank 0, others on rank 1; .*seed what is random",
+    ),
+    "has_more_epochs": (2, SAME + r"epochs on all ranks. Received: 2 on rank 0, 3 on rank 1; give each the same"),
+    "validates": (2, SAME + r"validation_data on all ranks. Received: nothing on rank 0"),
+    "exits": (1, r"rank 1 is after step 4 of fit .*: its process ended by itself, without an error"),
+    "exits_with_3": (1, r"rank 1 ended with exit code 3"),
+    "calls_sys_exit": (1, r"rank 1 left fit .* by SystemExit .*, which did not end the run, while rank 0 is in step 4"),
+    "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
+    "sleeps": (
+        1,
+        r"rank 1 hangs after step 4 of fit .*, at .*alone.py:\d+, in .*, while rank 0 is in step 4 of fit .*: nothing",
+    ),
+    "sleeps_before_fit": (
+        1,
+        r"rank 1 hangs in the script, at .*, in sleeps_before_fit, while rank 0 calls fit .*: nothing mo",
+    ),
+}
+# With the default: nothing of it has to be waited for; but what hangs needs a limit.
+HANG_TIMEOUTS = {"sleeps": 3, "sleeps_before_fit": 3}
+# Ways in which ranks may differ.
+ALLOWED = {"has_a_callback": 0, "all_swallow_and_fit": 0, "works_after_fit": 1, "all_call_sys_exit": 0}
+ALONE_IN_SHORT = ("evaluates_before_fit", "evaluates_in_callback", "swallows", "has_a_callback")
+
+
+def alone(mode, hang_timeout):
+    """Returns the end of a program in which a rank does something alone, and the seconds from then on."""
+    done = run(PROGRAMS / "alone.py", "torch", 2, mode, hang_timeout, backend="torch", timeout=60)
+    end, begins = time.time(), re.findall(r"BEGIN (\S+)", done.stdout)
+    return done, end - max(map(float, begins), default=end)
+
+
+def modes(cases):
+    return [pytest.param(mode, marks=[] if mode in ALONE_IN_SHORT else pytest.mark.proof) for mode in cases]
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+@pytest.mark.parametrize("mode", modes(ALONE))
+def test_what_one_rank_does_alone_ends_the_run(mode):
+    code, words = ALONE[mode]
+    done, seconds = alone(mode, HANG_TIMEOUTS.get(mode, 0))
+    print(f"{mode}: {seconds:.1f} s: {done.stderr.strip()}")
+    assert done.returncode == code, done.stderr
+    assert re.search(words, done.stderr), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 or mode == "ignores_a_failure"
+    assert seconds < (
+        15 if mode == "swallows_and_sleeps" else HANG_TIMEOUTS.get(mode, 0) + 5 + 5 * (mode == "ignores_a_failure")
+    )
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+@pytest.mark.parametrize("mode", modes(ALLOWED))
+def test_what_one_rank_may_do_alone(mode):
+    done, _ = alone(mode, ALLOWED[mode])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ENDS") == 2 * (mode != "all_call_sys_exit")
+
+
+@pytest.mark.proof
+@pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+@pytest.mark.parametrize(("number", "seconds_to_end"), [(signal.SIGTERM, 25), (signal.SIGKILL, 3), (signal.SIGINT, 10)])
+def test_ranks_that_ignore_signals_end_with_their_parent(number, seconds_to_end):
+    process = start(PROGRAMS / "alone.py", "torch", 2, "ignores_signals", 0, backend="torch")
+    next(line for line in process.stdout if line.startswith("BEGIN"))
+    begin = time.monotonic()
+    try:
+        process.send_signal(number)
+        process.wait(timeout=40)
+        while session_members(process.pid) and time.monotonic() - begin < 40:
+            time.sleep(0.1)
+        seconds, said = time.monotonic() - begin, process.stderr.read()
+        print(f"{number.name}: {seconds:.1f} s, exit code {process.returncode}: {said}")
+        assert session_members(process.pid) == [] and seconds < seconds_to_end
+        if number == signal.SIGTERM:
+            assert process.returncode == 128 + signal.SIGTERM
+            assert re.search(r"SIGTERM was not heeded for 2\d s: rank 0 is after step 4 of fit .*, at .*; killed", said)
+    finally:
+        for left in session_members(process.pid):
+            os.kill(left, signal.SIGKILL)
+
+
 def started(backend, mode, folder):
     """A run that trains."""
     process = start(PROGRAMS / "fail.py", backend, 2, mode, folder, backend=backend)

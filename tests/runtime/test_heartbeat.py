@@ -1,73 +1,246 @@
-"""Who hangs, by what the ranks wrote down."""
+"""What ranks write down, and what whoever watches over them makes of it."""
 
 import os
+import sys
+import threading
 import time
+import zlib
 
 import pytest
 
-from kerasdp.runtime import heartbeat
+from kerasdp.runtime import rank_files, watch
+from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.rank_files import CALL, COMPILING, END, MEETING, NUM_RECENT, OUTSIDE, STEP, Notes, Record
+
+FIT = {"name": "fit", "line": "mine.py:3", "arguments": {}}
+
+
+def names(*events):
+    """The ring of the last events, whose names are words."""
+    recent = [0] * NUM_RECENT
+    for number, event in enumerate(events, 1):
+        recent[number % NUM_RECENT] = zlib.crc32(event.encode()) & 0xFFFF
+    return tuple(recent)
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(rank, place, seconds_ago, silent_for=0.0, where=None):
-        now = time.monotonic()
-        record = heartbeat._RECORD.pack(1000 + rank, place, now - seconds_ago, now - silent_for)
-        (tmp_path / f"rank-{rank}").write_bytes(record)
-        if where:
-            (tmp_path / f"rank-{rank}.where").write_text(where)
+def ranks():
+    """Makes ranks, which by default wait in step 5 of the same `fit`."""
 
-    return write
+    def make(*changes):
+        now, made = time.monotonic(), []
+        for number, change in enumerate(map(dict, changes)):
+            events = change.pop("events", ["before fit", "train"])
+            seconds, silent = change.pop("seconds", 20.0), change.pop("silent", 0.0)
+            place, error = change.pop("place", ""), change.pop("error", "")
+            meetings = change.pop("meetings", {"1": FIT})
+            calls = change.pop("calls", ["fit (mine.py:3)"])
+            record = Record(1000 + number, STEP, len(events), len(meetings), 1, 1, 5, 0, 0.0, 0.0, names(*events))
+            record = record._replace(since=now - seconds, alive=now - silent, **change)
+            made.append(watch.Rank(number, record, Notes(meetings, calls, error), place))
+        return made
 
-
-def find(tmp_path):
-    return heartbeat.find_hanging(str(tmp_path), 10)
-
-
-def test_nothing_to_see(tmp_path, write):
-    assert find(tmp_path) is None
-    heartbeat.Heartbeat(str(tmp_path), 0)
-    assert find(tmp_path) is None
-    write(0, -1, 100)  # has not trained yet, or has ended
-    assert find(tmp_path) is None
+    return make
 
 
-def test_one_that_moves_is_enough(tmp_path, write):
-    write(0, 8, 100)
-    write(1, 9, 1)
-    assert find(tmp_path) is None
+def find(ranks, timeout=10.0):
+    error = watch.find_error(ranks, len(ranks), timeout)
+    return error and str(error)
 
 
-def test_a_process_that_is_stopped(tmp_path, write):
-    write(0, 8, 20)
-    write(1, 8, 20, silent_for=19)
-    assert find(tmp_path) == (
-        "rank 1 hangs in step 5 (its process is stopped): nothing moved for 10 s", [1000, 1001]
-    )  # fmt: skip
+def test_nothing_to_see(ranks):
+    assert find(ranks({}, {"seconds": 1.0})) is None  # one that moves is enough
+    assert find(ranks({"seconds": 9.0}, {"seconds": 9.5})) is None
+    assert find(ranks({}, {}), timeout=None) is None
+    assert watch.find_error(ranks({}), 2, 10.0) is None  # the other one has not begun
+    away = {"state": OUTSIDE, "call": 0, "outer_call": 0, "calls": []}
+    assert find(ranks(away, {**away, "state": END})) is None  # in the script for as long as it likes
 
 
-def test_a_rank_that_is_behind(tmp_path, write):
+def test_a_process_that_is_stopped(ranks):
+    text = find(ranks({}, {"silent": 19.0}))
+    assert text.startswith(
+        "rank 1 hangs in step 5 of fit (mine.py:3), its process is stopped, while rank 0 is in step 5 of fit "
+        "(mine.py:3): nothing moved for 10 s"
+    )
+
+
+def test_a_rank_that_is_behind(ranks):
     """It is still between two steps (in a callback, or at its data), while the other one waits in the next step."""
-    write(0, 10, 20, where="site-packages/torch/distributed.py:3, in all_reduce")
-    write(1, 9, 21, where="mine.py:7, in load")
-    assert find(tmp_path)[0].startswith("rank 1 hangs in step 6 (at mine.py:7, in load)")
+    ahead = {"events": ["before fit", "train", "train"], "place": "site-packages/torch/distributed.py:3, in all_reduce"}
+    text = find(ranks(ahead, {"state": CALL, "place": "mine.py:7, in load"}))
+    assert text.startswith("rank 1 hangs after step 5 of fit (mine.py:3), at mine.py:7, in load, while rank 0 is")
 
 
-def test_a_rank_that_is_busy_elsewhere(tmp_path, write):
-    """All are in the same step; one is in code of the user's, the others wait for it in the framework's."""
+def test_a_rank_that_is_busy_elsewhere(ranks):
+    """All are in the same step; one is in code of a user, the others wait for it in the framework."""
     package = os.path.dirname(pytest.__file__).removesuffix("/pytest")
-    write(0, 10, 20, where=f"{package}/torch/autograd/graph.py:3, in backward")
-    write(1, 10, 20, where="mine.py:7, in call")
-    assert find(tmp_path)[0].startswith("rank 1 hangs in step 6 (at mine.py:7, in call)")
+    framework = {"place": f"{package}/torch/autograd/graph.py:3, in backward"}
+    assert find(ranks(framework, {"place": "mine.py:7, in call"})).startswith("rank 1 hangs in step 5 of fit")
+
+
+def test_what_compiles_has_an_hour(ranks):
+    """Be it the rank that all wait for; not one that waits in its first step for another."""
+    assert find(ranks({"events": ["before fit"] + 2 * ["train"]}, {"state": COMPILING})) is None
+    assert find(ranks({"state": COMPILING, "seconds": 3599.0})) is None
+    assert find(ranks({"state": COMPILING, "seconds": 3601.0})).startswith("rank 0 hangs")
+    waits = {"state": COMPILING, "events": ["before fit", "train", "test"]}
+    assert find(ranks(waits, {"state": CALL, "place": "mine.py:7, in log"})).startswith("rank 1 hangs")
+
+
+def test_a_rank_that_does_not_come(ranks):
+    there = {"state": MEETING, "call": 0, "outer_call": 0, "calls": [], "events": ["before fit"]}
+    away = {**there, "state": OUTSIDE, "meetings": {}, "events": [], "place": "mine.py:2, in train"}
+    text = find(ranks(there, away))
+    assert text.startswith("rank 1 hangs in the script, at mine.py:2, in train, while rank 0 calls fit (mine.py:3)")
+
+
+def test_ranks_before_different_calls(ranks):
+    """Known at once."""
+    there = {"state": MEETING, "call": 0, "outer_call": 0, "calls": [], "seconds": 0.1, "step": 0}
+    other = {"name": "evaluate", "line": "mine.py:4", "arguments": {}}
+    text = find(
+        ranks({**there, "events": ["before fit"]}, {**there, "meetings": {"1": other}, "events": ["before evaluate"]})
+    )
+    assert text.startswith("the ranks do different things: rank 0 calls fit (mine.py:3), rank 1 calls evaluate (mine.")
+    assert text.endswith("belong under `if runner.is_chief:`")
+
+
+def test_ranks_in_different_steps(ranks):
+    """Known at once, though both may still move: the ends of two epochs, say."""
+    begun = ["before fit", "train"]
+    one, two = ({"events": [*begun, name], "seconds": 0.1} for name in ("train", "any_rank"))
+    assert "the ranks do different things" in find(ranks(one, two))
+    assert find(ranks(one, {"events": [*begun, "train", "any_rank"]})) is None
+    # Of those that are long ago nothing is known.
+    many = ["before fit", *["train"] * 40]
+    assert find(ranks({"events": many, "seconds": 0.1}, {"events": [*many, "test"]})) is None
+    assert find(ranks({"events": [*many, "train"], "seconds": 0.1}, {"events": [*many, "test"]})) is not None
+
+
+def test_other_arguments(ranks):
+    def given(shown, sample):
+        call = {**FIT, "arguments": {"x": {"shown": shown, "sample": sample}, "epochs": {"shown": "2"}}}
+        return {"state": MEETING, "events": ["before fit"], "meetings": {"1": call}, "call": 0, "outer_call": 0}
+
+    assert find(ranks(given("float32 (8, 4)", 0.25), {**given("float32 (8, 4)", 0.2500001), "seconds": 0.0})) is None
+    assert find(ranks(given("float32 (8, 4)", 0.25), given("float32 (7, 4)", 0.25))).startswith(
+        "fit (mine.py:3): expected the same x on all ranks. Received: float32 (8, 4) on rank 0, float32 (7, 4) on rank"
+    )
+    assert "float32 (8, 4) with some values on rank 0, others on rank 1; every rank takes its rows" in find(
+        ranks(given("float32 (8, 4)", 0.25), given("float32 (8, 4)", 0.26))
+    )
+
+
+@pytest.mark.parametrize("state", [OUTSIDE, END, MEETING])
+def test_a_rank_that_left_a_call(ranks, state):
+    """The other one waits in it in vain; for ten seconds it may still be on its way out."""
+    left = {"state": state, "call": 0, "outer_call": 0, "calls": [], "seconds": 30.0, "step": 0}
+    if state != OUTSIDE:
+        left |= {"meetings": {"1": FIT, "2": {**FIT, "name": "" if state == END else "fit"}}}
+        left["events"] = ["before fit", "train", "before fit"]
+    for error in ("", "fit (mine.py:3) by ValueError: bad luck (mine.py:9)"):
+        assert find(ranks({"seconds": 9.0}, {**left, "error": error}), 100.0) is None
+        text = find(ranks({"seconds": 11.0}, {**left, "error": error}), 100.0)
+        assert ("rank 1 left fit (mine.py:3) by ValueError: bad luck (mine.py:9), which did not end" in text) == (
+            error != ""
+        )
+    # A nested call's own number is not that of the call around it.
+    nested = {"call": 2, "outer_call": 1, "meetings": {"1": FIT, "2": FIT}, "state": STEP, "seconds": 1.0}
+    assert find(ranks({"seconds": 11.0}, nested), 100.0) is None
 
 
 def test_a_real_one_says_where_it_is(tmp_path):
-    beating = heartbeat.Heartbeat(str(tmp_path), 0)
-    assert heartbeat.find_hanging(str(tmp_path), 0.1) is None
-    beating.beat(4, False)
-    time.sleep(1.7)
-    text, processes = heartbeat.find_hanging(str(tmp_path), 1)
-    assert processes == [os.getpid()]
-    assert text.startswith(f"rank 0 hangs in step 5 (at {__file__}:")
-    beating.rest()
-    assert heartbeat.find_hanging(str(tmp_path), 0) is None
+    beating = Heartbeat(str(tmp_path))
+    assert find(watch.read_ranks(str(tmp_path), 1), 0.1) is None
+    with beating.of_run():
+        with beating.call("fit"):
+            time.sleep(1.7)
+            (rank,) = watch.read_ranks(str(tmp_path), 1)
+            assert rank.record.process == os.getpid()
+            assert find([rank], 1.0).startswith(
+                f"rank 0 hangs in fit (test_heartbeat.py:{line_of('fit')}), at {__file__}:"
+            )
+        assert find(watch.read_ranks(str(tmp_path), 1), 1e-9) is None
+    assert watch.read_ranks(str(tmp_path), 1)[0].record.state == rank_files.OVER
+
+
+def line_of(name):
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if f'beating.call("{name}")' in line)
+
+
+def test_the_first_call_with_each_shape_may_compile(tmp_path):
+    beating, states = Heartbeat(str(tmp_path)), []
+
+    def state():
+        return rank_files.read_record(str(tmp_path), 0).state
+
+    class Tensor:
+        def __init__(self, *shape):
+            self.shape = shape
+
+    def of_iterator(iterator):
+        states.append([state(), len(next(iterator)["a"]), state()])
+
+    def of_batches(batches):
+        states.append([len(batches[0]["a"]), state()])
+
+    train = beating.step_function("train", of_iterator, lambda: 0)
+    test = beating.step_function("test", of_batches, lambda: 0)
+    for size in (8, 8, 3, 8, 3):
+        train(iter([{"a": [Tensor(size, 2)]}]))
+        test([{"a": [Tensor(size, 2)]}])
+    first, later = [[STEP, 1, COMPILING], [1, COMPILING]], [[STEP, 1, STEP], [1, STEP]]
+    assert states == [*first, *later, *first, *later, *later]
+    assert state() == OUTSIDE
+
+
+def test_ranks_meet_before_a_call(tmp_path):
+    """Each begins when the other is there; with another argument none does."""
+    done = []
+
+    def rank(number, *calls):
+        heartbeat = Heartbeat(str(tmp_path), number, 2)
+        for name, shown in calls:
+            time.sleep(0.2 * number)
+            with heartbeat.call(name, {"x": {"shown": shown}}):
+                done.append((name, number, time.monotonic()))
+
+    calls = [("fit", "8"), ("evaluate", "8"), ("fit", "8")]
+    threads = [
+        threading.Thread(target=rank, args=(number, *calls, ("fit", str(number))), daemon=True) for number in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2)
+    assert sorted(name for name, *_ in done) == ["evaluate", "evaluate", "fit", "fit", "fit", "fit"]
+    for one, two in zip(done[::2], done[1::2], strict=True):
+        assert one[0] == two[0] and abs(one[2] - two[2]) < 0.15
+    assert "expected the same x on all ranks. Received: 0 on rank 0, 1 on rank 1" in find(
+        watch.read_ranks(str(tmp_path), 2)
+    )
+
+
+def test_one_process_says_where_it_is(capsys):
+    """Nobody watches over it, and nobody waits for it: a line, once for each place."""
+    beating = Heartbeat(tell_after=0.6)
+    with beating.of_run():
+        time.sleep(1.2)
+        with beating.call("fit"):
+            time.sleep(2.2)
+    err = capsys.readouterr().err
+    assert err.count("nothing has moved for 1 s in fit (test_heartbeat.py:") == 1
+    assert f"at {__file__}" in err and "--hang_timeout ends such a run" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_process_that_has_ended():
+    process = os.fork()
+    if not process:
+        os._exit(0)
+    time.sleep(0.2)
+    assert watch._has_ended(process)  # though nobody has waited for it
+    os.waitpid(process, 0)
+    assert watch._has_ended(process) and not watch._has_ended(os.getpid())

@@ -2,14 +2,16 @@
 
 import os
 import pathlib
+import re
 import signal
+import threading
 import time
 
 import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import heartbeat, signals, supervisor
+from kerasdp.runtime import heartbeat, signals, supervisor, watch
 
 
 def settings(folder, **choices):
@@ -39,8 +41,24 @@ def refuse(attempt, folder):
 
 
 def hang(attempt, folder):
-    heartbeat.Heartbeat(folder, rank=0).beat(5, False)
-    time.sleep(60)
+    with heartbeat.Heartbeat(folder).call("fit"):
+        time.sleep(60)
+
+
+def ignore_signals(attempt, folder):
+    """As native code does that waits for something."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    hang(attempt, folder)
+
+
+def finish_step(attempt, folder):
+    """As a run with checkpoints does: it notes the signal, and ends when its step is over."""
+    with signals.noticed(), signals.awaited(), heartbeat.Heartbeat(folder).call("fit"):
+        while signals.noted() is None:
+            time.sleep(0.1)
+        time.sleep(3)
+    os._exit(128 + signal.SIGTERM)
 
 
 def attempts_in(folder):
@@ -78,6 +96,44 @@ def test_a_worker_is_not_restarted_after_a_signal(tmp_path, monkeypatch):
 
 def test_a_worker_that_hangs_is_killed(tmp_path):
     begin = time.monotonic()
-    with pytest.raises(RunError, match="rank 0 hangs in step 6 .*, in hang"):
+    with pytest.raises(RunError, match="rank 0 hangs in fit .*, in hang"):
         supervisor.supervise(work, settings(tmp_path, hang_timeout=1.0), hang)
     assert time.monotonic() - begin < 30
+
+
+def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
+    """Runs a worker, and sends this process SIGTERM; returns how the run ended, and the seconds since the last one."""
+    sent = []
+
+    def send():
+        while not (tmp_path / "attempts").exists():
+            time.sleep(0.1)
+        time.sleep(1)  # its heartbeat begins
+        for _ in range(count):
+            time.sleep(seconds_between * bool(sent))
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    with pytest.raises(SystemExit) as end:
+        supervisor.supervise(work, settings(tmp_path), work_of_rank)
+    return end.value.code, time.monotonic() - sent[-1]
+
+
+def test_a_worker_that_ignores_a_signal_is_killed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "_SECONDS_TO_HEED", 2.0)
+    code, seconds = signalled(tmp_path, ignore_signals, 1)
+    assert code == 128 + signal.SIGTERM and 2 < seconds < 5
+    assert re.search(r"SIGTERM was not heeded for 2 s: rank 0 is in fit .*, in hang; killed", capsys.readouterr().err)
+
+
+def test_a_worker_that_finishes_its_step_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_SECONDS_TO_HEED", 1.0)
+    code, seconds = signalled(tmp_path, finish_step, 1)
+    assert code == 128 + signal.SIGTERM and seconds > 3
+
+
+def test_a_second_signal_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_SECONDS_TO_HEED_AGAIN", 1.0)
+    code, seconds = signalled(tmp_path, ignore_signals, 2)
+    assert code == 128 + signal.SIGTERM and 1 < seconds < 4

@@ -39,17 +39,6 @@ class OneDevice:
         return 1
 
 
-class Beats:
-    def __init__(self):
-        self.places = []
-
-    def beat(self, step, is_behind):
-        self.places.append((step, is_behind))
-
-    def rest(self):
-        self.places.append(None)
-
-
 class SumOfBatches(keras.callbacks.Callback):
     """A callback with state, which each part of a run must find as it was."""
 
@@ -73,7 +62,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
     """Goes through Keras' events with a model whose "training" adds the sum of a batch to its weights."""
     config = Config(backend="jax", workdir=str(folder), resume=resume, checkpoint_every="2", log_every=2, batch_size=4)
     config = dataclasses.replace(config, max_steps=stop_at)
-    model, state, heartbeat, batches = new_model(), RunState(), Beats(), []
+    model, state, batches = new_model(), RunState(), []
     source_order = Order(num_samples=20, batch_size=4, seed=1)
     feed = Feed(SampleReader(ArraySource(X, Y), source_order, 1, (0, 1)), lambda batch: batch, state)
     state.begin_fit(batch_size=4, num_batches=NUM_BATCHES, epochs=EPOCHS, max_steps=config.max_steps)
@@ -83,7 +72,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
     )  # fmt: skip
     callbacks = RunCallbacks(
         config, OneDevice(), state, model, feed.reader, [SumOfBatches(), *extra], facts=facts, folder=str(folder),
-        heartbeat=heartbeat, verbose=2,
+        verbose=2,
     )  # fmt: skip
     callbacks.callbacks = [callbacks.callbacks[place] for place in order]
     model.stop_training = False
@@ -111,7 +100,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
     finally:
         callbacks.close()
     total = next(callback.total for callback in callbacks.callbacks if isinstance(callback, SumOfBatches))
-    return {"batches": batches, "total": total, "beats": heartbeat.places, "weights": model.get_weights()[0].tolist()}
+    return {"batches": batches, "total": total, "weights": model.get_weights()[0].tolist()}
 
 
 def left_in(folder):

@@ -8,7 +8,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy
 from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate, require_device_batch
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
-from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
+from kerasdp.backends.torch.devices import (
+    device_of_process,
+    join_processes,
+    peak_memory_bytes,
+    put_batch,
+    timeout_of,
+)
 from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED, replica_rows
@@ -34,7 +40,7 @@ class DataParallel(Strategy):
         self.splits_batches = self.num_replicas > 1
         self.device = device_of_process(devices)
         self.is_gpu = self.device.type == "cuda"
-        self.processes = join_processes(devices, self.device)
+        self.processes = join_processes(devices, self.device, timeout_of(config))
         self.shard = self.processes.rank, devices.count
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from kerasdp.data.device_cache import CachedRows
 from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
 from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.watch import SECONDS_TO_COMPILE
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 # Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
-__all__ = ["device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch", "start_workers"]
+__all__ = [
+    "device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch", "start_workers",
+    "timeout_of",
+]  # fmt: skip
 
 
 def make_devices(config: Config) -> Devices:
@@ -50,15 +55,22 @@ def device_of_process(devices: Devices) -> torch.device:
     return device
 
 
-def join_processes(devices: Devices, device: torch.device) -> Processes:
-    """Joins the process group of the run, where it has several processes."""
+def timeout_of(config: Config) -> timedelta:
+    """Returns how long torch waits in a collective: longer than whoever watches over the ranks, who knows more."""
+    if config.hang_timeout == 0:
+        return timedelta(days=365)
+    return timedelta(seconds=max(config.hang_timeout or 0, SECONDS_TO_COMPILE) + 600)
+
+
+def join_processes(devices: Devices, device: torch.device, timeout: timedelta) -> Processes:
+    """Joins the process group of the run, where it has several processes; `timeout`: see `timeout_of`."""
     if devices.count == 1:
         return SingleProcess()
     is_gpu = devices.kind == "gpu"
-    dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
+    dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None)
     if not is_gpu:
         sockets.connect()
-    return ProcessGroup(_rank(devices), devices.count, device)
+    return ProcessGroup(_rank(devices), devices.count, device, timeout)
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:

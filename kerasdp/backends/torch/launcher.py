@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -18,25 +19,30 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kerasdp import errors
+from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.processes import how_it_ended
+from kerasdp.runtime.processes import end_with_parent, how_it_ended
+from kerasdp.runtime.watch import ERROR, Watch
 
 # The launcher looks this often for workers that have ended; of those that ended since its last look it sees any one.
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_SEE_ANOTHER_END = 10 * _SECONDS_BETWEEN_LOOKS
 
 
-def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
+def start_workers(
+    worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None
+) -> Any:
+    """Calls `worker(devices, settings, train, folder)` in a process for each device; returns what rank 0 returned.
 
-    A single device needs no other process: `worker` then runs in this one.
+    A single device needs no other process: `worker` then runs in this one. Otherwise this process watches over them,
+    and the folder is another one.
 
     Raises:
         RunError: the error of the first worker that failed. All others are ended first.
     """
     if devices.count == 1:
-        return worker(devices, *args)
+        return worker(devices, settings, train, folder)
     # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # Keras reads it when it is imported, which the user's script may do at its top.
@@ -46,7 +52,7 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
     # It logs every failure with its whole traceback; the one that matters is raised below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -63,16 +69,23 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        timeout = HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or None
+        watch = Watch(folder, devices.count, timeout)
         try:
-            with signals.passed_on(multiprocessing.active_children):
-                return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
+            with signals.passed_on(multiprocessing.active_children), watch:
+                result = elastic_launch(launch_config, _recorded)(folder, worker, devices, settings, train, folder)[0]
         except ChildFailedError as error:
+            if (explanation := watch.explanation(error.failures)) is not None:
+                raise explanation from None
             signals.leave_as(error.get_first_failure()[1].exitcode)
             raise _first_error(folder, error) from None
         except SignalException as error:  # the agent has ended the workers
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+    if isinstance(result, SystemExit):
+        raise result
+    return result
 
 
 def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
@@ -80,39 +93,50 @@ def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
 
     They fail, too, as soon as this one leaves, and torch records only the first error that it sees.
     """
+    end_with_parent()  # torch (2.13) sends SIGINT, which what waits in native code does not heed
     # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     try:
         result = worker(*args)
+    except SystemExit as end:
+        if signals.noted() is not None:
+            raise
+        if end.code:
+            _record(folder, end, end.code)
+            raise SystemExit(1) from None  # what it says is said once, where the run was started
+        result = end  # of all ranks
     except Exception as error:
-        record = {"name": type(error).__name__, "message": str(error), "frames": traceback.format_exc()}
-        path = os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}.error")
-        with open(path, "w") as file:
-            json.dump(record, file)
+        _record(folder, error, str(error))
         if not isinstance(error, errors.RunError):
             # Maybe because another rank was killed, which records nothing: the launcher is to see that one's end first.
             time.sleep(_SECONDS_TO_SEE_ANOTHER_END)
-        # The process group is not left in order: that would wait for ranks that wait for this one.
-        raise
+        # The process group is not left in order: that would wait for ranks that wait for this one. Nor by the error,
+        # which torch (2.13) would write into a file that nobody removes.
+        raise SystemExit(1) from None
     dist.destroy_process_group()
     return result
 
 
-def _first_error(folder: str, error: ChildFailedError) -> errors.RunError:
-    for rank, failure in error.failures.items():
-        # Killed, by the system for its memory say, or crashed: it could not record anything.
-        if failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
-            return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}")
-    written = sorted(name for name in os.listdir(folder) if name.endswith(".error"))
-    if not written:
-        rank, failure = error.get_first_failure()
-        return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}: {failure.message}")
+def _record(folder: str, error: BaseException, message: Any) -> None:
+    record = {"name": type(error).__name__, "message": message, "frames": traceback.format_exc()}
+    with open(os.path.join(folder, f"{time.time_ns()}-{os.environ['RANK']}{ERROR}"), "w") as file:
+        json.dump(record, file, default=str)
+
+
+def _first_error(folder: str, error: ChildFailedError) -> errors.RunError | SystemExit:
     records = {}
-    for name in written:
+    for name in sorted(name for name in os.listdir(folder) if name.endswith(ERROR)):
         with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote
-            records[name.removesuffix(".error").partition("-")[2]] = json.load(file)
+            records[name.removesuffix(ERROR).partition("-")[2]] = json.load(file)
+    rank, failure = error.get_first_failure()
+    # Killed, by the system for its memory say, or crashed, or it left by `os._exit`: it could not record anything.
+    if not records or (str(rank) not in records and failure.exitcode not in (-signal.SIGTERM, 128 + signal.SIGTERM)):
+        return errors.WorkerError(f"rank {rank} {how_it_ended(failure.exitcode)}")
     none = ("", {"name": "", "message": "", "frames": "for an unknown reason"})
     first, record = next(iter(records.items()), none)
+    if record["name"] == SystemExit.__name__:
+        print(f"rank {first} called sys.exit({record['message']!r})", file=sys.stderr, flush=True)
+        return SystemExit(record["message"])
     known = errors.from_name(record["name"], record["message"])
     if known and "0" in records:  # if all ranks raise, rank 0 may know more: which checkpoint is left, say
         known = errors.from_name(records["0"]["name"], records["0"]["message"]) or known

@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy
 from kerasdp.backends.steps import require_device_batch
-from kerasdp.backends.torch.devices import device_of_process, join_processes, peak_memory_bytes, put_batch
+from kerasdp.backends.torch.devices import (
+    device_of_process,
+    join_processes,
+    peak_memory_bytes,
+    put_batch,
+    timeout_of,
+)
 from kerasdp.backends.torch.pipeline_engine import Pipeline
 from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.config import Config
@@ -35,8 +41,8 @@ class PipelineParallel(Strategy):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.device = device_of_process(devices)
-        self.processes = join_processes(devices, self.device)
+        self.device, timeout = device_of_process(devices), timeout_of(config)
+        self.processes = join_processes(devices, self.device, timeout)
         self.stages: StagedModels[Pipeline] = StagedModels(
             config, lambda model: Pipeline(model, self), self.shard_batch
         )
@@ -46,8 +52,8 @@ class PipelineParallel(Strategy):
         length = devices.count // config.num_pipelines(devices.count)
         ranks = torch.arange(devices.count).reshape(-1, length)
         self.stage_group, self.replica_group = (
-            next(group for group in [dist.new_group(part.tolist()) for part in parts] if dist.get_rank(group) >= 0)
-            for parts in (ranks, ranks.T)
+            next(group for group in groups if dist.get_rank(group) >= 0)
+            for groups in ([dist.new_group(part.tolist(), timeout) for part in parts] for parts in (ranks, ranks.T))
         )
 
     @contextlib.contextmanager

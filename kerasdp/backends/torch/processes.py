@@ -1,6 +1,7 @@
 """PyTorch: exchanges values between the processes of a run."""
 
 import hashlib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,10 +23,11 @@ class ProcessGroup:
         rank: of this process.
         num_processes: of the group.
         device: of this process, on which tensors are sent.
+        timeout: how long torch waits for the other ranks.
     """
 
-    def __init__(self, rank: int, num_processes: int, device: torch.device):
-        self.rank, self.num_processes, self.device = rank, num_processes, device
+    def __init__(self, rank: int, num_processes: int, device: torch.device, timeout: timedelta):
+        self.rank, self.num_processes, self.device, self.timeout = rank, num_processes, device, timeout
         self._host_group: Any = None
         self._scatter_group: Any = None
         self._num_scatters = 0
@@ -48,7 +50,7 @@ class ProcessGroup:
         """See `Processes`."""
         if self._host_group is None:
             # Among the hosts, so that no GPU has to be waited for either.
-            self._host_group = dist.new_group(backend="gloo")
+            self._host_group = dist.new_group(backend="gloo", timeout=self.timeout)
         tensor, last = torch.tensor(number), self._last
         self._last = tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self._host_group, async_op=True)
         if last is None:

@@ -1,0 +1,71 @@
+"""Finds the line of a user's code that a message is about."""
+
+import inspect
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+
+_KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+
+
+def is_of_user(path: str) -> bool:
+    """Returns whether a file is no package's, nor of the standard library, nor made by a compiler."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _KIT)
+    return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
+
+
+def place_of(thread: int) -> str:
+    """Returns the line where a user would look: where a thread is, or the one that it waits for."""
+    frames = sys._current_frames()  # No public way: faulthandler writes text alone.
+    own = frames.pop(thread, None)
+    frames.pop(threading.get_ident(), None)
+    for frame in (own, *frames.values()):
+        # Code of the user that the kit calls; of the run's thread, the training function, too.
+        if (place := _innermost(frame, of_user=True)) and (frame is own or _is_called_by_kit(frame)):
+            return place
+    return _innermost(own)
+
+
+def of_error(error: BaseException) -> str:
+    """Returns an error in a line, with the user's innermost one."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    places = [
+        f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_of_user(frame.f_code.co_filename)
+    ]
+    return f"{text} ({places[-1]})" if places else text
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Yields a frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def of_call() -> str:
+    """Returns the line that called the kit; empty if there is none."""
+    found = next((found for found in _frames(inspect.currentframe()) if is_of_user(found.f_code.co_filename)), None)
+    return "" if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+def _innermost(frame: types.FrameType | None, of_user: bool = False) -> str:
+    """Returns the innermost line that is not the standard library's; of the user: unless the kit's is further in."""
+    for found in _frames(frame):
+        path = found.f_code.co_filename
+        if of_user and path.startswith(_KIT):
+            return ""
+        if is_of_user(path) or (not of_user and path.startswith((_PACKAGES, _KIT))):
+            return f"{path}:{found.f_lineno}, in {found.f_code.co_name}"
+    return ""
+
+
+def _is_called_by_kit(frame: types.FrameType | None) -> bool:
+    return any(found.f_code.co_filename.startswith(_KIT) for found in _frames(frame))

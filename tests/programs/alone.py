@@ -1,0 +1,211 @@
+"""Lets one rank do something alone, in the way that MODE says, and tells when.
+
+python alone.py BACKEND NUM_DEVICES MODE HANG_TIMEOUT
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import kerasdp
+
+X, Y = np.random.RandomState(0).randn(64, 4).astype("float32"), np.zeros(64, "int32")
+
+
+class Ranks:
+    """What a script does, on rank 1 otherwise than on rank 0."""
+
+    def __init__(self, runner):
+        import keras
+
+        self.runner, self.rank = runner, runner.strategy.processes.rank
+        self.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        with runner.scope():
+            self.model = self.new_model(3)
+
+    def new_model(self, units):
+        import keras
+
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, name="dense")])
+        model.compile("sgd", self.loss)
+        return model
+
+    def fit(self, x=X, y=Y, epochs=2, **arguments):
+        return self.runner.fit(self.model, x, y, batch_size=8, epochs=epochs, verbose=0, **arguments)
+
+    def trouble(self, what, ranks=(1,), batch=3):
+        """A callback that does something on some ranks alone."""
+        import keras
+
+        def on_train_batch_end(number, logs=None):
+            if number == batch and self.rank in ranks:
+                self.begin()
+                what()
+
+        return [keras.callbacks.LambdaCallback(on_train_batch_end=on_train_batch_end)]
+
+    def begin(self):
+        os.write(1, b"BEGIN %f\n" % time.time())  # whole lines, of two processes
+
+    def plain(self):
+        self.fit()
+
+    def evaluates_last(self):
+        self.fit()
+        self.begin()
+        if self.runner.is_chief:
+            self.runner.evaluate(self.model, X, Y)
+
+    def evaluates_before_fit(self):
+        self.fit()
+        self.begin()
+        if self.runner.is_chief:
+            self.runner.evaluate(self.model, X, Y)
+        self.fit()
+
+    def model_predicts(self):
+        self.begin()
+        if self.runner.is_chief:
+            self.model.predict(X)
+        self.fit()
+
+    def evaluates_in_callback(self):
+        self.fit(callbacks=self.trouble(lambda: self.runner.evaluate(self.model, X, Y)))
+
+    def evaluates_after_epoch(self):
+        import keras
+
+        def on_epoch_end(epoch, logs):
+            if self.rank == 1:
+                self.begin()
+                self.runner.evaluate(self.model, X, Y)
+
+        self.fit(callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end)])
+
+    def fits_more_often(self):
+        for _ in range(1 + self.rank):
+            self.begin()
+            self.fit()
+
+    def returns_early(self):
+        self.fit()
+        self.begin()
+        if self.rank == 1:
+            return
+        self.fit()
+
+    def swallows(self):
+        with contextlib.suppress(ValueError):
+            self.fit(callbacks=self.trouble(self.raise_))
+
+    def swallows_and_fits(self):
+        self.swallows()
+        self.fit()
+
+    def swallows_and_sleeps(self):
+        self.swallows()
+        time.sleep(1000)
+
+    def all_swallow_and_fit(self):
+        with contextlib.suppress(ValueError):
+            self.fit(callbacks=self.trouble(self.raise_, ranks=(0, 1)))
+        self.fit()
+
+    def raise_(self):
+        raise ValueError("bad luck")
+
+    def builds_another_model(self):
+        self.begin()
+        if self.rank == 1:
+            self.model = self.new_model(5)
+        self.fit()
+
+    def cannot_build(self):
+        try:
+            if self.rank == 1:
+                self.begin()
+                self.model.compile("no such optimizer")
+        except ValueError:
+            return
+        self.fit()
+
+    def has_less_data(self):
+        count = 64 - 8 * self.rank
+        self.begin()
+        self.fit(X[:count], Y[:count])
+
+    def has_other_values(self):
+        self.begin()
+        self.fit(np.random.default_rng(self.rank).random(X.shape))
+
+    def has_more_epochs(self):
+        self.begin()
+        self.fit(epochs=2 + self.rank)
+
+    def validates(self):
+        self.begin()
+        self.fit(validation_data=(X, Y) if self.rank == 1 else None)
+
+    def exits(self):
+        self.fit(callbacks=self.trouble(lambda: os._exit(0)))
+
+    def exits_with_3(self):
+        self.fit(callbacks=self.trouble(lambda: os._exit(3)))
+
+    def calls_sys_exit(self):
+        self.fit(callbacks=self.trouble(sys.exit))
+
+    def calls_sys_exit_with_3(self):
+        self.fit(callbacks=self.trouble(lambda: sys.exit(3)))
+
+    def all_call_sys_exit(self):
+        self.fit(callbacks=self.trouble(sys.exit, ranks=(0, 1)))
+
+    def sleeps(self):
+        self.fit(callbacks=self.trouble(lambda: time.sleep(1000)))
+
+    def sleeps_before_fit(self):
+        self.fit()
+        if self.rank == 1:
+            self.begin()
+            time.sleep(1000)
+        self.fit()
+
+    def ignores_a_failure(self):
+        if self.rank == 1:
+            self.fit(callbacks=self.trouble(self.raise_))
+        self.ignores_signals(batch=2)
+
+    def ignores_signals(self, batch=3):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.fit(callbacks=self.trouble(lambda: time.sleep(1000), ranks=(0, 1), batch=batch))
+
+    def has_a_callback(self):
+        self.begin()
+        self.fit(callbacks=self.trouble(print) if self.runner.is_chief else None)
+
+    def works_after_fit(self):
+        self.fit()
+        if self.runner.is_chief:
+            time.sleep(float(sys.argv[4]) + 2)
+
+
+def train(runner):
+    ranks = Ranks(runner)
+    getattr(ranks, sys.argv[3])()
+    os.write(1, b"ENDS\n")
+
+
+if __name__ == "__main__":
+    backend, count, _, hang_timeout = sys.argv[1:]
+    try:
+        kerasdp.launch(
+            train, backend=backend, num_devices=int(count), device="cpu", hang_timeout=float(hang_timeout) or None
+        )
+    except kerasdp.RunError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

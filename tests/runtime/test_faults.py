@@ -1,0 +1,57 @@
+"""Faults at random: a rank that raises, sleeps, exits or is killed, anywhere. The run ends, and nothing is left."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, session_members, start
+
+HANG_TIMEOUT = 5
+NUM_FAULTS = 50
+IN_SHORT = {"torch": (0, 2), "jax": (0,), "tensorflow": (5,)}
+# What is said; where no process is told apart from a rank, and where a process waits for others.
+SAID = {
+    "raise": r"RuntimeError: the fault",
+    "sleep": r"hangs .*, at .*faults.py:\d+, in __call__.*: nothing moved for 5 s",
+    "exit 0": r"(rank \d is .*: its process ended by itself|the worker ended with exit code 0)",
+    "exit 3": r"(rank \d|the worker) ended with exit code 3",
+    "kill": r"(rank \d|the worker) was ended by SIGKILL",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=[] if seed in IN_SHORT[name] else pytest.mark.proof)
+        for name in BACKENDS
+        for seed in range(NUM_FAULTS)
+    ],
+)
+def test_a_fault_ends_the_run(name, seed, tmp_path):
+    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    program = start(PROGRAMS / "faults.py", name, 2, seed, HANG_TIMEOUT, backend=name, TMPDIR=str(tmp_path))
+    try:
+        done = program.finish(100)
+        end = time.time()
+        _, kind, place, times, rank = re.search("FAULT.*", done.stdout)[0].split("; ")
+        seconds = end - float(re.search(r"BEGIN (\S+)", done.stdout)[1])
+        text = done.stderr.strip().splitlines()[-1]
+        print(f"{name}: rank {rank}: {kind} {place} {times}: {seconds:.1f} s: {text}")
+        assert done.returncode == 1, done.stderr
+        assert re.search(SAID[kind], done.stderr), done.stderr
+        lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("WARNING:tensorflow")]
+        assert len(lines) == 1 or kind == "raise", done.stderr
+        if name == "torch" and kind != "raise":
+            assert f"rank {rank} " in text.partition(", while ")[0]
+        assert seconds < (HANG_TIMEOUT if kind == "sleep" else 0) + 8
+        time.sleep(0.2)
+        assert session_members(program.pid) == []
+        assert os.listdir(tmp_path) == []
+        left = set(os.listdir("/dev/shm")) - shared if shared else set()
+        assert not [file for file in left if file.startswith(("torch_", "kerasdp"))]
+    finally:
+        for left_over in session_members(program.pid):
+            os.kill(left_over, signal.SIGKILL)
