@@ -3,7 +3,7 @@
 Each folder of `kerasdp.backends` has these names:
 
 - `devices.make_devices(config)`: chooses the devices of a run and makes virtual ones;
-- `devices.start_workers(worker, devices, *args)`: calls a function in each worker process;
+- `devices.start_workers(worker, devices, settings, train, folder)`: calls a function in each worker process;
 - `data_parallel.DataParallel`, `pipeline_parallel.PipelineParallel` (with JAX also `tensor_parallel.TensorParallel`): a
   `Strategy`, the whole of what differs between the backends in a worker.
 """

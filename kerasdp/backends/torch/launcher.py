@@ -18,35 +18,39 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kerasdp import errors
+from kerasdp.config import Config
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.processes import how_it_ended
+from kerasdp.runtime.sending import sent
 
 # The launcher looks this often for workers that have ended; of those that ended since its last look it sees any one.
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_SEE_ANOTHER_END = 10 * _SECONDS_BETWEEN_LOOKS
 
 
-def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in a process for each device, and returns what rank 0 returned.
+def start_workers(
+    worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None
+) -> Any:
+    """Calls `worker(devices, settings, train, folder)` in a process for each device; returns what rank 0 returned.
 
     A single device needs no other process: `worker` then runs in this one.
 
     Raises:
+        UserError: if `train` refers to something that cannot be sent to other processes.
         RunError: the error of the first worker that failed. All others are ended first.
     """
     if devices.count == 1:
-        return worker(devices, *args)
+        return worker(devices, settings, train, folder)
     # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Keras reads it when it is imported, which the user's script may do at its top.
-    os.environ["KERAS_TORCH_DEVICE"] = "cuda" if devices.kind == "gpu" else "cpu"
     # The processes share the cores; torch would give each of them all.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
     # It logs every failure with its whole traceback; the one that matters is raised below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+    with sent(train) as train, not_run_again(), tempfile.TemporaryDirectory(prefix="kerasdp-") as records:
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -61,14 +65,14 @@ def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> A
             signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
             monitor_interval=_SECONDS_BETWEEN_LOOKS,
             start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=records),
         )
         try:
             with signals.passed_on(multiprocessing.active_children):
-                return elastic_launch(launch_config, _recorded)(folder, worker, devices, *args)[0]
+                return elastic_launch(launch_config, _recorded)(records, worker, devices, settings, train, folder)[0]
         except ChildFailedError as error:
             signals.leave_as(error.get_first_failure()[1].exitcode)
-            raise _first_error(folder, error) from None
+            raise _first_error(records, error) from None
         except SignalException as error:  # the agent has ended the workers
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
