@@ -103,10 +103,10 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.
-        if isinstance(train, SentFunction):
-            train = train.received()
         from kerasdp.training.runner import Runner
 
+        if isinstance(train, SentFunction):
+            train = train.received()
         heartbeat = Heartbeat(folder, strategy.processes.rank) if settings.hang_timeout and folder else None
         runner = Runner(settings, devices, strategy, heartbeat)
         with runner.training_function():

@@ -72,7 +72,13 @@ from kerasdp.keras_compat.random import (
     wrap_draws,
 )
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
-from kerasdp.keras_compat.settings import keep_messages_of, set_precision, set_seed, without_tensorflow
+from kerasdp.keras_compat.settings import (
+    keep_messages_of,
+    kept_by_clear_session,
+    set_precision,
+    set_seed,
+    without_tensorflow,
+)
 from kerasdp.keras_compat.tracking import Parts, parts_of
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
 
@@ -110,6 +116,7 @@ __all__ = [
     "is_of_keras",
     "jit_compile_left_open",
     "keep_messages_of",
+    "kept_by_clear_session",
     "last_activation",
     "learning_rate_schedule",
     "leave_ranks_to_us",

@@ -47,12 +47,13 @@ def description() -> tuple[str | None, str | None]:
     return getattr(spec, "name", None), getattr(main, "__file__", None)
 
 
-def become(described: tuple[str | None, str | None], names: dict[str, Any]) -> None:
+def become(described: tuple[str | None, str | None], names: dict[str, dict[str, Any]]) -> None:
     """Makes this process's `__main__` look like the caller's, to processes that user code starts, and to `pickle`.
 
     Args:
         described: the caller's `description()`.
-        names: functions and classes of the caller's `__main__`.
+        names: functions and classes, by the module that they are from, of `__main__` and of others that cannot be
+            imported here.
     """
     main: Any = sys.modules["__main__"]
     name, file = described
@@ -60,7 +61,10 @@ def become(described: tuple[str | None, str | None], names: dict[str, Any]) -> N
         main.__spec__ = importlib.machinery.ModuleSpec(name, None)
     if file is not None:
         main.__file__ = file
-    vars(main).update(names)
+    for module, known in names.items():
+        if module not in sys.modules and known:
+            sys.modules[module] = types.ModuleType(module)
+        vars(sys.modules.get(module, main)).update(known)
 
 
 def can_be_imported(module: types.ModuleType) -> bool:

@@ -60,7 +60,7 @@ class SentFunction:
             linecache.cache.update(texts)  # for tracebacks and inspect.getsource
             names, registered = unpickler.load()
             modules.become(main, names)
-            if settings:
+            if "keras" in sys.modules:
                 _set_keras(settings, registered)
             function: Callable[..., Any] = unpickler.load()
         return function
@@ -190,7 +190,8 @@ def _pickled(function: Callable[..., Any], large: list[memoryview]) -> bytes:
     with _Pickler(_Nowhere(), []) as first:
         first.dump(function)
     # Who looks for a class by its name, as `pickle` does, finds it in the worker, too.
-    names = _those_of(vars(sys.modules["__main__"]), first.by_code)
+    sources = {name: sys.modules[name] for name in {kind.__module__ for kind in first.by_code} & sys.modules.keys()}
+    names = {name: _those_of(vars(module), first.by_code) for name, module in sources.items()}
     texts = _texts([kind.__code__ for kind in first.by_code if isinstance(kind, types.FunctionType)])
     settings, registered = {}, {}
     if "keras" in sys.modules:

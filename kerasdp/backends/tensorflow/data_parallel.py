@@ -54,7 +54,7 @@ class DataParallel(Strategy):
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
-            tf.distribute.MirroredStrategy(self.device_names) if devices.count > 1 else tf.distribute.get_strategy()
+            private.mirrored_strategy(self.device_names) if devices.count > 1 else tf.distribute.get_strategy()
         )
 
     @contextlib.contextmanager
