@@ -22,6 +22,7 @@ Y = (X.sum(axis=1) > 4).astype("int32")
 
 
 def build(units, rate):
+    keras.utils.clear_session()  # as many do between trials, and keras_tuner does
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(units, "relu"), keras.layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(rate), loss)

@@ -62,12 +62,21 @@ class DataParallel(Strategy):
         """Returns the context in which models are made: their variables are mirrored on all devices."""
         scope = self.mirrored.scope()
         scope.__enter__()
+        reset = tf.compat.v1.reset_default_graph
+
+        def reset_default_graph() -> None:
+            """Enters the scope anew: `keras.utils.clear_session` takes it away with TensorFlow's graph."""
+            nonlocal scope
+            reset()
+            scope = self.mirrored.scope()
+            scope.__enter__()
+
+        tf.compat.v1.reset_default_graph = reset_default_graph
         try:
             yield
         finally:
-            # keras.utils.clear_session() takes it away with TensorFlow's graph, of which it then is no more the scope.
-            if tf.distribute.has_strategy():
-                scope.__exit__(None, None, None)
+            tf.compat.v1.reset_default_graph = reset
+            scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
