@@ -62,6 +62,13 @@ class RunError(Exception):
     def __init__(self, message: str):
         super().__init__(addressed(message))
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that a notebook shows: the message, which is whole, without the frames of this package.
+
+        IPython asks every exception for this method (IPython/core/interactiveshell.py, since 0.11).
+        """
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UserError(RunError, ValueError):
     """A flag, an argument or a file that cannot be used as given."""

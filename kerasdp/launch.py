@@ -13,8 +13,9 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import UserError
 from kerasdp.runtime import signals
-from kerasdp.runtime.devices import Devices, choose_backend, set_backend
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.supervisor import supervise
 
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
@@ -24,12 +25,13 @@ STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": 
 def launch(train: Callable[..., Any], settings: Config | None = None, **changes: Any) -> Any:
     """Runs `train(runner)` on one or many devices.
 
-    With torch on several devices it runs in a process for each, with `max_restarts` or `hang_timeout` in one of its
-    own: then `train` must be a function of a module (not a lambda or an inner function), the call must stand under
-    `if __name__ == "__main__":`, and what `train` returns must be picklable. Otherwise it runs in this process.
+    With torch on several devices it runs in a process for each. With `max_restarts` or `hang_timeout`, and where this
+    process has started another backend or fewer virtual devices, it runs in one of its own. Then `train` is sent with
+    what it refers to; the script or notebook is not run there. Otherwise it runs in this process.
 
     Args:
-        train: gets a `kerasdp.Runner`, after the backend is chosen; builds and fits a Keras model with it.
+        train: gets a `kerasdp.Runner`, after the backend is chosen; builds and fits a Keras model with it. Any
+            function, also one within another, a lambda, or one of a notebook.
         settings: the choices of the run. None: all defaults.
         **changes: fields of `kerasdp.Config` that replace those of `settings`: `backend="torch"`, `num_devices=4`.
 
@@ -37,7 +39,8 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         What `train` returned (with torch on several devices: on rank 0).
 
     Raises:
-        UserError: if there is no such choice, or it cannot be had on this machine.
+        UserError: if there is no such choice, or it cannot be had on this machine; if `train` has to be sent to other
+            processes and refers to something that cannot be.
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
@@ -47,10 +50,19 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
     with config.prepared_workdir(settings.workdir, settings.resume):
-        set_backend(name)  # by way of the environment, so that worker processes have it, too
-        if settings.max_restarts or settings.hang_timeout:
-            return supervise(_start, settings, train)
-        return _start(settings, train)
+        result = _run(settings, train)
+    return result.received() if isinstance(result, SentResult) else result
+
+
+def _run(settings: Config, train: Callable[..., Any]) -> Any:
+    try:
+        set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
+        if not (settings.max_restarts or settings.hang_timeout):
+            return _start(settings, train)
+    except AlreadyStartedError as reason:
+        if settings.verbose != 0:
+            print(f"{reason}: this run gets a process of its own", flush=True)
+    return supervise(_start, settings, train)
 
 
 def _unknown(name: str, value: Any) -> str:
@@ -93,6 +105,8 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         # Only now may Keras be imported.
         from kerasdp.training.runner import Runner
 
+        if isinstance(train, SentFunction):
+            train = train.received()
         processes = strategy.processes
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
         heartbeat = Heartbeat(folder, processes.rank, processes.num_processes, tell_after)
@@ -100,7 +114,10 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         runner = Runner(settings, devices, strategy, heartbeat)
         with heartbeat.of_run(), runner.training_function():
             result = train(runner)
-    in_own_process = folder is not None
-    if in_own_process and hasattr(result, "set_model"):
-        result.set_model(None)  # a Keras `History` holds its model, which cannot travel from a worker process
-    return result
+        if folder is None:
+            return result
+        if not runner.is_chief:
+            return None
+        if hasattr(result, "set_model"):
+            result.set_model(None)  # a Keras `History` holds its model
+        return SentResult(result)

@@ -75,6 +75,7 @@ from kerasdp.keras_compat.random import (
 from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
+    kept_by_clear_session,
     seed_tensorflow,
     set_precision,
     set_seed,
@@ -118,6 +119,7 @@ __all__ = [
     "is_of_keras",
     "jit_compile_left_open",
     "keep_messages_of",
+    "kept_by_clear_session",
     "last_activation",
     "learning_rate_schedule",
     "leave_ranks_to_us",

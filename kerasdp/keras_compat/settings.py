@@ -3,14 +3,18 @@
 import contextlib
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import dtypes
+from keras.src.backend.common import dtypes, global_state
 from keras.src.utils import module_utils
+
+# What of Keras' state is a run's choice: which devices hold a variable, and its precision.
+_OF_RUN = ("distribution", "dtype_policy")
 
 
 def keep_messages_of(kind: type[Exception]) -> None:
@@ -94,6 +98,27 @@ def seed_tensorflow(seed: int) -> bool:
     sys.modules["tensorflow"].random.set_seed(seed)
     _tensorflow_seed[:] = [seed]
     return True
+
+
+@contextlib.contextmanager
+def kept_by_clear_session() -> Iterator[None]:
+    """Lets distribution and dtype policy outlast `keras.utils.clear_session`, which search tools call for each trial.
+
+    Keras 3.15: it puts new `threading.local()` in place of what holds all state. Writes `global_state.threading`, since
+    people may hold the function itself. No public way.
+    """
+
+    def local() -> threading.local:
+        new = threading.local()
+        for name in _OF_RUN:
+            setattr(new, name, global_state.get_global_attribute(name))
+        return new
+
+    global_state.threading = types.SimpleNamespace(local=local)
+    try:
+        yield
+    finally:
+        global_state.threading = threading
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.launch import launch
 from kerasdp.runtime.processes import call_in_new_process
+from kerasdp.runtime.sending import sent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,7 @@ class Job:
     """What is trained.
 
     Args:
-        build_model: called without arguments in each worker, returns a compiled Keras model. A function of a module,
-            or a `functools.partial` of one: it travels to other processes.
+        build_model: called without arguments in each worker, returns a compiled Keras model.
         data: `(x, y)` or `(x, y, sample_weight)` as for `model.fit`, or a function that returns it.
         steps: updates; the data is gone through as often as it takes.
         batch_size: samples of a global batch.
@@ -107,16 +106,13 @@ def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
         UserError: if the model cannot be sent to a process, or cannot be trained so.
         RunError: if the training failed.
     """
-    try:
-        pickle.dumps(job.build_model)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"parity: expected a build_model that other processes can import: a function of a module, not a lambda or "
-            f"one within a function. Received: {job.build_model!r}"
-        ) from error
     start = time.perf_counter()
-    # The process reads it when it imports the user's module, which may import Keras at its top.
-    with _environment(KERAS_BACKEND=way.backend):
+    with contextlib.ExitStack() as stack:
+        build_model = stack.enter_context(sent(job.build_model))
+        data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
+        job = dataclasses.replace(job, build_model=build_model, data=data)
+        # The process reads it when it imports the user's module, which may import Keras at its top.
+        stack.enter_context(_environment(KERAS_BACKEND=way.backend))
         result = call_in_new_process(_launch, job, way, detailed_step, name=f"{way}:")
     result.seconds = time.perf_counter() - start
     return result

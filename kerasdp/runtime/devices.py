@@ -41,6 +41,10 @@ class Devices:
         return f"{self.count} virtual CPU device{plural} ({self.reason})"
 
 
+class AlreadyStartedError(Exception):
+    """This process has started a framework otherwise than a run asks for, which only a new process can change."""
+
+
 def is_installed(backend: str) -> bool:
     """Returns whether the backend's framework can be imported (nothing is imported to find out)."""
     return importlib.util.find_spec(backend) is not None
@@ -79,20 +83,17 @@ def choose_backend(name: str | None) -> str:
 
 
 def set_backend(name: str) -> None:
-    """Makes Keras use the backend.
+    """Makes Keras use the backend, in this process and in those that it starts.
 
     Raises:
-        UserError: if Keras has been imported with another one, which nothing can change any more.
+        AlreadyStartedError: if Keras has been imported with another one, which nothing can change any more.
     """
-    current = _backend_of_imported_keras()
-    if current not in (None, name):
-        raise UserError(
-            f"Keras is already imported with the {current} backend, expected {name}: leave out --backend, call "
-            f"kerasdp.launch before anything imports Keras, or set KERAS_BACKEND={name}"
-        )
     os.environ["KERAS_BACKEND"] = name
     # Warnings and errors of TensorFlow only.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    current = _backend_of_imported_keras()
+    if current not in (None, name):
+        raise AlreadyStartedError(f"Keras is already imported with the {current} backend")
 
 
 def _backend_of_imported_keras() -> str | None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from kerasdp.errors import RunError, WorkerError
 from kerasdp.runtime import signals
+from kerasdp.runtime.modules import not_run_again
+from kerasdp.runtime.sending import sent
 
 # After these, a process that was asked to end is killed.
 _SECONDS_TO_END = 10.0
@@ -22,20 +24,28 @@ def call_in_new_process(function: Callable[..., Any], *args: Any, name: str) -> 
     """Calls a function in a new process, which ends with this one, however that ends; returns its result.
 
     Args:
-        function: of a module, as all that travels to another process.
-        *args: its arguments.
+        function: of a module.
+        *args: its arguments. Functions among them may be written anywhere.
         name: of the process, for errors.
 
     Raises:
+        UserError: if an argument refers to something that cannot be sent.
         RunError: the function's own, or a `WorkerError` if the process died or raised anything else.
         SystemExit: if the process was ended by a signal that this one got, too.
     """
+    with contextlib.ExitStack() as stack:
+        given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
+        return _call(function, given, name)
+
+
+def _call(function: Callable[..., Any], args: list[Any], name: str) -> Any:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(sender, name, function, *args))
     try:
         with signals.passed_on(lambda: [process] if process.pid else []):
-            process.start()
+            with not_run_again():
+                process.start()
             sender.close()
             result = receiver.recv()
             process.join(timeout=30)  # ends by itself

@@ -5,6 +5,7 @@ A fault is switched on by an environment variable, for the process of one way; t
 
 import os
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -157,5 +158,6 @@ def test_unreduced_gradients_are_named(reference, monkeypatch, backend):
 
 
 def test_a_model_that_cannot_travel_is_refused():
-    with pytest.raises(UserError, match="not a lambda or one within a function"):
-        parity.compare(lambda: None, data)
+    lock = threading.Lock()
+    with pytest.raises(UserError, match="lock, which the lambda refers to, is a lock and cannot be sent"):
+        parity.compare(lambda: lock, data)

@@ -136,5 +136,5 @@ def test_devices_in_words():
 
 def test_keras_with_another_backend_cannot_be_changed(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras", keras_with("jax"))
-    with pytest.raises(UserError, match="Keras is already imported with the jax backend, expected torch"):
+    with pytest.raises(devices.AlreadyStartedError, match="Keras is already imported with the jax backend"):
         devices.set_backend("torch")

@@ -26,6 +26,8 @@ with strategy.scope():
     variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
 plain = tf.Variable(1.0)
 assert isinstance(variable, tf.distribute.DistributedValues)
+assert private.mirrored_strategy(strategy.extended.worker_devices).extended._collective_key_base == 0
+assert private.mirrored_strategy(strategy.extended.worker_devices).extended._collective_key_base == 1000
 with private.read_from_first_replica([variable, plain]):
     assert variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     assert plain.aggregation == tf.VariableAggregation.NONE

@@ -307,6 +307,23 @@ def test_data_adapters_have(name):
     assert hasattr(keras_compat.DataAdapter, name)
 
 
+def test_clear_session_keeps_what_a_run_has_chosen():
+    devices = keras.distribution.DataParallel(devices=["cpu:0"])
+    try:
+        with keras_compat.kept_by_clear_session():
+            keras.config.set_dtype_policy("mixed_bfloat16")
+            keras.distribution.set_distribution(devices)
+            keras.utils.clear_session()
+            assert keras.config.dtype_policy().name == "mixed_bfloat16"
+            assert keras.distribution.distribution() is devices
+        keras.utils.clear_session()
+        assert keras.config.dtype_policy().name == "float32"
+        assert keras.distribution.distribution() is None
+    finally:
+        keras.distribution.set_distribution(None)
+        keras.config.set_dtype_policy("float32")
+
+
 def test_settings():
     assert "float64" in dtypes.BIT64_TO_BIT32_DTYPE
     assert hasattr(module_utils.tensorflow, "_available")

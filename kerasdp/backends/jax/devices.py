@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
-from kerasdp.errors import UserError
-from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 
 if TYPE_CHECKING:
     import keras
@@ -34,17 +33,16 @@ def make_devices(config: Config) -> Devices:
         if config.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
     except RuntimeError as error:
-        if len(jax.devices("cpu")) < num_devices:
-            raise UserError(
-                f"JAX has already started with {len(jax.devices('cpu'))} CPU devices, expected {num_devices}: "
-                "call kerasdp.launch before anything uses JAX"
-            ) from error
+        if (started := len(jax.devices("cpu"))) < num_devices:
+            raise AlreadyStartedError(f"JAX has already started with {started} CPU devices") from error
     return choose_devices(config, _num_gpus(config))
 
 
-def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in this process, which drives all devices."""
-    return worker(devices, *args)
+def start_workers(
+    worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None
+) -> Any:
+    """Calls `worker(devices, settings, train, folder)` in this process, which drives all devices."""
+    return worker(devices, settings, train, folder)
 
 
 def start_jax(devices: Devices, config: Config) -> list[jax.Device]:

@@ -55,7 +55,7 @@ class DataParallel(Strategy):
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
-            tf.distribute.MirroredStrategy(self.device_names) if devices.count > 1 else tf.distribute.get_strategy()
+            private.mirrored_strategy(self.device_names) if devices.count > 1 else tf.distribute.get_strategy()
         )
 
     @contextlib.contextmanager
@@ -63,12 +63,21 @@ class DataParallel(Strategy):
         """Returns the context in which models are made: their variables are mirrored on all devices."""
         scope = self.mirrored.scope()
         scope.__enter__()
+        reset = tf.compat.v1.reset_default_graph
+
+        def reset_default_graph() -> None:
+            """Enters the scope anew: `keras.utils.clear_session` takes it away with TensorFlow's graph."""
+            nonlocal scope
+            reset()
+            scope = self.mirrored.scope()
+            scope.__enter__()
+
+        tf.compat.v1.reset_default_graph = reset_default_graph
         try:
             yield
         finally:
-            # keras.utils.clear_session() takes it away with TensorFlow's graph, of which it then is no more the scope.
-            if tf.distribute.has_strategy():
-                scope.__exit__(None, None, None)
+            tf.compat.v1.reset_default_graph = reset
+            scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
@@ -262,12 +271,11 @@ class DataParallel(Strategy):
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-        different = []
-        for variable in model.variables:
-            copies = [copy.numpy().tobytes() for copy in self.mirrored.experimental_local_results(variable.value)]
-            if len(set(copies)) > 1:
-                different.append(variable.path)
-        return different
+
+        def copies(variable: "keras.Variable") -> set[bytes]:
+            return {copy.numpy().tobytes() for copy in self.mirrored.experimental_local_results(variable.value)}
+
+        return [variable.path for variable in model.variables if len(copies(variable)) > 1]
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:

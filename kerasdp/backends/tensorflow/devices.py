@@ -1,5 +1,6 @@
 """TensorFlow: makes the devices of a run, all driven by one process, and brings batches to them."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,12 @@ import tensorflow as tf
 from kerasdp.backends.base import Structure
 from kerasdp.backends.tensorflow.private import fold_matmuls
 from kerasdp.config import Config
-from kerasdp.errors import UserError
-from kerasdp.runtime.devices import Devices, choose_devices
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices
 
 
 def make_devices(config: Config) -> Devices:
     """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to other programs."""
+    _keep_logger_quiet()
     fold_matmuls()
     gpus = tf.config.list_physical_devices("GPU")
     devices = choose_devices(config, len(gpus))
@@ -26,12 +27,21 @@ def make_devices(config: Config) -> Devices:
         try:
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
         except RuntimeError as error:
-            if len(tf.config.list_logical_devices("CPU")) < devices.count:
-                raise UserError(
-                    f"TensorFlow has already started with {len(tf.config.list_logical_devices('CPU'))} CPU devices, "
-                    f"expected {devices.count}: call kerasdp.launch before anything uses TensorFlow, as a model does"
-                ) from error
+            if (started := len(tf.config.list_logical_devices("CPU"))) < devices.count:
+                raise AlreadyStartedError(f"TensorFlow has already started with {started} CPU devices") from error
     return devices
+
+
+def _keep_logger_quiet() -> None:
+    """Leaves out what TensorFlow (2.21) tells the authors of a strategy, in notebooks at each call of a model."""
+    logger = tf.get_logger()
+    if logger.level == logging.INFO:  # which it takes in interactive sessions
+        logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_not_of_strategies)  # which a logger has once only
+
+
+def _is_not_of_strategies(record: logging.LogRecord) -> bool:
+    return "eagerly has significant overhead" not in str(record.msg)
 
 
 def device_names(devices: Devices) -> list[str]:
@@ -54,6 +64,8 @@ def peak_memory_by_device(names: list[str]) -> list[int]:
     return [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
 
 
-def start_workers(worker: Callable[..., Any], devices: Devices, *args: Any) -> Any:
-    """Calls `worker(devices, *args)` in this process, which drives all devices."""
-    return worker(devices, *args)
+def start_workers(
+    worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None
+) -> Any:
+    """Calls `worker(devices, settings, train, folder)` in this process, which drives all devices."""
+    return worker(devices, settings, train, folder)

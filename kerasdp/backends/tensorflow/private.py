@@ -27,6 +27,17 @@ def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
             variable._aggregation = aggregation
 
 
+def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
+    """Makes a `MirroredStrategy` whose collectives are not taken for those of one that this process made before.
+
+    TensorFlow 2.21: each strategy counts its groups of devices from `_collective_key_base` on, and their collectives
+    from 100 on, so that those of a second one meet the shapes of the first one's. No public way.
+    """
+    strategy = tf.distribute.MirroredStrategy(devices)
+    tf.distribute.MirroredStrategy._collective_key_base += 1000  # of the next one
+    return strategy
+
+
 def fold_matmuls() -> None:
     """Makes products of shapes (a, 1, m, k) and (k, n) right on CPUs, from now on: of one axis less, they are.
 

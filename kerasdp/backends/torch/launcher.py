@@ -22,7 +22,9 @@ from kerasdp import errors
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.processes import end_with_parent, how_it_ended
+from kerasdp.runtime.sending import sent
 from kerasdp.runtime.watch import ERROR, Watch
 
 # The launcher looks this often for workers that have ended; of those that ended since its last look it sees any one.
@@ -39,20 +41,20 @@ def start_workers(
     and the folder is another one.
 
     Raises:
+        UserError: if `train` refers to something that cannot be sent to other processes.
         RunError: the error of the first worker that failed. All others are ended first.
     """
     if devices.count == 1:
         return worker(devices, settings, train, folder)
     # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Keras reads it when it is imported, which the user's script may do at its top.
-    os.environ["KERAS_TORCH_DEVICE"] = "cuda" if devices.kind == "gpu" else "cpu"
     # The processes share the cores; torch would give each of them all.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
     # It logs every failure with its whole traceback; the one that matters is raised below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True)
+    with sent(train) as train, not_run_again(), temporary as folder:
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -1,0 +1,280 @@
+"""Sends functions to worker processes, wherever they were written: in a script, a notebook, another function.
+
+A function of a module that workers can import travels by its name. Any other travels as its code (by cloudpickle), with
+the values of the variables that it refers to: no worker runs the script or notebook that it is from.
+"""
+
+import contextlib
+import io
+import linecache
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from kerasdp.errors import UserError
+from kerasdp.runtime import modules
+from kerasdp.runtime.references import MadeBeforeError, first_line, name_of, why_unsendable
+
+# Buffers of arrays from this size on travel in a file; in bytes.
+_LARGE = 1 << 16
+# Of arrays in that file, in bytes: wide enough for any vector instruction.
+_ALIGNMENT = 64
+# Keras' settings that change numbers. Precision and seed are choices of the run.
+_SETTINGS = ("image_data_format", "epsilon")
+
+
+class SentFunction:
+    """A function on its way to worker processes; what it refers to is as it was when it was sent.
+
+    Args:
+        pickled: what a worker loads.
+        path: of a file with its large arrays, which all workers map into their memory.
+        places: begin and length of each of these arrays, in bytes.
+    """
+
+    def __init__(self, pickled: bytes, path: str, places: list[tuple[int, int]]):
+        self._pickled, self._path, self._places = pickled, path, places
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, in a worker."""
+        return self.received()(*args, **kwargs)
+
+    def received(self) -> Callable[..., Any]:
+        """Returns the function, in a worker. Imports what it refers to, maybe Keras."""
+        buffers = []
+        if self._places:
+            with open(self._path, "rb") as file:
+                # A page becomes the process's own where it is written to.
+                mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            buffers = [mapped[begin : begin + length] for begin, length in self._places]
+        unpickler = pickle.Unpickler(io.BytesIO(self._pickled), buffers=buffers)
+        with _without_tensorflow(b"keras.src" in self._pickled):
+            main, texts, settings = unpickler.load()
+            linecache.cache.update(texts)  # for tracebacks and inspect.getsource
+            names, registered = unpickler.load()
+            modules.become(main, names)
+            if "keras" in sys.modules:
+                _set_keras(settings, registered)
+            function: Callable[..., Any] = unpickler.load()
+        return function
+
+
+class SentResult:
+    """What a function returned, on its way back from a worker process.
+
+    Args:
+        result: the value.
+
+    Raises:
+        UserError: if it cannot be sent.
+    """
+
+    def __init__(self, result: Any):
+        try:
+            with _without_tensorflow("keras" in sys.modules):
+                self._pickled = cloudpickle.dumps(result)
+        except Exception as error:
+            raise UserError(
+                f"train returned a {type(result).__name__}, which cannot be sent from a worker process "
+                f"({first_line(error)}): return numbers, arrays or a History"
+            ) from error
+
+    def received(self) -> Any:
+        """Returns the value, in the process that started the workers."""
+        with _without_tensorflow(b"keras.src" in self._pickled):
+            return pickle.loads(self._pickled)
+
+
+@contextlib.contextmanager
+def sent(function: Callable[..., Any]) -> Iterator[SentFunction]:
+    """Makes a function ready to be sent to processes that are started in the context.
+
+    Args:
+        function: wherever it was written. One that has been sent already stays as it is.
+
+    Raises:
+        UserError: if it refers to something that cannot be sent; the text names it.
+    """
+    if isinstance(function, SentFunction):
+        yield function
+        return
+    large: list[memoryview] = []
+    with _without_tensorflow("keras" in sys.modules):
+        try:
+            pickled = _pickled(function, large)
+        except Exception as error:
+            raise UserError(why_unsendable(function, error, _pickle_to_nowhere)) from error
+    with _in_file(large, function) as (path, places):
+        yield SentFunction(pickled, path, places)
+
+
+@contextlib.contextmanager
+def _in_file(large: list[memoryview], function: Callable[..., Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Writes arrays to a file, which lives as long as the context; returns its path, and their places in it."""
+    if not large:
+        yield "", []
+        return
+    places = []
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="kerasdp-", suffix=".arrays"))
+            for array in large:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                places.append((file.tell(), array.nbytes))
+                file.write(array)
+            file.flush()
+        except OSError as error:
+            size, name = sum(array.nbytes for array in large) >> 20, name_of(function)
+            raise UserError(
+                f"cannot write the {size} MiB of arrays that {name} refers to, which the worker processes read, to "
+                f"{tempfile.gettempdir()} ({error}): load them in {name}, or set TMPDIR to another folder"
+            ) from error
+        yield file.name, places
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles functions and classes that workers cannot import by their code.
+
+    Attributes:
+        by_code: those that it has pickled so.
+    """
+
+    def __init__(self, file: Any, large: list[memoryview]):
+        super().__init__(file, protocol=5, buffer_callback=lambda buffer: _is_small(buffer, large))
+        self.by_code: list[Any] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Pickler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Returns how an object is pickled; see the standard library."""
+        if isinstance(obj, (types.FunctionType, type)):
+            self._notice_module(obj.__module__)
+            way = super().reducer_override(obj)
+            if way is not NotImplemented:
+                self.by_code.append(obj)
+            return way
+        if "keras" in sys.modules and isinstance(obj, _kinds_with_variables()):
+            _require_no_variables(obj)
+        if "numpy" in sys.modules and isinstance(obj, sys.modules["numpy"].memmap):
+            place = _place_in_file(obj)
+            if place is not None:
+                return type(obj), place
+        return super().reducer_override(obj)
+
+    def _notice_module(self, name: str) -> None:
+        """Lets what a module has travel by its code, if a worker could not import it.
+
+        cloudpickle (3.1) expects that of no module that is imported here. But a name may have been given by
+        `runpy.run_path`, by pytest's `--import-mode=importlib`, or by another `multiprocessing`.
+        """
+        module = sys.modules.get(name)
+        known = cloudpickle.list_registry_pickle_by_value()
+        if module is not None and name not in known and not modules.can_be_imported(module):
+            cloudpickle.register_pickle_by_value(module)
+            self._stack.callback(cloudpickle.unregister_pickle_by_value, module)
+
+
+def _pickled(function: Callable[..., Any], large: list[memoryview]) -> bytes:
+    with _Pickler(_Nowhere(), []) as first:
+        first.dump(function)
+    # Who looks for a class by its name, as `pickle` does, finds it in the worker, too.
+    sources = {name: sys.modules[name] for name in {kind.__module__ for kind in first.by_code} & sys.modules.keys()}
+    names = {name: _those_of(vars(module), first.by_code) for name, module in sources.items()}
+    texts = _texts([kind.__code__ for kind in first.by_code if isinstance(kind, types.FunctionType)])
+    settings, registered = {}, {}
+    if "keras" in sys.modules:
+        keras: Any = sys.modules["keras"]
+        settings = {name: getattr(keras.config, name)() for name in _SETTINGS}
+        registered = _those_of(keras.saving.get_custom_objects(), first.by_code)
+    file = io.BytesIO()
+    with _Pickler(file, large) as pickler:
+        pickler.dump((modules.description(), texts, settings))
+        pickler.dump((names, registered))
+        pickler.dump(function)
+    return file.getvalue()
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, _: Any) -> None:
+        """Does nothing."""
+
+
+def _pickle_to_nowhere(value: Any) -> None:
+    with _Pickler(_Nowhere(), []) as pickler:
+        pickler.dump(value)
+
+
+def _is_small(buffer: pickle.PickleBuffer, large: list[memoryview]) -> bool:
+    """Returns whether the content of a buffer is to stay among what is pickled; notes it otherwise."""
+    content = buffer.raw()
+    if content.nbytes >= _LARGE:
+        large.append(content)
+    return content.nbytes < _LARGE
+
+
+def _place_in_file(array: Any) -> tuple[Any, ...] | None:
+    """Returns the arguments that make an `np.memmap`, or a slice of one, anew; None if it is to be copied."""
+    whole = array
+    while isinstance(whole.base, type(array)):
+        whole = whole.base
+    if not isinstance(whole.base, mmap.mmap) or array.mode not in ("r", "r+", "w+") or not array.flags.c_contiguous:
+        return None
+    offset = whole.offset + array.ctypes.data - whole.ctypes.data
+    return array.filename, array.dtype, "r" if array.mode == "r" else "r+", offset, array.shape
+
+
+def _texts(codes: list[types.CodeType]) -> dict[str, Any]:
+    """Returns what `linecache` knows of code that is in no file: a notebook's cells."""
+    names = {code.co_filename for code in codes if not os.path.exists(code.co_filename)}
+    lines = {name: linecache.getlines(name) for name in names}
+    return {name: (len("".join(text)), None, text, name) for name, text in lines.items() if text}
+
+
+def _those_of(known: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:
+    """Returns those of these functions and classes that are known by a name, by that name."""
+    return {name: value for name, value in known.items() if any(value is kind for kind in kinds)}
+
+
+def _without_tensorflow(uses_keras: bool) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer."""
+    if not uses_keras:
+        return contextlib.nullcontext()
+    from kerasdp.keras_compat import without_tensorflow
+
+    return without_tensorflow()
+
+
+def _set_keras(settings: dict[str, Any], registered: dict[str, Any]) -> None:
+    import keras
+
+    for name, value in settings.items():
+        getattr(keras.config, f"set_{name}")(value)
+    for name, kind in registered.items():
+        package, _, short = name.rpartition(">")
+        keras.saving.register_keras_serializable(package, short)(kind)
+
+
+def _kinds_with_variables() -> tuple[type, ...]:
+    keras = sys.modules["keras"]
+    return keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.Variable
+
+
+def _require_no_variables(obj: Any) -> None:
+    """Raises `MadeBeforeError` for a Keras object with variables, else what keeps Keras from making it anew."""
+    if isinstance(obj, sys.modules["keras"].Variable) or obj.variables:
+        raise MadeBeforeError
+    pickle.loads(pickle.dumps(obj))

@@ -1,0 +1,155 @@
+"""Functions are sent to worker processes wherever they are from, or refused in a line before any starts."""
+
+import functools
+import importlib.util
+import operator
+import os
+import re
+import runpy
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.errors import UserError
+from kerasdp.runtime.processes import call_in_new_process
+from kerasdp.runtime.sending import SentResult, sent
+from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+
+LOSSES = [1.523934, 1.517115]  # of callers.py, on any backend and number of devices
+lock = threading.Lock()
+
+
+def trained(done, num_ranks):
+    """The script's top ran once, `train` once for each rank, and nothing was said of it."""
+    losses = result_of(done)
+    np.testing.assert_allclose(losses, LOSSES, rtol=0, atol=1e-5)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("RESULT")]
+    others = ["trained by another"] * (num_ranks - 1)
+    assert sorted(lines) == ["the top of the script", *others, "trained by the chief"]
+
+
+@all_but("jax", "tensorflow")
+def test_a_script_without_a_guard(backend, tmp_path):
+    done = run(PROGRAMS / "callers.py", backend, 2, tmp_path, backend=backend)
+    trained(done, 2 if backend == "torch" else 1)
+
+
+@all_but("torch", "tensorflow")
+def test_in_a_process_that_may_be_restarted(backend, tmp_path):
+    done = run(PROGRAMS / "callers.py", backend, 2, tmp_path / "run", 1, backend=backend)
+    trained(done, 2 if backend == "torch" else 1)
+
+
+WAYS = {
+    "by exec": (
+        "-c",
+        "import sys; path = sys.argv.pop(1); exec(compile(open(path).read(), path, 'exec'), {'__name__': 'a'})",
+    ),
+    "by another name": ("-c", "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='another')"),
+}
+
+
+@pytest.mark.proof
+@pytest.mark.skipif("torch" not in BACKENDS, reason="only torch starts a process for each device")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_that_is_run_otherwise(way, tmp_path):
+    trained(run(*WAYS[way], PROGRAMS / "callers.py", "torch", 2, tmp_path, KERAS_BACKEND="torch"), 2)
+
+
+def test_what_a_function_refers_to_comes_with_it(tmp_path):
+    """Large arrays by way of a file, and those that lie in a file already as its name."""
+    array, number = np.arange(100_000).reshape(1000, 100), 3
+    mapped = np.memmap(tmp_path / "mapped", dtype="float32", mode="w+", shape=(50, 20))
+    mapped[:] = np.arange(1000).reshape(50, 20)
+    part = mapped[10:]
+
+    def look():
+        array[0] = 7
+        return (
+            array[[0, -1], -1].tolist(),
+            number,
+            type(part).__name__,
+            str(part.filename),
+            float(part[0, 1]),
+            part.shape,
+        )
+
+    found = call_in_new_process(operator.call, look, name="it")
+    assert found == ([7, 99_999], 3, "memmap", str(tmp_path / "mapped"), 201.0, (40, 20))
+    assert array[0, 0] == 0
+    with sent(look) as ready:
+        assert len(ready._pickled) < 10_000
+        assert os.path.getsize(ready._path) == array.nbytes
+    assert not os.path.exists(ready._path)
+
+
+def test_a_module_that_no_worker_can_import(tmp_path):
+    """As those of pytest's `--import-mode=importlib`, and what `runpy` runs by another name."""
+    (tmp_path / "hidden.py").write_text("def base(): return 40\ndef function(): return base() + 2\n")
+    spec = importlib.util.spec_from_file_location("hidden", tmp_path / "hidden.py")
+    sys.modules["hidden"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        assert call_in_new_process(operator.call, module.function, name="it") == 42
+    finally:
+        del sys.modules["hidden"]
+    assert call_in_new_process(operator.call, runpy.run_path(str(tmp_path / "hidden.py"))["function"], name="it") == 42
+
+
+def holder_of(value):
+    def train(runner):
+        return value
+
+    return train
+
+
+def small_model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def calls_another(used):
+    def helper():
+        return used
+
+    return lambda runner: helper()
+
+
+REFUSED = {
+    "lock": (lambda: lambda runner: lock, "lock, which the lambda refers to, is a lock and cannot be sent"),
+    "called": (lambda: calls_another(lock), "used, which helper refers to, is a lock and cannot be sent"),
+    "default": (lambda: lambda runner, one=lock: one, "one, which the lambda refers to, is a lock"),
+    "partial": (lambda: functools.partial(print, file=open(os.devnull, "w")), "file, which print refers to, is a Text"),  # noqa: SIM115
+    "generator": (lambda: holder_of(n for n in "ab"), "value, which train refers to, is a generator and cannot"),
+    "model": (lambda: holder_of(small_model()), "value, which train refers to, was made before kerasdp.launch: make"),
+    "metric": (lambda: holder_of([keras.metrics.Mean()]), "value, which train refers to, was made before"),
+    "variable": (lambda: holder_of(keras.Variable(1.0)), "value, which train refers to, was made before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_sent_is_named(case):
+    make, words = REFUSED[case]
+    with pytest.raises(UserError, match=re.escape(words)) as refused, sent(make()):
+        pass
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_starts_when_train_cannot_be_sent():
+    code = (
+        "import threading, kerasdp, torch.multiprocessing as m\n"
+        "lock = threading.Lock()\n"
+        "def never(*_, **__): raise AssertionError('it started')\n"
+        "m.start_processes = never\n"
+        "try: kerasdp.launch(lambda runner: lock, backend='torch', num_devices=2, device='cpu')\n"
+        "except kerasdp.UserError as error: print(error)\n"
+    )
+    done = run("-c", code)
+    assert done.stdout.startswith("lock, which the lambda refers to, is a lock and cannot be sent"), done.stderr
+
+
+def test_a_result_that_cannot_be_sent_is_named():
+    with pytest.raises(UserError, match="train returned a lock, which cannot be sent from a worker process"):
+        SentResult(threading.Lock())
