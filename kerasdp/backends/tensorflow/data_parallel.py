@@ -266,16 +266,14 @@ class DataParallel(Strategy):
         """Returns the paths of the variables that are not mirrored; each replica would change them once more."""
         if self.num_replicas == 1:
             return []
-        kinds = tf.distribute.DistributedValues
-        return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kinds)]
+        kind = tf.distribute.DistributedValues
+        return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kind)]
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-
-        def copies(variable: "keras.Variable") -> set[bytes]:
-            return {copy.numpy().tobytes() for copy in self.mirrored.experimental_local_results(variable.value)}
-
-        return [variable.path for variable in model.variables if len(copies(variable)) > 1]
+        held = self.mirrored.experimental_local_results
+        copies = [{copy.numpy().tobytes() for copy in held(variable.value)} for variable in model.variables]
+        return [variable.path for variable, values in zip(model.variables, copies) if len(values) > 1]
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
