@@ -112,7 +112,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         heartbeat = Heartbeat(folder, processes.rank, processes.num_processes, tell_after)
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
-        with heartbeat.of_run(), runner.training_function():
+        with heartbeat.of_run(), runner.training_function(), _only_prints_of(processes.rank == 0):
             result = train(runner)
         if folder is None:
             return result
@@ -121,3 +121,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         if hasattr(result, "set_model"):
             result.set_model(None)  # a Keras `History` holds its model
         return SentResult(result)
+
+
+@contextlib.contextmanager
+def _only_prints_of(is_chief: bool) -> Iterator[None]:
+    """Lets what `train` prints come once, on torch as on the others; what ranks write to stderr comes from each."""
+    with contextlib.ExitStack() as stack:
+        if not is_chief:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield
