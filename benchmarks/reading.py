@@ -2,9 +2,9 @@
 
     python benchmarks/reading.py --backend=torch --num_devices=2
 
-Each object reads 28 x 28 images and changes them as people do (scale, flip, noise). First a loop that only iterates it,
-then kerasdp's feed, which reads, hands out and brings batches to the devices, while nothing is trained; in turns, and the
-medians of their ratios count.
+Each object reads 28 x 28 images and changes them as people do (scale, flip, noise). First a loop that only iterates
+it, then the feed of kerasdp, which reads, hands out and brings batches to the devices, while nothing is trained; in
+turns, and the medians of their ratios count.
 """
 
 import os

@@ -41,6 +41,7 @@ def make(tmp_path):
         one = Checkpointer(
             config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1, identity={},
             resumed=None, gather_variables=lambda model: None, folder=str(tmp_path / "checkpoints"),
+            data_state=lambda epoch, batch: {"place": [epoch, batch]},
         )  # fmt: skip
         made.append(one)
         return one
@@ -94,7 +95,7 @@ def test_every_epoch(make):
     end_epoch(checkpointer, loss=1.0)
     (path,) = files.paths_in(checkpointer.folder)
     state = files.load(path).state
-    assert (state["step"], state["epoch"], state["batch"]) == (5, 1, 0)
+    assert (state["step"], state["epoch"], state["batch"], state["data"]) == (5, 1, 0, {"place": [1, 0]})
 
 
 def test_every_minute(make, monkeypatch):
