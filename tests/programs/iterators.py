@@ -191,7 +191,7 @@ def train(runner, names):
             inputs = keras.Input((3,))
             model = keras.Model(inputs, keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(inputs))
             model.compile(keras.optimizers.SGD(RATE), "mse", weighted_metrics=[])
-        batches, options = globals()[name]()
+        batches, options = next(make for make in KINDS if make.__name__ == name)()
         runner.fit(model, batches, batch_size=BATCH, epochs=EPOCHS, verbose=0, shuffle=False, **options)
         folder = os.path.join(runner.config.workdir, f"fit-{runner.num_fits}" if runner.num_fits > 1 else "")
         if runner.is_chief:

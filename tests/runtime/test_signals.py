@@ -29,7 +29,7 @@ def test_a_second_signal_ends_the_run_at_once(left_with, monkeypatch):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
     assert left_with == [128 + signal.SIGTERM]
-    monkeypatch.setattr(signals, "_SECONDS_OF_ONE", 0.0)  # the same one, later
+    monkeypatch.setattr(signals, "SECONDS_OF_ONE", 0.0)  # the same one, later
     with signals.noticed(), signals.awaited():
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
