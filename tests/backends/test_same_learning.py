@@ -12,7 +12,7 @@ PARTS = ("lenet", "binary", "two_heads", "unused_weights", "contrastive", "maske
 # Each backend on two devices beside the first on one; jax and tensorflow, whose compilers need seconds for each model,
 # with a few parts. All else is a part of the slow proofs.
 IN_SHORT = {(BACKENDS[0], 1): PARTS} | {(backend, 2): PARTS if backend == "torch" else
-            ("lenet", "masked_tokens", "batch_norm") for backend in BACKENDS}  # fmt: skip
+            ("lenet", "batch_norm") for backend in BACKENDS}  # fmt: skip
 WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
 
 

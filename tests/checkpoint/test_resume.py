@@ -65,7 +65,7 @@ def copy_of(folder, tmp_path):
     return copy
 
 
-@all_but("tensorflow")
+@all_but("jax", "tensorflow")
 def test_the_same_backend_resumes_bit_for_bit(backend, undisturbed, stopped, tmp_path):
     workdir = copy_of(stopped(backend), tmp_path)
     result = result_of(train_resumable(workdir, backend, resume=True))
@@ -163,6 +163,7 @@ def test_another_run_is_refused(stopped, tmp_path):
     assert "in learning_rate: expected 0.01. Received: 0.02" in done.stderr
 
 
+@pytest.mark.proof
 def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
     """Where a file may not be larger than a few kilobytes, which a checkpoint is."""
 

@@ -17,6 +17,7 @@ from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting.report import Facts
+from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
 
@@ -123,8 +124,14 @@ USUAL = (0, 1, 2, 3)
 ORDERS = list(itertools.permutations(USUAL))[5::6]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_signals():
+    with signals.noticed():  # forgets those of other tests
+        pass
+
+
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory):
+def usual(without_signals, tmp_path_factory):
     folder = tmp_path_factory.mktemp("usual") / "run"
     return train(folder, USUAL), left_in(folder)
 

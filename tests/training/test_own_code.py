@@ -62,6 +62,7 @@ def assert_trains_with(backend, done):
     np.testing.assert_allclose(losses, [1.762786, 1.74624], rtol=0, atol=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="needs a second backend")
 def test_keras_imported_with_another_backend():
     code = f"import keras, kerasdp; print(kerasdp.launch(lambda _: keras.config.backend(), backend={BACKENDS[1]!r}))"

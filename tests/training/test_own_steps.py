@@ -22,7 +22,11 @@ ALIKE = (
     "clipped",
 )
 # They compile for long, and are proofs.
-APART = (("tensorflow", "diffusion"), ("jax", "diffusion"), ("jax", "neighbours"))
+APART = (
+    *(("tensorflow", case) for case in ALIKE if case not in ("custom_step", "as_in_the_guide", "gan")),
+    ("jax", "diffusion"),
+    ("jax", "neighbours"),
+)
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
