@@ -5,11 +5,10 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
+WAYS = [pytest.param(name, marks=[pytest.mark.proof] * (name != "torch")) for name in BACKENDS if name != "jax"]
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.proof if name != "torch" else ()) for name in BACKENDS if name != "jax"],
-)
+
+@pytest.mark.parametrize("name", WAYS)
 def test_gradients_in_bfloat16(name):
     whole, half = (
         result_of(run(PROGRAMS / "gradient_precision.py", name, precision, backend=name))
