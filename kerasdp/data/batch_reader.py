@@ -221,6 +221,7 @@ class IndexedReader(BatchReader):
             # Forked, as Keras does, and anew for each epoch: `on_epoch_end` changes this process's data set.
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self.num_threads, context, _keep, (self.batches,))
+            self._pool.submit(_nothing).result()  # forks all of them, in this thread, with which they may end
         for number in range(start, len(indices)):
             yield functools.partial(self._read, indices[number], number)
 
@@ -256,9 +257,14 @@ _own: list[keras.utils.PyDataset] = []
 
 
 def _keep(batches: keras.utils.PyDataset) -> None:
-    # With the thread that reads, too: else a run that fails leaves it, and with it what it inherited of open pipes.
+    # Else a run that fails leaves it, and with it what it inherited of open pipes. On Linux it ends with the thread
+    # that forked it.
     end_with_parent()
     _own[:] = [batches]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _batch(index: int) -> Any:
