@@ -85,8 +85,18 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
+def start_processes_as_usual() -> None:
+    """Lets what `train` starts, such as a DataLoader's workers, start as in any program.
+
+    A process that was spawned spawns its own ones, to which classes of a script or a notebook cannot be sent.
+    """
+    usual, *_ = multiprocessing.get_all_start_methods()
+    multiprocessing.set_start_method(usual, force=True)
+
+
 def _send_result(sender: Any, name: str, function: Callable[..., Any], *args: Any) -> None:
     end_with_parent()
+    start_processes_as_usual()
     try:
         result = function(*args)
     except RunError as error:

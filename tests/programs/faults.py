@@ -33,7 +33,8 @@ def chosen(seed, num_ranks):
     """Kind, place, how often one comes there before, and rank."""
     draw = random.Random(seed)
     kind, place = draw.choice(KINDS), draw.choice(list(PLACES))
-    return kind, place, draw.randrange(PLACES[place]), draw.randrange(num_ranks)
+    number, rank = draw.randrange(PLACES[place]), draw.randrange(num_ranks)
+    return kind, place, number, 0 if place == "in a reading thread" else rank  # which is rank 0's
 
 
 class Fault:

@@ -41,8 +41,16 @@ def tf_data_without_end():
 def data_loader(**options):
     import torch
 
-    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
-    return torch.utils.data.DataLoader(data, BATCH, shuffle=True, **options), {}
+    class Rows(torch.utils.data.Dataset):
+        """Of the script, so that only a process that is forked knows it."""
+
+        def __len__(self):
+            return ROWS
+
+        def __getitem__(self, place):
+            return X[place], Y[place]
+
+    return torch.utils.data.DataLoader(Rows(), BATCH, shuffle=True, **options), {}
 
 
 def data_loader_with_workers():

@@ -23,7 +23,7 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.modules import not_run_again
-from kerasdp.runtime.processes import end_with_parent, how_it_ended
+from kerasdp.runtime.processes import end_with_parent, how_it_ended, start_processes_as_usual
 from kerasdp.runtime.sending import sent
 from kerasdp.runtime.watch import ERROR, Watch
 
@@ -96,6 +96,7 @@ def _recorded(folder: str, worker: Callable[..., Any], *args: Any) -> Any:
     They fail, too, as soon as this one leaves, and torch records only the first error that it sees.
     """
     end_with_parent()  # torch (2.13) sends SIGINT, which what waits in native code does not heed
+    start_processes_as_usual()
     # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     try:
