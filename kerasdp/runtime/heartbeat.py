@@ -236,7 +236,7 @@ class Heartbeat:
         while not self._is_over.wait(SECONDS_BETWEEN_SIGNS):
             self._write(signals.is_finishing())
             since, seconds = self._since, time.monotonic() - self._since
-            if self._folder is not None and seconds > 2 * SECONDS_BETWEEN_SIGNS:
+            if self._folder is not None and seconds > SECONDS_BETWEEN_SIGNS:
                 rank_files.write_place(self._folder, self._rank, lines.place_of(self._thread))
             if self._tell_after and seconds > self._tell_after and self._state in (CALL, STEP) and told != since:
                 told = since
