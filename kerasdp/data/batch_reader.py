@@ -38,13 +38,12 @@ class BatchReader(abc.ABC):
         check: looks at each batch that is read for a feed, if there is one.
         num_batches: of an epoch; None if the object does not tell.
         num_threads: that read at once.
-        warn: prints a line about the data.
+        warn: prints a line about the data, where it is read.
     """
 
     check: BatchCheck | None = None
     num_threads = 1
     num_batches: int | None
-    has_own_order = False
 
     def __init__(
         self,

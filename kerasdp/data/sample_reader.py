@@ -34,7 +34,7 @@ class SampleReader:
             yield functools.partial(self._read, indices, self._kept)
 
     # The order is that of `Order`, which depends on seed and epoch alone.
-    has_own_order = hands_out = False
+    hands_out = False
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """Does nothing: the order of an epoch depends on no other."""

@@ -24,8 +24,6 @@ class StreamReader(BatchReader):
     epoch continues where the last one ended.
     """
 
-    has_own_order = True
-
     def __init__(
         self,
         batches: Any,

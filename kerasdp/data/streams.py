@@ -173,7 +173,7 @@ def digest_of(data: Any) -> str:
 
 
 def _keeps_state_itself(batches: Any) -> bool:
-    """Returns whether the object has the state, as torchdata's StatefulDataLoader, Hugging Face's IterableDataset."""
+    """Returns whether the object has the state, not its iterator, as torchdata's StatefulDataLoader."""
     return all(hasattr(batches, name) for name in ("state_dict", "load_state_dict"))
 
 

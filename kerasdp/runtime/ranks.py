@@ -16,8 +16,8 @@ class Scatter(Protocol):
     rank: int
     num_processes: int
 
-    def __call__(self, values: list[Any] | None, number: int) -> Any:
-        """Returns this process's one of the values that rank 0 has, one for each rank.
+    def __call__(self, values: list[Any], number: int) -> Any:
+        """Returns this process's one of the values that rank 0 gives, one for each rank; the others' are not looked at.
 
         Called by all processes, in any thread; calls with the same number are made in the same order by all.
         """

@@ -26,6 +26,8 @@ from kerasdp.runtime.references import MadeBeforeError, first_line, name_of, why
 _LARGE = 1 << 16
 # Of arrays in that file, in bytes: wide enough for any vector instruction.
 _ALIGNMENT = 64
+# In what was pickled, the modules of Keras' classes and functions begin so.
+_OF_KERAS = b"keras.src"
 # Keras' settings that change numbers. Precision and seed are choices of the run.
 _SETTINGS = ("image_data_format", "epsilon")
 
@@ -55,7 +57,7 @@ class SentFunction:
                 mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             buffers = [mapped[begin : begin + length] for begin, length in self._places]
         unpickler = pickle.Unpickler(io.BytesIO(self._pickled), buffers=buffers)
-        with _without_tensorflow(b"keras.src" in self._pickled):
+        with _without_tensorflow(_OF_KERAS in self._pickled):
             main, texts, settings = unpickler.load()
             linecache.cache.update(texts)  # for tracebacks and inspect.getsource
             names, registered = unpickler.load()
@@ -88,7 +90,7 @@ class SentResult:
 
     def received(self) -> Any:
         """Returns the value, in the process that started the workers."""
-        with _without_tensorflow(b"keras.src" in self._pickled):
+        with _without_tensorflow(_OF_KERAS in self._pickled):
             return pickle.loads(self._pickled)
 
 

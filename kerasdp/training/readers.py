@@ -111,17 +111,16 @@ def _reader_of_batches(
     if not hasattr(x, "__iter__") and not is_indexed:
         raise UserError(f"x: expected arrays, or an object that gives batches. Received: {type(x).__name__}")
     if hasattr(x, "column_names") and hasattr(x, "select_columns"):  # Hugging Face's: Keras takes none of them, either
-        raise UserError(
-            f"x: a {type(x).__name__} gives rows, not batches; use kerasdp.ColumnSource(x, inputs=COLUMN, "
-            "targets=COLUMN), or its to_tf_dataset"
-        )
-    warn = report.warn if strategy.processes.rank == 0 else _ignore
-    if type(x).__module__.startswith("tensorflow.") and seed_tensorflow(run_seed):
-        warn(
+        way = "kerasdp.ColumnSource(x, inputs=COLUMN, targets=COLUMN)"
+        way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
+        raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
+    was_unseeded = type(x).__module__.startswith("tensorflow.") and seed_tensorflow(run_seed)
+    if was_unseeded and strategy.processes.rank == 0:
+        report.warn(
             "TensorFlow was imported in the function that launch calls, after the run was seeded: tf.data shuffles "
             "otherwise than with --backend=tensorflow; import it at the top of the script"
         )
-    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": warn}
+    own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
     place = x, strategy.num_replicas, strategy.shard, steps
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
@@ -142,10 +141,6 @@ def fed(strategy: Strategy, *readers: Reader | None, state: RunState | None = No
         yield [feed and FeedAdapter(strategy.adapt(feed), feed.num_batches) for feed in feeds]
     for feed in filter(None, feeds):
         feed.close()  # not after a failure, when other processes may be gone
-
-
-def _ignore(line: str) -> None:
-    pass
 
 
 def _is_of_arrays(x: Any) -> bool:

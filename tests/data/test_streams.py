@@ -32,6 +32,10 @@ def feed_of(reader):
     return Feed(reader, lambda batch: batch.targets.tolist(), RunState())
 
 
+def feed_of_inputs(reader):
+    return Feed(reader, lambda batch: batch.inputs.tolist(), RunState())
+
+
 def firsts(found):
     return [targets[0] for targets in found]
 
@@ -156,6 +160,45 @@ def test_an_iterator_with_a_state_reads_nothing_again(state, steps):
     rest.run_state.begin_epoch(1)
     assert firsts(list(rest)[1:]) == found[1][1:]
     assert data.read == ([5] if steps else [2, 3, 4, 5]) and not said
+
+
+class WithStateOfItsOwn(WithState):
+    """It has the state itself, not its iterator."""
+
+    def __iter__(self):
+        self.iterator = Iterator(self)
+        self.iterator.place = getattr(self, "begin", 0)
+        return (batch for batch in iter(self.iterator.__next__, None))
+
+    def state_dict(self):
+        return {"place": self.iterator.place}
+
+    def load_state_dict(self, state):
+        self.begin = state["place"]
+
+
+def test_an_object_with_a_state_reads_nothing_again():
+    def feed(data):
+        return feed_of(reader_of(data, steps=5, warn=said.append))
+
+    said, data = [], WithStateOfItsOwn(None)
+    whole = feed(data)
+    found, state = firsts(whole), whole.reader.saved_state(0, 3)
+    data = WithStateOfItsOwn(None)
+    rest = feed(data)
+    rest.run_state.resume(3, Position(0, 3))
+    rest.reader.resume_at(0, 3, state)
+    rest.run_state.begin_epoch(0)
+    assert firsts(list(rest)[3:]) == found[3:] and data.read == [4, 5] and not said
+
+
+def test_a_part_of_the_samples_is_refused():
+    data = pytest.importorskip("torch.utils.data")
+    sampler = data.DistributedSampler(range(8), num_replicas=2, rank=0)
+    with pytest.raises(UserError, match="leave the sampler out"):
+        reader_of(data.DataLoader(range(8), 4, sampler=sampler))
+    whole = data.DistributedSampler(range(8), num_replicas=1, rank=0)
+    assert len(list(feed_of_inputs(reader_of(data.DataLoader(range(8), 4, sampler=whole))))) == 2
 
 
 def test_an_epoch_longer_than_the_data_goes_on_with_the_next_pass_in_training():

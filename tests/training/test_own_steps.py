@@ -107,7 +107,7 @@ def test_refused(backend, count, case):
         assert not isinstance(received, str), received
 
 
-# Where a training is stopped, and where it goes on.
+# Where a training is stopped, and where it is resumed.
 MOVES = (("torch", 1, "tensorflow", 2), ("tensorflow", 1, "jax", 1), ("jax", 2, "torch", 2), ("torch", 4, "torch", 1))
 
 

@@ -23,10 +23,10 @@ class Scatter:
         self.rank, self.num_processes = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._first_tag = group, channel * _NUMBERS
 
-    def __call__(self, values: list[Any] | None, number: int) -> Any:
+    def __call__(self, values: list[Any], number: int) -> Any:
         """See `kerasdp.runtime.ranks.Scatter`."""
         tag = self._first_tag + number % _NUMBERS
-        if self.rank or values is None:
+        if self.rank:
             return self._received(tag)
         last: Any = None
         for rank in range(1, self.num_processes):
