@@ -4,6 +4,7 @@ import itertools
 import queue
 import random
 import threading
+import time
 
 import keras
 import numpy as np
@@ -239,6 +240,7 @@ class Scatter:
             for rank in range(1, 3):
                 self.queues[rank].setdefault(number, queue.Queue()).put(values[rank])
             return values[0]
+        time.sleep(0.05 if self.rank == 2 else 0)  # it has not read all that it asked for when an epoch is left
         return self.queues[self.rank].setdefault(number, queue.Queue()).get(timeout=20)
 
 
@@ -265,12 +267,19 @@ def test_one_process_reads_and_all_train(is_indexed):
     opened = []
 
     class Indexed(keras.utils.PyDataset):
+        """Its second epoch has other targets."""
+
+        epochs = 0
+
         def __len__(self):
             return 6
 
         def __getitem__(self, index):
             opened.append(index)
-            return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+            return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4] + 100 * (self.epochs > 1)
+
+        def on_epoch_begin(self):
+            self.epochs += 1
 
     def generator(rank):
         opened.append(rank)
@@ -297,7 +306,8 @@ def test_one_process_reads_and_all_train(is_indexed):
         number = place - 2 if is_indexed and place > 1 else place
         expected = X[4 * number : 4 * number + 4]
         assert np.concatenate([part.inputs for part in parts])[: len(expected)].tolist() == expected.tolist()
-        assert all(part.targets.tolist() == Y[4 * number : 4 * number + 4].tolist() for part in parts)
+        targets = Y[4 * number : 4 * number + 4] + 100 * (place > 1 and is_indexed)
+        assert all(part.targets.tolist() == targets.tolist() for part in parts)
     assert sorted(set(opened)) == (list(range(6)) if is_indexed else [0])
 
 
