@@ -125,11 +125,8 @@ def _other_arguments(first: Rank, other: Rank) -> RunError:
     texts = [arguments.get(name, {}).get("shown", "nothing") for arguments in (mine, theirs)]
     if texts[0] == texts[1]:
         texts = [f"{texts[0]} with some values", "others"]
-    call, line, is_data = (
-        first.meeting["name"],
-        first.meeting["line"],
-        "sample" in (mine.get(name) or theirs.get(name, {})),
-    )
+    call, line = first.meeting["name"], first.meeting["line"]
+    is_data = "sample" in (mine.get(name) or theirs.get(name, {}))
     cure = "every rank takes its rows of the global batch by itself, so give each the same, and seed what is random"
     return UserError(
         f"{call} ({line}): expected the same {name} on all ranks. Received: {texts[0]} on rank {first.number}, "
@@ -228,16 +225,17 @@ class Watch:
     def __exit__(self, *_: Any) -> None:
         self._is_over.set()
 
-    def explanation(self, failed: Iterable[int]) -> RunError | SystemExit | None:
+    def explanation(self, failed: Iterable[int], is_told: bool) -> RunError | SystemExit | None:
         """Returns why the run ended, where the ranks that failed, of which one is seen, do not say it themselves.
 
         Args:
             failed: ranks whose processes were seen to fail.
+            is_told: whether a rank has written down what is wrong; the others may have been ended before they could.
         """
         if self.error is not None:
             return self.error
         gone = {rank.number for rank in self._gone}
-        if gone and not gone & {*failed} and not signals.seconds_since_passed_on():
+        if gone and not is_told and not gone & {*failed} and not signals.seconds_since_passed_on():
             return WorkerError(f"{_each(self._gone)}: its process ended by itself, without an error")
         ranks = self._ranks()
         return _different(ranks) if len(ranks) == self._num_ranks else None

@@ -244,3 +244,12 @@ def test_a_process_that_has_ended():
     assert watch._has_ended(process)  # though nobody has waited for it
     os.waitpid(process, 0)
     assert watch._has_ended(process) and not watch._has_ended(os.getpid())
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_rank_that_was_ended_for_another_is_not_blamed(tmp_path, ranks, is_told):
+    """Rank 1 has failed; rank 0 was ended for it, before it could write down an error of its own."""
+    watching = watch.Watch(str(tmp_path), 2, None)
+    watching._gone = ranks({})
+    error = watching.explanation([1], is_told)
+    assert error is None if is_told else "its process ended by itself, without an error" in str(error)

@@ -77,10 +77,12 @@ def start_workers(
             with signals.passed_on(multiprocessing.active_children), watch:
                 result = elastic_launch(launch_config, _recorded)(folder, worker, devices, settings, train, folder)[0]
         except ChildFailedError as error:
-            if (explanation := watch.explanation(error.failures)) is not None:
+            records = _records(folder)
+            is_told = any(errors.from_name(record["name"], "") for record in records.values())
+            if (explanation := watch.explanation(error.failures, is_told)) is not None:
                 raise explanation from None
             signals.leave_as(error.get_first_failure()[1].exitcode)
-            raise _first_error(folder, error) from None
+            raise _first_error(records, error) from None
         except SignalException as error:  # the agent has ended the workers
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -126,11 +128,16 @@ def _record(folder: str, error: BaseException, message: Any) -> None:
         json.dump(record, file, default=str)
 
 
-def _first_error(folder: str, error: ChildFailedError) -> errors.RunError | SystemExit:
+def _records(folder: str) -> dict[str, dict[str, Any]]:
+    """Returns what the ranks have recorded, by rank, the first one first."""
     records = {}
     for name in sorted(name for name in os.listdir(folder) if name.endswith(ERROR)):
         with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote
             records[name.removesuffix(ERROR).partition("-")[2]] = json.load(file)
+    return records
+
+
+def _first_error(records: dict[str, dict[str, Any]], error: ChildFailedError) -> errors.RunError | SystemExit:
     rank, failure = error.get_first_failure()
     # Killed, by the system for its memory say, or crashed, or it left by `os._exit`: it could not record anything.
     if not records or (str(rank) not in records and failure.exitcode not in (-signal.SIGTERM, 128 + signal.SIGTERM)):
