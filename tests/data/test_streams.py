@@ -235,13 +235,16 @@ class Scatter:
     def __init__(self, rank, queues):
         self.rank, self.queues = rank, queues
 
-    def __call__(self, values, number):
+    def __call__(self, values, number, *, wait=True):
         if self.rank == 0:
             for rank in range(1, 3):
                 self.queues[rank].setdefault(number, queue.Queue()).put(values[rank])
             return values[0]
         time.sleep(0.05 if self.rank == 2 else 0)  # it has not read all that it asked for when an epoch is left
         return self.queues[self.rank].setdefault(number, queue.Queue()).get(timeout=20)
+
+    def finish(self):
+        pass
 
 
 def in_each_rank(work):
