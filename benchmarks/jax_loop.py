@@ -9,144 +9,32 @@ on the devices as bytes; a step picks its batch there.
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import protocol
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax_models import Net, convnet, gpt, resnet18, resnet50, segmentation
+
+Model = Callable[[Net, jax.Array], jax.Array]
 
 
-class Net:
-    """Weights and moving statistics by layer, and what is done with them.
-
-    Args:
-        weights: a dictionary for each layer's name; None makes them as they are asked for.
-        statistics: likewise.
-        dtype: of the arithmetic.
-        groups: the rows of a batch are normalized in so many groups.
-        key: of dropout; None: no dropout.
-    """
-
-    def __init__(
-        self, weights: Any = None, statistics: Any = None, dtype: Any = jnp.float32, groups: int = 1, key: Any = None
-    ):
-        self.is_new = weights is None
-        self.weights, self.statistics = ({}, {}) if self.is_new else (weights, dict(statistics))
-        self.dtype, self.groups, self.key = dtype, groups, key
-        self.random = np.random.default_rng(0)
-
-    def kernel(self, name: str, *shape: int) -> jax.Array:
-        """Returns a kernel, made with He's normal distribution."""
-        if self.is_new:
-            deviation = (2 / np.prod(shape[:-1])) ** 0.5
-            self.weights[name] = {"kernel": self.random.normal(0, deviation, shape).astype("float32")}
-        return self.weights[name]["kernel"].astype(self.dtype)
-
-    def bias(self, name: str, size: int) -> jax.Array:
-        """Returns a layer's bias."""
-        if self.is_new:
-            self.weights[name]["bias"] = np.zeros(size, "float32")
-        return self.weights[name]["bias"].astype(self.dtype)
-
-    def conv(
-        self, name: str, x: jax.Array, filters: int, size: int, strides: int = 1, bias: bool = True,
-        is_padded: bool = True,
-    ) -> jax.Array:  # fmt: skip
-        """Applies a convolution that pads equally on all sides, or not at all."""
-        pad = (size - 1) // 2 if is_padded else 0
-        kernel = self.kernel(name, size, size, x.shape[-1], filters)
-        x = lax.conv_general_dilated(
-            x, kernel, (strides, strides), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        return x + self.bias(name, filters) if bias else x
-
-    def dense(self, name: str, x: jax.Array, size: int) -> jax.Array:
-        """Applies a dense layer."""
-        return x @ self.kernel(name, x.shape[-1], size) + self.bias(name, size)
-
-    def norm(
-        self, name: str, x: jax.Array, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99
-    ) -> jax.Array:
-        """Applies batch norm in float32."""
-        size = x.shape[-1]
-        if self.is_new:
-            self.weights[name] = {"beta": np.zeros(size, "float32")} | (
-                {"gamma": np.ones(size, "float32")} if scale else {}
-            )
-            self.statistics[name] = np.zeros(size, "float32"), np.ones(size, "float32")
-        weights, (moving_mean, moving_variance) = self.weights[name], self.statistics[name]
-        rows = x.astype(jnp.float32).reshape(self.groups, -1, *x.shape[1:])
-        mean = rows.mean((1, 2, 3), keepdims=True)
-        variance = jnp.square(rows).mean((1, 2, 3), keepdims=True) - jnp.square(mean)
-        if not self.is_new:
-            self.statistics[name] = tuple(
-                old * momentum + new.mean((0, 1, 2, 3)) * (1 - momentum)
-                for old, new in ((moving_mean, mean), (moving_variance, variance))
-            )
-        factor = lax.rsqrt(variance + epsilon) * weights.get("gamma", 1.0)
-        return ((rows - mean) * factor + weights["beta"]).reshape(x.shape).astype(self.dtype)
-
-    def dropout(self, x: jax.Array, rate: float) -> jax.Array:
-        """Drops at random."""
-        if self.key is None:
-            return x
-        return jnp.where(jax.random.bernoulli(self.key, 1 - rate, x.shape), x / (1 - rate), 0)
+def find_model(args: Any) -> Model:
+    """Returns the model `args.model`."""
+    if args.model == "gpt":
+        return functools.partial(gpt, vocabulary=args.vocabulary, width=args.width)
+    if args.model == "segmentation":
+        return functools.partial(segmentation, width=args.width)
+    return {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}[args.model]
 
 
-def convnet(net: Net, x: jax.Array) -> jax.Array:
-    """Builds what kerasdp/models/convnet.py builds."""
-    x = jax.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
-    x = jax.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False, is_padded=False), scale=False))
-    x = jax.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
-    x = jax.nn.relu(net.dense("dense1", x.mean((1, 2)), 256))
-    return net.dense("logits", net.dropout(x, 0.5), protocol.NUM_CLASSES)
-
-
-def resnet18(net: Net, x: jax.Array) -> jax.Array:
-    """Builds what kerasdp/models/resnet18.py builds."""
-    x = jax.nn.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
-    for stage, filters in enumerate((64, 128, 256, 512), 1):
-        for block in (1, 2):
-            name, strides = f"stage{stage}_block{block}", 2 if block == 1 and stage > 1 else 1
-            y = jax.nn.relu(net.norm(f"{name}_norm1", net.conv(f"{name}_conv1", x, filters, 3, strides)))
-            y = net.norm(f"{name}_norm2", net.conv(f"{name}_conv2", y, filters, 3))
-            if strides != 1:
-                x = net.conv(f"{name}_shortcut", x, filters, 1, strides)
-            x = jax.nn.relu(x + y)
-    return net.dense("logits", x.mean((1, 2)), protocol.NUM_CLASSES)
-
-
-def resnet50(net: Net, x: jax.Array) -> jax.Array:
-    """Builds what kerasdp/models/resnet50.py builds."""
-
-    def conv_norm(name: str, x: jax.Array, filters: int, size: int, strides: int = 1) -> jax.Array:
-        x = net.conv(f"{name}_conv", x, filters, size, strides, bias=False)
-        return net.norm(f"{name}_norm", x, epsilon=1e-5, momentum=0.9)
-
-    x = jax.nn.relu(conv_norm("stem", x, 64, 7, 2))
-    x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)])
-    for stage, (filters, num_blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
-        for block in range(1, num_blocks + 1):
-            name, strides = f"stage{stage}_block{block}", 2 if block == 1 and stage > 1 else 1
-            y = jax.nn.relu(conv_norm(f"{name}_1", x, filters, 1))
-            y = jax.nn.relu(conv_norm(f"{name}_2", y, filters, 3, strides))
-            y = conv_norm(f"{name}_3", y, 4 * filters, 1)
-            if block == 1:
-                x = conv_norm(f"{name}_shortcut", x, 4 * filters, 1, strides)
-            x = jax.nn.relu(x + y)
-    return net.dense("logits", x.mean((1, 2)), protocol.NUM_CLASSES)
-
-
-MODELS = {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}
-
-
-def make_state(model: str) -> dict[str, Any]:
+def make_state(model: Model, sample: np.ndarray) -> dict[str, Any]:
     """Makes weights, momentum, moving statistics, and sums for the metrics, on the host."""
     net = Net()
-    jax.eval_shape(lambda x: MODELS[model](net, x), jnp.zeros((1, *protocol.input_shape(model))))
+    jax.eval_shape(lambda x: model(net, x), jnp.asarray(sample, jnp.float32 if sample.ndim == 4 else sample.dtype))
     return {
         "weights": net.weights, "momentum": jax.tree.map(np.zeros_like, net.weights), "statistics": net.statistics,
         "totals": np.zeros(2, "float32"), "step": np.int32(0),
@@ -155,18 +43,20 @@ def make_state(model: str) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames=("model", "dtype", "groups", "drop"), donate_argnums=0)
 def train_step(
-    state: dict[str, Any], images: jax.Array, labels: jax.Array, index: jax.Array, *, model: str, dtype: Any,
+    state: dict[str, Any], images: jax.Array, labels: jax.Array, index: jax.Array, *, model: Model, dtype: Any,
     groups: int, drop: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Makes one step of SGD with momentum."""
-    x, y = images[index].astype(dtype) * dtype(1 / 255), labels[index]
+    x, y = images[index], labels[index]
+    if x.ndim == 4:  # images
+        x = x.astype(dtype) * dtype(1 / 255)
 
     def loss_of(weights: Any) -> tuple[jax.Array, Any]:
         key = jax.random.fold_in(jax.random.key(0), state["step"]) if drop else None
         net = Net(weights, state["statistics"], dtype, groups, key)
-        logits = MODELS[model](net, x).astype(jnp.float32)
-        losses = jax.nn.logsumexp(logits, 1) - jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
-        return losses.mean(), (net.statistics, (logits.argmax(1) == y).mean())
+        logits = model(net, x).astype(jnp.float32)
+        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
+        return losses.mean(), (net.statistics, (logits.argmax(-1) == y).mean())
 
     (loss, (statistics, accuracy)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["weights"])
     momentum = jax.tree.map(
@@ -193,14 +83,15 @@ class Loop:
             jax.config.update("jax_default_matmul_precision", "float32")
         mesh = Mesh(np.array(self.devices), ("batch",))
         self.split, copied = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
-        self.images, self.labels = jax.device_put(protocol.make_data(args.model), copied)
-        self.state = jax.device_put(make_state(args.model), copied)
+        self.images, self.labels = jax.device_put(protocol.make_data(args), copied)
+        model = find_model(args)
+        self.state = jax.device_put(make_state(model, np.asarray(self.images[:1])), copied)
         self.num_parameters = sum(weight.size for weight in jax.tree.leaves(self.state["weights"]))
         self.step = functools.partial(
-            train_step, model=args.model, dtype=getattr(jnp, args.precision),
+            train_step, model=model, dtype=getattr(jnp, args.precision),
             groups=args.devices if args.batch_norm == "replica" else 1,
         )  # fmt: skip
-        self.copied, self.batches = copied, protocol.batches(args.batch_size)
+        self.copied, self.batches = copied, protocol.batches(args.model, args.batch_size)
 
     def repeat(self, steps: int) -> dict[str, float]:
         """Trains; waits for the end."""

@@ -25,7 +25,7 @@ class Fit:
         choose_precision(args)
         config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits", data_dir=args.data_dir)
         if args.dataset is None:
-            x, y = protocol.make_data(args.model)
+            x, y = protocol.make_data(args)
             num_classes = protocol.NUM_CLASSES
         else:
             data = kerasdp.load_data(config)

@@ -19,14 +19,28 @@ from typing import Any
 
 import numpy as np
 
+from kerasdp.benchmark import memory
+
 STARTED = time.perf_counter()
-LEARNING_RATE, MOMENTUM, NUM_CLASSES, NUM_SAMPLES, WARM_UP_STEPS = 0.01, 0.9, 10, 4096, 3
+LEARNING_RATE, MOMENTUM, NUM_CLASSES, WARM_UP_STEPS = 0.01, 0.9, 10, 3
+# Of each model: the samples that there are, and a sample's shape (without the batch axis).
+NUM_SAMPLES = {"convnet": 4096, "resnet18": 4096, "resnet50": 4096, "gpt": 4096, "segmentation": 256}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3),
+    "gpt": (64,), "segmentation": (128, 128, 3),
+}  # fmt: skip
+NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES = 2, 4, 21
+WIDTHS = {"gpt": 64, "segmentation": 16}
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Returns the parser of the flags of all loops."""
     flags = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    flags.add_argument("--model", default="convnet", help="convnet, resnet18 or resnet50, as in kerasdp/models")
+    flags.add_argument(
+        "--model", default="convnet", choices=NUM_SAMPLES, help="as in kerasdp/models, or in keras_models.py"
+    )
+    flags.add_argument("--vocabulary", type=int, default=16_000, help="of gpt: how many tokens it knows")
+    flags.add_argument("--width", type=int, help="of gpt: numbers a token (64); of segmentation: first filters (16)")
     flags.add_argument("--batch_size", type=int, default=64, help="samples a step, over all devices")
     flags.add_argument("--devices", type=int, default=1)
     flags.add_argument("--steps", type=int, default=20, help="training steps a repetition")
@@ -41,29 +55,37 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     args = flags.parse_args()
     if args.batch_size % args.devices:
         flags.error(f"--batch_size: expected a multiple of the {args.devices} devices. Received: {args.batch_size}")
-    if args.batch_size > NUM_SAMPLES:
-        flags.error(f"--batch_size: expected at most {NUM_SAMPLES}. Received: {args.batch_size}")
+    if args.batch_size > NUM_SAMPLES[args.model]:
+        flags.error(f"--batch_size: expected at most {NUM_SAMPLES[args.model]}. Received: {args.batch_size}")
+    args.width = args.width or WIDTHS.get(args.model)
     return args
 
 
-def input_shape(model: str) -> tuple[int, int, int]:
-    """Returns height, width and channels of the model's images."""
-    return (32, 32, 3) if model == "resnet50" else (28, 28, 1)
+def make_data(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Makes random samples of the model `args.model`, and their labels.
 
-
-def make_data(model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Makes random images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`."""
+    Returns:
+        Images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`, for segmentation
+        `(samples, height, width)`; for gpt tokens and those that follow, int32 `(samples, length)`.
+    """
     random = np.random.default_rng(0)
-    images = random.integers(0, 256, (NUM_SAMPLES, *input_shape(model)), "uint8")
-    return images, random.integers(0, NUM_CLASSES, NUM_SAMPLES, "int32")
+    count, shape = NUM_SAMPLES[args.model], SHAPES[args.model]
+    if args.model == "gpt":
+        tokens = random.integers(0, args.vocabulary, (count, shape[0] + 1), "int32")
+        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    images = random.integers(0, 256, (count, *shape), "uint8")
+    if args.model == "segmentation":
+        return images, random.integers(0, SEGMENTATION_CLASSES, (count, *shape[:2]), "int32")
+    return images, random.integers(0, NUM_CLASSES, count, "int32")
 
 
-def batches(batch_size: int) -> Iterator[np.ndarray]:
+def batches(model: str, batch_size: int) -> Iterator[np.ndarray]:
     """Yields the indices of batch after batch; the samples are shuffled for each epoch."""
     random = np.random.default_rng(1)
+    count = NUM_SAMPLES[model]
     while True:
-        order = random.permutation(NUM_SAMPLES).astype("int32")
-        for start in range(0, NUM_SAMPLES - batch_size + 1, batch_size):
+        order = random.permutation(count).astype("int32")
+        for start in range(0, count - batch_size + 1, batch_size):
             yield order[start : start + batch_size]
 
 
@@ -97,11 +119,15 @@ def serve(
         lines: one asks for a repetition.
         say: prints.
     """
+    before = memory.memory_now()
     repeat(1)
     seconds = time.perf_counter() - STARTED
+    repeat(WARM_UP_STEPS)
+    memory.forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
     say(ready=True, seconds_to_first_step=seconds, parameters=parameters, device=device)
     for _ in lines:
         start = time.perf_counter()
         result = repeat(steps)
-        say(**{"seconds": time.perf_counter() - start} | result)
+        seconds = time.perf_counter() - start
+        say(**{"seconds": seconds, "growth_bytes": memory.memory_peak() - before} | result)

@@ -19,13 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
-
-def norm(channels: int, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99) -> nn.BatchNorm2d:
-    """Makes batch norm with the names and defaults of Keras."""
-    layer = nn.BatchNorm2d(channels, epsilon, 1 - momentum)
-    layer.weight.requires_grad_(scale)
-    return layer
+from torch_models import GPT, Segmentation, norm
 
 
 class ConvNet(nn.Module):
@@ -117,9 +111,13 @@ class ResNet(nn.Module):
         return self.logits(x.mean((2, 3)))
 
 
-def make_model(name: str) -> nn.Module:
-    """Builds the model of this name."""
-    return ConvNet() if name == "convnet" else ResNet(int(name.removeprefix("resnet")))
+def make_model(args: Any) -> nn.Module:
+    """Builds the model `args.model`."""
+    if args.model == "gpt":
+        return GPT(args.vocabulary, args.width)
+    if args.model == "segmentation":
+        return Segmentation(args.width)
+    return ConvNet() if args.model == "convnet" else ResNet(int(args.model.removeprefix("resnet")))
 
 
 class Loop:
@@ -135,10 +133,10 @@ class Loop:
             torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if args.devices > 1:
             dist.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=args.devices)
-        images, labels = (torch.from_numpy(array) for array in protocol.make_data(args.model))
+        images, labels = (torch.from_numpy(array) for array in protocol.make_data(args))
         self.images, self.labels = images.to(self.device), labels.long().to(self.device)
         torch.manual_seed(0)
-        model = make_model(args.model) if model is None else model
+        model = make_model(args) if model is None else model
         model = model.to(self.device, memory_format=torch.channels_last)
         if args.devices > 1 and args.batch_norm == "sync":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -159,13 +157,16 @@ class Loop:
             self.forward = torch.compile(
                 self._forward, mode="reduce-overhead" if is_gpu and args.devices == 1 else "default"
             )
-        self.batches = protocol.batches(args.batch_size)
+        self.batches = protocol.batches(args.model, args.batch_size)
 
     def _forward(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Images lie with their channels last, so this is torch's memory format of that name.
-        x, labels = self.images[index].permute(0, 3, 1, 2).float() * (1 / 255), self.labels[index]
+        x, labels = self.images[index], self.labels[index]
+        if x.ndim == 4:  # images; they lie with their channels last, so this is torch's memory format of that name
+            x = x.permute(0, 3, 1, 2).float() * (1 / 255)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.precision == "bfloat16"):
             logits = self.model(x)
+        if logits.ndim == 3:  # of each token
+            logits, labels = logits.flatten(0, 1), labels.flatten()
         return F.cross_entropy(logits.float(), labels), (logits.argmax(1) == labels).float().mean()
 
     def repeat(self, steps: int) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Runs kerasdp as a contender: `python -m kerasdp.benchmark.kerasdp_program CONFIG STEPS`, with a `Config` as JSON.
 
+`benchmarks/kit_loop.py` does so with models and data that no `Config` names.
+
 It is asked for repetitions as `benchmarks/protocol.py` tells. With torch on several devices each rank has a named
 pipe, into which the first process writes what it reads: so no rank waits for the others in a collective, which could
 time out.
@@ -12,49 +14,67 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import kerasdp
+from kerasdp.benchmark.memory import forget_memory_peak, memory_now, memory_peak
 
 STARTED = time.time()
 WARM_UP_STEPS = 3
 
 
-def train(steps: int, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
-    """Trains for a step, warms up, and repeats as it is asked to."""
-    import keras
+# Makes, of a config, all inputs and targets, and a function that builds the model, without compiling it.
+Task = Callable[["kerasdp.Config"], tuple[Any, Any, Callable[[], Any]]]
+
+
+def of_config(config: "kerasdp.Config") -> tuple[Any, Any, Callable[[], Any]]:
+    """Loads the data set and builds the model of the config."""
     import numpy as np
 
-    config = runner.config
     data = kerasdp.load_data(config)
     indices = np.arange(data.train.num_samples // config.batch_size * config.batch_size)  # full batches only
     if not len(indices):
         raise kerasdp.UserError(f"--batch_size: expected at most {data.train.num_samples}, the samples there are")
     x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
+    return x, y, functools.partial(kerasdp.build_model, config, data.input_shape, data.num_classes)
+
+
+def train(task: Task, steps: int, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
+    """Trains for a step, warms up, and repeats as it is asked to."""
+    import keras
+    import numpy as np
+
+    config = runner.config
+    x, y, build = task(config)
     with runner.scope():
-        model = kerasdp.build_model(config, data.input_shape, data.num_classes)
+        model = build()
         model.compile(
             kerasdp.make_optimizer(config),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
 
+    before = memory_now()
+
     def repeat(steps: int) -> dict[str, float]:
         history = runner.fit(
             model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
         ).history
+        growth = runner.strategy.processes.all_gather_object(memory_peak() - before)
         memory = runner.strategy.processes.all_gather_object(runner.strategy.peak_memory_bytes())
         return {
             "seconds": runner.epoch_seconds[-1],
             "loss": history["loss"][0],
             "accuracy": history["accuracy"][0],
             "peak_memory_bytes": max(memory) if runner.devices.kind == "gpu" else sum(memory),
+            "growth_bytes": max(growth),
         }
 
     repeat(1)
     seconds = time.time() - started
     repeat(WARM_UP_STEPS)
+    forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
     _say(
@@ -95,22 +115,27 @@ def _pass_on(folder: str, count: int) -> None:
         pipe.close()
 
 
-def main() -> None:
-    """Starts the run that the arguments describe."""
-    config, steps = kerasdp.Config(**json.loads(sys.argv[1])), int(sys.argv[2])
+def run(config: "kerasdp.Config", steps: int, task: Task = of_config) -> None:
+    """Starts the run.
+
+    Args:
+        config: how it trains; its model and data set are read by `of_config` alone.
+        steps: of a repetition.
+        task: what it trains; it is sent to the worker processes.
+    """
     num_ranks = config.num_devices or 1 if config.backend == "torch" else 1
     try:
         if num_ranks == 1:
-            kerasdp.launch(functools.partial(train, steps, STARTED, None), config)
+            kerasdp.launch(functools.partial(train, task, steps, STARTED, None), config)
             return
         with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
             for rank in range(num_ranks):
                 os.mkfifo(os.path.join(folder, str(rank)))
             threading.Thread(target=_pass_on, args=(folder, num_ranks), daemon=True).start()
-            kerasdp.launch(functools.partial(train, steps, STARTED, folder), config)
+            kerasdp.launch(functools.partial(train, task, steps, STARTED, folder), config)
     except kerasdp.RunError as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    main()
+    run(kerasdp.Config(**json.loads(sys.argv[1])), int(sys.argv[2]))

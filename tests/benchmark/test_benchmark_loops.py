@@ -12,7 +12,7 @@ from tests.helpers import BACKENDS, PROGRAMS, run
     [
         pytest.param(name, model, marks=[] if (name, model) == (BACKENDS[0], "convnet") else pytest.mark.proof)
         for name in BACKENDS
-        for model in ("convnet", "resnet18")
+        for model in ("convnet", "resnet18", "gpt", "segmentation")
     ],
 )
 def test_loops_train_the_kits_models(backend, model):
@@ -20,4 +20,5 @@ def test_loops_train_the_kits_models(backend, model):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["parameters"][0] == result["parameters"][1]
-    assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-4)
+    assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-4)
+    assert result["accuracy"][0] == pytest.approx(result["accuracy"][1], abs=1e-6)

@@ -14,31 +14,52 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks
 
 
 def make_args():
+    import protocol
+
     return argparse.Namespace(
         model=MODEL, batch_size=BATCH_SIZE, devices=1, precision="float32", device="cpu", batch_norm="sync",
-        compile=False,
+        compile=False, vocabulary=500, width=protocol.WIDTHS.get(MODEL),
     )  # fmt: skip
 
 
 def arrays_by_name(model):
-    """The weights by layer and kind: `conv1/kernel`."""
+    """The weights by layer and kind, as the loops name them: `conv1/kernel`."""
     import keras
+    import numpy as np
 
-    return {weight.path: keras.ops.convert_to_numpy(weight.value).copy() for weight in model.trainable_weights}
+    found = {weight.path: keras.ops.convert_to_numpy(weight.value).copy() for weight in model.trainable_weights}
+    for name in ("tokens", "positions") if MODEL == "gpt" else ():
+        found[f"{name}/kernel"] = found[f"embedding/{name}/embeddings"]
+    for layer in {path.split("/")[0] for path in found if "_attention/" in path}:
+        block = layer.removesuffix("_attention")
+        width = len(found[f"{layer}/query/kernel"])
+        for kind, shape in (("kernel", (width, width)), ("bias", (width,))):
+            parts = [found[f"{layer}/{part}/{kind}"].reshape(shape) for part in ("query", "key", "value")]
+            found[f"{block}_qkv/{kind}"] = np.concatenate(parts, -1)
+            found[f"{block}_out/{kind}"] = found[f"{layer}/attention_output/{kind}"].reshape(shape)
+    return found
+
+
+def of_torch(layer, value):
+    """A weight of Keras with the order of torch's axes."""
+    if MODEL == "segmentation" and layer in ("up1", "up2", "logits"):  # torch's pixel_shuffle has its pixels last
+        value = value.reshape(*value.shape[:-1], 4, -1).swapaxes(-1, -2).reshape(value.shape)
+    if layer in ("tokens", "positions"):
+        return value
+    return value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T
 
 
 def torch_loop(weights):
     import torch
     import torch_loop
 
-    model = torch_loop.make_model(MODEL)
+    model = torch_loop.make_model(make_args())
     with torch.no_grad():
         for path, weight in model.named_parameters():
             layer, kind = path.replace(".", "_").rsplit("_", 1)
             if weight.requires_grad:
                 names = {"weight": "gamma", "bias": "beta"} if "norm" in layer else {"weight": "kernel", "bias": "bias"}
-                value = weights[f"{layer}/{names[kind]}"]
-                weight.copy_(torch.from_numpy(value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T))
+                weight.copy_(torch.from_numpy(of_torch(layer, weights[f"{layer}/{names[kind]}"]).copy()))
     if hasattr(model, "dropout"):
         model.dropout.p = 0.0
     return torch_loop.Loop(make_args(), model=model)
@@ -80,22 +101,30 @@ def main():
         import jax
 
         jax.config.update("jax_num_cpu_devices", 1)
-    model = build_model(Config(model=MODEL), protocol.input_shape(MODEL), protocol.NUM_CLASSES)
+    if MODEL in protocol.WIDTHS:
+        import keras_models
+
+        model = keras_models.make_model(make_args())
+    else:
+        model = build_model(Config(model=MODEL), protocol.SHAPES[MODEL], protocol.NUM_CLASSES)
     for layer in model.layers:
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0
     optimizer = keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM)
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
     loop = {"torch": torch_loop, "jax": jax_loop, "tensorflow": tensorflow_loop}[BACKEND](arrays_by_name(model))
-    images, labels = protocol.make_data(MODEL)
-    batches = protocol.batches(BATCH_SIZE)
-    theirs = [loop.repeat(1)["loss"] for _ in range(STEPS)]
+    images, labels = protocol.make_data(make_args())
+    batches = protocol.batches(MODEL, BATCH_SIZE)
+    theirs = [loop.repeat(1) for _ in range(STEPS)]
     ours = [
-        float(model.train_on_batch(images[index], labels[index]))
+        model.train_on_batch(images[index], labels[index], return_dict=True)
         for index, _ in zip(batches, range(STEPS), strict=False)
+        if not model.reset_metrics()
     ]
     parameters = sum(int(keras.ops.size(weight)) for weight in model.trainable_weights)
-    print(json.dumps({"parameters": [int(loop.num_parameters), parameters], "losses": [theirs, ours]}))
+    found = {kind: [[float(logs[kind]) for logs in side] for side in (theirs, ours)] for kind in ("loss", "accuracy")}
+    print(json.dumps({"parameters": [int(loop.num_parameters), parameters]} | found))
 
 
 if __name__ == "__main__":

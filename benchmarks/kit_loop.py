@@ -1,0 +1,46 @@
+"""Trains the models of keras_models.py with kerasdp; see `protocol.py` for how it is asked for repetitions.
+
+    echo | python benchmarks/kit_loop.py --backend=torch --model=gpt --vocabulary=2000 --batch_size=32 --devices=2
+
+The contender beside the hand-written loops, with their flags.
+"""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import protocol
+
+import kerasdp
+from kerasdp.benchmark import kerasdp_program
+
+
+def task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[], Any]]:
+    """Returns the samples, their labels, and what builds the model."""
+    import keras_models
+
+    x, y = protocol.make_data(args)
+    count = len(x) // config.batch_size * config.batch_size  # full batches only
+    return x[:count], y[:count], functools.partial(keras_models.make_model, args)
+
+
+def main() -> None:
+    """Starts the run."""
+    flags = protocol.parser(__doc__)
+    flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
+    args = protocol.parse(flags)
+    if args.model not in protocol.WIDTHS:
+        flags.error(f"--model: expected {' or '.join(protocol.WIDTHS)}. Received: {args.model}")
+    has_norm = args.model == "segmentation" and args.devices > 1
+    config = kerasdp.Config(
+        backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
+        device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
+        optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
+        compile="on" if args.backend == "torch" else "auto", checkpoint_every="never",
+    )  # fmt: skip
+    kerasdp_program.run(config, args.steps, functools.partial(task, args))
+
+
+if __name__ == "__main__":
+    main()
