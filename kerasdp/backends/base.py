@@ -66,7 +66,7 @@ class ShardPass(NamedTuple):
 
     Attributes:
         layers: outputs of each layer, for this replica's rows, in the order of the calls.
-        outputs: of the model, for the global batch.
+        outputs: of the model, for the global batch, if the loss is computed of these.
         loss: of the global batch; None if it was not computed.
         first_row: index of the replica's first row in the global batch.
         num_rows: rows of the replica that are not padding.

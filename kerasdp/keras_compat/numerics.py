@@ -60,16 +60,19 @@ def _sparse_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
     return crossentropy
 
 
-def _sparse_of_images(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the crossentropy of classes, also of probabilities for each pixel or token.
+def _sparse_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the crossentropy of classes, with one row for each pixel or token.
 
-    There the gradient fails in torch (2.13, CPU: "grad_input must be contiguous"): Keras moves the axis of the classes.
+    On torch, Keras moves the axis of the classes to the second place: of probabilities the gradient then fails (2.13,
+    CPU: "grad_input must be contiguous"), and of logits it takes copies of them, in another order.
     """
-    of_values = _sparse_of_values(original)
 
     def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-        takes_original = from_logits or len(output.shape) < 3
-        return (original if takes_original else of_values)(target, output, from_logits=from_logits, axis=axis)
+        rank, shape = len(output.shape), tuple(output.shape[:-1])
+        if rank < 3 or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
+            return original(target, output, from_logits=from_logits, axis=axis)
+        rows = ops.reshape(target, (-1,)), ops.reshape(output, (-1, output.shape[-1]))
+        return ops.reshape(original(*rows, from_logits=from_logits), shape)
 
     return crossentropy
 
@@ -183,6 +186,21 @@ def _whole_at_bounds(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip
 
 
+def _first_largest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the place of the first of the largest numbers, as on torch and in NumPy.
+
+    On TensorFlow and JAX (on CPUs) Keras takes -0.0 for less than 0.0, by six operations on all numbers.
+    """
+
+    def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+        if axis is None or keepdims:
+            return original(x, axis=axis, keepdims=keepdims)
+        own, x = backend.numpy, ops.convert_to_tensor(x)
+        return own.tf.argmax(x, axis, "int32") if hasattr(own, "tf") else own.jnp.argmax(x, axis)
+
+    return argmax
+
+
 def _half_at_ties(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a maximum or minimum whose gradient goes to both of two equal numbers, half to each."""
 
@@ -197,8 +215,6 @@ def _half_at_ties(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # In float64, where TensorFlow (2.21) computes with constants of float32, or wholly in float32.
-
-
 def _exact_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
     def gelu(x: Any, approximate: bool = True) -> Any:
         x = ops.convert_to_tensor(x)
@@ -262,6 +278,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "maximum"): _half_at_ties,
         ("numpy", "minimum"): _half_at_ties,
+        ("numpy", "argmax"): _first_largest,
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
         ("nn", "gelu"): _exact_gelu,
@@ -269,12 +286,13 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("image", "resize"): _exact_resize,
     },
     "torch": {
-        ("nn", "sparse_categorical_crossentropy"): _sparse_of_images,
+        ("nn", "sparse_categorical_crossentropy"): _sparse_of_rows,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
     },
     "jax": {
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "clip"): _whole_at_bounds,
+        ("numpy", "argmax"): _first_largest,
         ("numpy", "absolute"): _absolute,
         ("numpy", "abs"): _absolute,
         ("nn", "leaky_relu"): _leaky_relu,

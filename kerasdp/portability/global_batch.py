@@ -56,6 +56,7 @@ class GlobalBatch:
     Attributes:
         loss: its gradients, averaged over the replicas, are those of the global batch's loss.
         shared: by name, what is to be summed over the replicas, for `take`.
+        is_of_own_rows: whether the loss is a sum over the replicas' rows, else it is computed of all rows.
     """
 
     def __init__(
@@ -78,16 +79,14 @@ class GlobalBatch:
         self.shared: dict[str, Tensor] = {}
         # The replica's rows with padding, and without; and those of all.
         self._padded, self._add_up = padded, add_up
-        self._own = (
-            Data(*(_each(lambda leaf: leaf[: context.num_rows], part) for part in padded)) if context else padded
-        )
+        self._own = padded if context is None else _without_padding(padded, context)
         self._whole: Data | None = None
         self._changing: dict[str, keras.Variable] = {}  # by the name in `shared`, what it changes
         self._sums: dict[str, Tensor] = {}
         is_by_rows, is_weighted = self._is_by_rows(), padded.sample_weight is not None
-        self._is_own_loss = is_by_rows and is_sum_over_rows(model, is_weighted=is_weighted)
+        self.is_of_own_rows = is_by_rows and is_sum_over_rows(model, is_weighted=is_weighted)
         self._are_own_metrics = is_by_rows and are_sums_over_rows(model)
-        self.loss = self._loss_of_own_rows() if self._is_own_loss else self._loss_of_all_rows()
+        self.loss = self._loss_of_own_rows() if self.is_of_own_rows else self._loss_of_all_rows()
         if context is not None and context.moving:
             self.shared["moving"] = pack_moving(context.moving)
 
@@ -117,7 +116,7 @@ class GlobalBatch:
     def take(self, sums: dict[str, Tensor]) -> Tensor:
         """Takes the sums of `shared` over the replicas; returns the loss of the global batch."""
         self._sums = sums
-        return sums["loss"] if self._is_own_loss else ops.stop_gradient(self.loss)
+        return sums["loss"] if self.is_of_own_rows else ops.stop_gradient(self.loss)
 
     def move_statistics(self) -> None:
         """Moves the moving statistics of layers whose replicas have statistics of their own."""
@@ -223,6 +222,12 @@ class GlobalBatch:
             key = f"{name}/{place}"
             self._changing[key] = variable
             self.shared[key] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
+
+
+def _without_padding(padded: Data, context: ReplicaContext) -> Data:
+    if context.num_rows == context.rows:  # the gradient of a slice would be a copy of all outputs
+        return padded
+    return Data(*(_each(lambda leaf: leaf[: context.num_rows], part) for part in padded))
 
 
 def _zeros(variables: list[keras.Variable]) -> list[tuple[keras.Variable, Tensor]]:

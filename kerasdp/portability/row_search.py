@@ -26,6 +26,7 @@ from kerasdp.runtime.model_cache import ModelCache
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
 NUM_ROWS, SHARD = 4, slice(2, 4)
 # What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
+_PART = 2**20
 _TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
 
 # By what was called, with the layers that the model had.
@@ -136,9 +137,22 @@ def is_close(expected: np.ndarray, received: np.ndarray, tolerance: float) -> bo
         return False
     if expected.dtype.kind not in "fc":
         return tolerance == math.inf or bool((expected == received).all())
-    expected, received = expected.astype("float64"), received.astype("float64")
-    largest = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
-    return bool(np.isclose(received, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True).all())
+    # In parts: in float64, the outputs of a large vocabulary would need more memory than a step of training.
+    parts = [slice(first, first + _PART) for first in range(0, expected.size, _PART)]
+    expected, received = expected.reshape(-1), received.reshape(-1)
+    largest = max((_largest(expected[part]) for part in parts), default=0.0)
+    return all(
+        np.isclose(
+            received[part].astype("float64"), expected[part].astype("float64"), rtol=0.0, atol=tolerance * largest,
+            equal_nan=True,
+        ).all()
+        for part in parts
+    )  # fmt: skip
+
+
+def _largest(numbers: np.ndarray) -> float:
+    numbers = numbers.astype("float64")
+    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0))
 
 
 def find_row_axes(model: keras.Model, inputs: Any) -> None:

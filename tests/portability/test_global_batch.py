@@ -146,7 +146,7 @@ def of_replicas(model, targets, outputs, weights, mask, num_rows=ROWS):
         if rank:  # one model stands for all
             batch.update_metrics = lambda loss: batch.whole() if not batch._are_own_metrics else None
         logs = batch.update_metrics(loss)
-        return float(loss), float(batch.loss), logs, batch._is_own_loss, batch._are_own_metrics
+        return float(loss), float(batch.loss), logs, batch.is_of_own_rows, batch._are_own_metrics
 
     with ThreadPoolExecutor(REPLICAS) as threads:
         found = list(threads.map(run, range(REPLICAS)))

@@ -49,7 +49,7 @@ def attention(keras, numbers):
 
 
 def zeros(keras, numbers):
-    """Inputs and biases of zeros, where activations and L1 have a kink."""
+    """Inputs and biases of zeros, where activations and L1 have a kink; zeros with signs, of which none is larger."""
     inputs = keras.Input((4,))
     kinds = ("relu", "leaky_relu", "elu", "selu", "celu", "relu6", "hard_sigmoid", "soft_shrink")
     kinds += (
@@ -58,6 +58,8 @@ def zeros(keras, numbers):
         lambda x: keras.ops.clip(x, 0, 1),
     )
     hidden = [keras.layers.Dense(3, kind, bias_regularizer="l1")(inputs) for kind in kinds]
+    signed = keras.ops.stack([inputs * -0.0, inputs * 0.0], axis=-1)
+    hidden.append(keras.ops.cast(keras.ops.argmax(signed, axis=-1), "float32"))
     outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(hidden))
     x = numbers.randn(24, 4).astype("float32")
     x[::2] = 0

@@ -133,7 +133,7 @@ class ReplicaSteps:
             whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
             loss = whole.take({} if context is None else collectives.mean([], whole.shared)[1])
             layers |= added_losses_by_name(self.model, len(layers))
-        return layers, keras.tree.flatten(whole.whole().outputs), loss
+        return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
 
     def _forward(self, inputs: Structure, training: bool) -> Structure:
         takes_training = "training" in self.model.call_signature_parameters

@@ -231,7 +231,7 @@ class DataParallel(Strategy):
             whole = steps.global_batch(batch, outputs, context, training=True)
             loss = whole.take(sums_over_ranks(whole.shared))
             layers |= added_losses_by_name(model, len(layers))
-        leaves = keras.tree.flatten(whole.whole().outputs)
+        leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
         return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 
     def diverged_variables(self, model: Any) -> list[str]:
