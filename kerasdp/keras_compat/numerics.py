@@ -10,6 +10,8 @@ import numpy as np
 from keras import ops
 from keras.src import backend
 
+from kerasdp.keras_compat import crossentropy
+
 
 @contextlib.contextmanager
 def same_on_all_backends() -> Iterator[None]:
@@ -24,57 +26,6 @@ def same_on_all_backends() -> Iterator[None]:
             setattr(getattr(backend, module), name, replace(original))
             stack.callback(setattr, getattr(backend, module), name, original)
         yield
-
-
-def _of_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a crossentropy of the values that it is given.
-
-    On TensorFlow, Keras looks where they come from: if from a softmax or sigmoid, it takes the logits behind that, also
-    with `from_logits=True`. On other backends it clips the probabilities, and the gradients of what is clipped are 0.
-    """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
-        return original(target, ops.copy(output), from_logits=from_logits, **axis)
-
-    return crossentropy
-
-
-def _sparse_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the crossentropy of classes, of the values that it is given.
-
-    On TensorFlow, Keras normalizes probabilities after it has clipped them, on other backends before: where the
-    probability of the class is clipped, gradients are others.
-    """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-        output = ops.copy(output)
-        if from_logits or axis not in (-1, len(output.shape) - 1):  # which Keras refuses
-            return original(target, output, from_logits=from_logits, axis=axis)
-        epsilon = keras.backend.epsilon()
-        target = ops.cast(target, "int32")
-        if len(target.shape) < len(output.shape):
-            target = ops.expand_dims(target, -1)
-        logs = ops.log(ops.clip(output / ops.sum(output, -1, keepdims=True), epsilon, 1 - epsilon))
-        return -ops.squeeze(ops.take_along_axis(logs, target, axis=-1), -1)
-
-    return crossentropy
-
-
-def _sparse_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the crossentropy of classes, with one row for each pixel or token.
-
-    On torch, Keras moves the axis of the classes to the second place: of probabilities the gradient then fails (2.13,
-    CPU: "grad_input must be contiguous"), and of logits it takes copies of them, in another order.
-    """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-        rank, shape = len(output.shape), tuple(output.shape[:-1])
-        if rank < 3 or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
-            return original(target, output, from_logits=from_logits, axis=axis)
-        rows = ops.reshape(target, (-1,)), ops.reshape(output, (-1, output.shape[-1]))
-        return ops.reshape(original(*rows, from_logits=from_logits), shape)
-
-    return crossentropy
 
 
 def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,9 +223,9 @@ def _is_float64(tensor: Any) -> bool:
 
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "tensorflow": {
-        ("nn", "categorical_crossentropy"): _of_values,
-        ("nn", "binary_crossentropy"): _of_values,
-        ("nn", "sparse_categorical_crossentropy"): _sparse_of_values,
+        ("nn", "categorical_crossentropy"): crossentropy.of_values,
+        ("nn", "binary_crossentropy"): crossentropy.of_values,
+        ("nn", "sparse_categorical_crossentropy"): crossentropy.sparse_of_values,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "maximum"): _half_at_ties,
         ("numpy", "minimum"): _half_at_ties,
@@ -286,10 +237,11 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("image", "resize"): _exact_resize,
     },
     "torch": {
-        ("nn", "sparse_categorical_crossentropy"): _sparse_of_rows,
+        ("nn", "sparse_categorical_crossentropy"): crossentropy.sparse_of_rows,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
     },
     "jax": {
+        ("nn", "sparse_categorical_crossentropy"): crossentropy.sparse_by_place,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "clip"): _whole_at_bounds,
         ("numpy", "argmax"): _first_largest,

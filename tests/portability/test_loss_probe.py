@@ -123,3 +123,10 @@ def test_ctc():
 def test_what_was_not_tried_is_refused():
     with pytest.raises(UserError, match="expected a value for each sample"):
         MicroBatches(num_rows=ROWS, size=6).shares(compiled(per_row, ONE_HOT, tried=False), is_weighted=False)
+
+
+def test_the_mean_of_what_is_left_is_no_sum_over_micro_batches():
+    """Each has another number of samples that count."""
+    model = compiled(losses.SparseCategoricalCrossentropy(ignore_class=0), CLASSES)
+    with pytest.raises(UserError, match="needs the whole batch at once; use --schedule=gpipe"):
+        MicroBatches(num_rows=ROWS, size=6).shares(model, is_weighted=False)
