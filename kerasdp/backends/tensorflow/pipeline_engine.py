@@ -102,7 +102,7 @@ class Pipeline:
 
         loss_of, (_, targets, outputs, sample_weight) = compiled_loss(self.model), batch
         with tf.device(self.device_names[-1]):
-            loss = tf.zeros(()) if loss_of is None else loss_of(targets, outputs, sample_weight)
+            loss = zero() if loss_of is None else loss_of(targets, outputs, sample_weight)
             return sum([*penalties, *weight_penalties(self.model)], loss)
 
     def _logs(self, batch: tuple[Structure, ...], loss: Tensor, num_rows: int) -> Any:
@@ -121,7 +121,7 @@ class Pipeline:
 
         loss_of = compiled_loss(self.model)
         with keras.StatelessScope():  # the losses of several outputs are metrics, too
-            return tf.zeros(()) if loss_of is None else loss_of(targets, outputs, sample_weight)
+            return zero() if loss_of is None else loss_of(targets, outputs, sample_weight)
 
     def train_step(
         self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
@@ -138,10 +138,12 @@ class Pipeline:
         """Computes the loss of the global batch, what it is made of, and its gradients."""
         from kerasdp.pipeline.plan import actions
 
-        num_rows, optimizer, weights = indices.shape[0], self.model.optimizer, self.model.trainable_weights
-        micro_batches, num_stages = self.plan.micro_batches(num_rows), len(self.programs)
-        schedule = self.plan.schedule_for(len(micro_batches))
-        shares = [] if schedule == "gpipe" else micro_batches.shares(self.model, is_weighted=sample_weight is not None)
+        weights, micro_batches = self.model.trainable_weights, self.plan.micro_batches(indices.shape[0])
+        schedule, num_stages = self.plan.schedule_for(len(micro_batches)), len(self.programs)
+        parts = [(slice(None), 1.0)]  # GPipe: of one loss
+        if schedule != "gpipe":
+            shares = micro_batches.shares(self.model, is_weighted=sample_weight is not None)
+            parts = [(micro_batches.rows(number), share) for number, share in enumerate(shares)]
         step = PipelineStep(
             self.programs, micro_batches, self.plan.inputs(inputs), training=True, timeline=self.timeline
         )
@@ -149,17 +151,14 @@ class Pipeline:
         sums: list[Tensor | None] = [None] * len(weights)
 
         def gradients_of(number: int) -> list[Tensor | None]:
-            if number == len(of_outputs):  # GPipe: those of all micro-batches at once
-                pieces, rows = (step.outputs[number:], micro_batches.rows(number)) if shares else (step.outputs, slice(None))
-                share = shares[number] if shares else 1.0
-                data = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight))
-                found, direct = self._gradients_of_loss(pieces, *data, share)
+            if number == len(of_outputs):
+                found, direct = self._gradients_of_loss(step.outputs[number:], targets, sample_weight, *parts[number])
                 of_outputs.extend(found)
                 sums[:] = _added(sums, direct)
             return of_outputs[number]
 
         orders = [actions(schedule, stage, num_stages, len(micro_batches)) for stage in range(num_stages)]
-        step.run(orders, gradients_of, optimizer.scale_loss(tf.ones(())))
+        step.run(orders, gradients_of, self.model.optimizer.scale_loss(zero() + 1.0))
         by_weight = {
             id(weight): gradient
             for program, gradients in zip(self.programs, step.sums)
@@ -170,13 +169,22 @@ class Pipeline:
         return self._loss(batch, step.penalties), batch, self._with_weight_penalties(sums)
 
     def _gradients_of_loss(
-        self, pieces: list[list[Tensor]], targets: Structure, sample_weight: Structure, share: float
+        self, pieces: list[list[Tensor]], targets: Structure, sample_weight: Structure, rows: slice, share: float
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Computes gradients of the joint loss of some micro-batches: of their outputs, and of weights that it uses."""
+        """Computes gradients of the joint loss of some micro-batches: of their outputs, and of weights that it uses.
+
+        Args:
+            pieces: outputs of each of them.
+            targets: of the global batch.
+            sample_weight: likewise.
+            rows: that these micro-batches are of the global batch.
+            share: of their loss in its loss.
+        """
+        data = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight))
         floats = [leaf for leaves in pieces for leaf in leaves if leaf.dtype.is_floating]
         with tf.device(self.device_names[-1]), tf.GradientTape() as tape:
             tape.watch(floats)
-            loss = self._loss_of_part(targets, self._joined(pieces), sample_weight)
+            loss = self._loss_of_part(data[0], self._joined(pieces), data[1])
             scaled_loss = self.model.optimizer.scale_loss(loss * share)
         found = iter(dense(tape.gradient(scaled_loss, [*floats, *self.model.trainable_weights])))
         # A whole number beside the logits, the class say, has no gradient.
@@ -189,7 +197,7 @@ class Pipeline:
         for name, stage in zip(self.device_names, self.plan.stages):
             with tf.device(name):
                 with tf.GradientTape() as tape:
-                    penalty = self.model.optimizer.scale_loss(sum(weight_penalties(stage.model), tf.zeros(())))
+                    penalty = self.model.optimizer.scale_loss(sum(weight_penalties(stage.model), zero()))
                 gradients = _added(gradients, dense(tape.gradient(penalty, self.model.trainable_weights)))
         return gradients
 
@@ -228,6 +236,13 @@ class Pipeline:
     ) -> Structure:
         """Computes the outputs of the global batch."""
         return self._forward(inputs, indices.shape[0])[0]
+
+
+def zero() -> Tensor:
+    """Returns a zero to which losses can be added: in the run's precision."""
+    import keras
+
+    return tf.zeros((), keras.config.floatx())
 
 
 def _added(gradients: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import Structure, Tensor, Work
+from kerasdp.backends.base import Tensor, Work
 from kerasdp.backends.tensorflow.pipeline_stage import ForwardPass, StageProgram
 from kerasdp.pipeline.plan import MicroBatches
 
@@ -55,14 +55,14 @@ class PipelineStep:
     def run(
         self,
         orders: list[list[tuple[str, int]]],
-        gradients_of: Callable[[int], list[Tensor | None]] | None = None,
-        scale: Tensor | None = None,
+        gradients_of: Callable[[int], list[Tensor | None]] = lambda number: [],
+        scale: Tensor = 1.0,
     ) -> None:
         """Makes the passes.
 
         Args:
             orders: what each stage does, see `kerasdp.pipeline.plan.actions`.
-            gradients_of: takes the number of a micro-batch, once `outputs` has it; returns the gradients of its outputs.
+            gradients_of: returns the gradients of the last stage's outputs for a micro-batch, once `outputs` has them.
             scale: of these gradients.
         """
         for stage, kind, number in _in_turns(orders):
