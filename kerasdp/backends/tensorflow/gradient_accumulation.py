@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from kerasdp.backends.base import Structure, Tensor
 from kerasdp.backends.tensorflow.optimizer_update import dense
-from kerasdp.backends.tensorflow.pipeline_engine import Pipeline, zero
+from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
+from kerasdp.backends.tensorflow.pipeline_stage import total
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 
@@ -69,7 +70,7 @@ class Accumulation(Pipeline):
         with tf.device(self.device_names[0]), use(context), self.penalties.active():
             values = [_rows(leaf, first, rows) for leaf in self.plan.inputs(inputs)]
             outputs = stage(values, training=training)
-            return outputs, sum(context.penalties, zero()) * (rows / num_rows)
+            return outputs, total(context.penalties) * (rows / num_rows)
 
     def _sum_over_micro_batches(
         self, num_rows: int, work: Callable[[Any, int], tuple[list[Any], Any]]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor, Work
 from kerasdp.backends.tensorflow.optimizer_update import dense
-from kerasdp.backends.tensorflow.pipeline_stage import StageProgram
+from kerasdp.backends.tensorflow.pipeline_stage import StageProgram, total
 from kerasdp.backends.tensorflow.pipeline_step import PipelineStep
 from kerasdp.config import Config
 from kerasdp.runtime.ranks import Processes
@@ -102,8 +102,8 @@ class Pipeline:
 
         loss_of, (_, targets, outputs, sample_weight) = compiled_loss(self.model), batch
         with tf.device(self.device_names[-1]):
-            loss = zero() if loss_of is None else loss_of(targets, outputs, sample_weight)
-            return sum([*penalties, *weight_penalties(self.model)], loss)
+            loss = total() if loss_of is None else loss_of(targets, outputs, sample_weight)
+            return total([loss, *penalties, *weight_penalties(self.model)])
 
     def _logs(self, batch: tuple[Structure, ...], loss: Tensor, num_rows: int) -> Any:
         from kerasdp.keras_compat import update_loss_metric
@@ -121,7 +121,7 @@ class Pipeline:
 
         loss_of = compiled_loss(self.model)
         with keras.StatelessScope():  # the losses of several outputs are metrics, too
-            return zero() if loss_of is None else loss_of(targets, outputs, sample_weight)
+            return total() if loss_of is None else loss_of(targets, outputs, sample_weight)
 
     def train_step(
         self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
@@ -158,7 +158,7 @@ class Pipeline:
             return of_outputs[number]
 
         orders = [actions(schedule, stage, num_stages, len(micro_batches)) for stage in range(num_stages)]
-        step.run(orders, gradients_of, self.model.optimizer.scale_loss(zero() + 1.0))
+        step.run(orders, gradients_of, self.model.optimizer.scale_loss(total([tf.ones(())])))
         by_weight = {
             id(weight): gradient
             for program, gradients in zip(self.programs, step.sums)
@@ -197,7 +197,7 @@ class Pipeline:
         for name, stage in zip(self.device_names, self.plan.stages):
             with tf.device(name):
                 with tf.GradientTape() as tape:
-                    penalty = self.model.optimizer.scale_loss(sum(weight_penalties(stage.model), zero()))
+                    penalty = self.model.optimizer.scale_loss(total(weight_penalties(stage.model)))
                 gradients = _added(gradients, dense(tape.gradient(penalty, self.model.trainable_weights)))
         return gradients
 
@@ -236,13 +236,6 @@ class Pipeline:
     ) -> Structure:
         """Computes the outputs of the global batch."""
         return self._forward(inputs, indices.shape[0])[0]
-
-
-def zero() -> Tensor:
-    """Returns a zero to which losses can be added: in the run's precision."""
-    import keras
-
-    return tf.zeros((), keras.config.floatx())
 
 
 def _added(gradients: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:

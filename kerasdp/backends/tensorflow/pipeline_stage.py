@@ -1,7 +1,7 @@
 """TensorFlow: makes the passes of one stage of a pipeline."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
@@ -94,7 +94,7 @@ class StageProgram:
             Gradients of its inputs and of `weights`.
         """
         known = [(leaf, gradient) for leaf, gradient in zip(made.outputs, gradients) if gradient is not None]
-        known += [(penalty, tf.cast(of_penalty, penalty.dtype)) for penalty in made.penalties]
+        known += [(penalty, of_penalty) for penalty in made.penalties]
         places = [place for place, leaf in enumerate(made.inputs) if self._passes_back and leaf.dtype.is_floating]
         of_inputs: list[Tensor | None] = [None] * len(made.inputs)
         if made.tape is None or not known:
@@ -133,7 +133,7 @@ class StageProgram:
             inputs = inputs if self._passes_back else [tf.stop_gradient(leaf) for leaf in inputs]
             with self._without_gradients_of_frozen() if training else contextlib.nullcontext():
                 outputs = self._stage(inputs, training=training)
-            return outputs, [sum(context.penalties)] if context.penalties else []
+            return outputs, [total(context.penalties)] if context.penalties else []
 
     @contextlib.contextmanager
     def _without_gradients_of_frozen(self) -> Iterator[None]:
@@ -149,6 +149,14 @@ class StageProgram:
             new = scope.get_current_value(variable)
             if new is not None and new is not values.get(id(variable)):
                 variable.assign(new)
+
+
+def total(losses: Iterable[Tensor] = ()) -> Tensor:
+    """Adds up losses in the run's precision, as Keras does."""
+    import keras
+
+    dtype = keras.config.floatx()
+    return sum((tf.cast(loss, dtype) for loss in losses), tf.zeros((), dtype))
 
 
 def _called(function: Callable[..., Structure]) -> Callable[..., Structure]:
