@@ -1,7 +1,7 @@
 """TensorFlow: makes the passes of one stage of a pipeline."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
@@ -46,14 +46,12 @@ class StageProgram:
         self, model: "keras.Model", plan: "Plan", number: int, device_name: str, penalties: "WholeBatchPenalties"
     ):
         """Makes the program of stage `number` of `model`, with which layers are as they are now."""
-        from kerasdp.keras_compat import all_layers, seed_variables
+        from kerasdp.keras_compat import seed_variables
 
         self.device_name = device_name
         self._model, self._stage, self._penalties = model, plan.stages[number], penalties
         own = self._stage.model
         self.weights, self.seeds = own.trainable_variables, seed_variables(own)
-        self._changing = [*own.variables, *own.metrics_variables]
-        self._frozen = [variable for layer in all_layers(own) if not layer.trainable for variable in layer.variables]
         # Whether a stage before this one has weights that are trained.
         self._passes_back = any(stage.model.trainable_variables for stage in plan.stages[:number])
         self._call, self._add = _called(self._pass), _called(_sums)
@@ -129,26 +127,8 @@ class StageProgram:
         with tf.device(self.device_name), use(context), self._penalties.active():
             for seed, value in zip(self.seeds, seeds):
                 seed.assign(value)
-            # A function computes the gradients of all that goes in, whether they are asked for or not.
-            inputs = inputs if self._passes_back else [tf.stop_gradient(leaf) for leaf in inputs]
-            with self._without_gradients_of_frozen() if training else contextlib.nullcontext():
-                outputs = self._stage(inputs, training=training)
+            outputs = self._stage(inputs, training=training)
             return outputs, [total(context.penalties)] if context.penalties else []
-
-    @contextlib.contextmanager
-    def _without_gradients_of_frozen(self) -> Iterator[None]:
-        import keras
-
-        if not self._frozen:
-            yield
-            return
-        values = {id(variable): tf.stop_gradient(tf.convert_to_tensor(variable.value)) for variable in self._frozen}
-        with keras.StatelessScope([(variable, values[id(variable)]) for variable in self._frozen]) as scope:
-            yield
-        for variable in self._changing:
-            new = scope.get_current_value(variable)
-            if new is not None and new is not values.get(id(variable)):
-                variable.assign(new)
 
 
 def total(losses: Iterable[Tensor] = ()) -> Tensor:

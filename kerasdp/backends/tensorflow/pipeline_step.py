@@ -45,6 +45,8 @@ class PipelineStep:
         # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
         self._seeds = [[tf.identity(seed.value) for seed in program.seeds] if training else [] for program in programs]
         self._made: list[dict[int, ForwardPass]] = [{} for _ in programs]
+        # Activations for the next stage, and gradients for the one before.
+        self._given: list[dict[int, list[Tensor]]] = [{} for _ in programs]
         self._passed_on: list[dict[int, list[Tensor | None]]] = [{} for _ in programs]
         # What each stage has made last.
         self._last: list[list[Tensor]] = [[] for _ in programs]
@@ -77,16 +79,18 @@ class PipelineStep:
 
     def _forward(self, stage: int, number: int) -> None:
         program, rows = self._programs[stage], self._micro_batches.rows(number)
-        values = self._made[stage - 1][number].outputs if stage else [leaf[rows] for leaf in self._inputs]
+        values = self._given[stage - 1].pop(number) if stage else [leaf[rows] for leaf in self._inputs]
         with tf.control_dependencies(self._last[stage]):
             values = self._marked(values, (stage, "forward", number), is_begin=True)
             made = program.forward(values, rows, self._micro_batches.num_rows, self._seeds[stage], self._training)
-            marked = self._marked(made.outputs, (stage, "forward", number), is_begin=False)
-        self._made[stage][number], self._last[stage] = made, marked
+            outputs = self._marked(made.outputs, (stage, "forward", number), is_begin=False)
+        self._made[stage][number], self._last[stage] = made, outputs
         share = self._micro_batches.share_of_rows(number)
         self.penalties += [penalty * share for penalty in made.penalties]
         if stage == len(self._programs) - 1:
-            self.outputs.append(made.outputs)
+            self.outputs.append(outputs)
+        else:
+            self._given[stage][number] = outputs
 
     def _backward(self, stage: int, number: int, gradients: list[Tensor | None], scale: Tensor) -> None:
         program, made = self._programs[stage], self._made[stage].pop(number)
