@@ -77,6 +77,19 @@ def test_without_batch_norm_it_is_the_whole_model(backend):
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_float64_nothing_but_the_last_bits_differs(backend):
+    case = {"net": "random", "rule": "sgd", "precision": "float64"}
+    *cut_ones, whole = pipelines(
+        backend, [cut(3, "1f1b", **case), cut(2, "gpipe", 5, **case), case | {"num_devices": 1}]
+    )
+    for received in cut_ones:
+        np.testing.assert_allclose(received["losses"], whole["losses"], rtol=1e-12)
+        for own, expected in zip(received["weights"], whole["weights"], strict=True):
+            np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_two_pipelines_see_twice_the_micro_batch(backend):
     case = {"net": "norms", "rule": "sgd"}

@@ -3,13 +3,15 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from kerasdp.backends.base import Tensor, Work
 from kerasdp.backends.tensorflow.pipeline_stage import ForwardPass, StageProgram
-from kerasdp.pipeline.plan import MicroBatches
+
+if TYPE_CHECKING:
+    from kerasdp.pipeline.plan import MicroBatches
 
 
 class PipelineStep:
@@ -34,7 +36,7 @@ class PipelineStep:
     def __init__(
         self,
         programs: list[StageProgram],
-        micro_batches: MicroBatches,
+        micro_batches: "MicroBatches",
         inputs: list[Tensor],
         *,
         training: bool,
