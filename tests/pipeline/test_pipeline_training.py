@@ -77,7 +77,7 @@ def test_without_batch_norm_it_is_the_whole_model(backend):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_in_float64_nothing_but_the_last_bits_differs(backend):
     case = {"net": "random", "rule": "sgd", "precision": "float64"}
     *cut_ones, whole = pipelines(

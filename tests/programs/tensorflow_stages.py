@@ -69,8 +69,8 @@ def build_resnet50(runner):
     data = kerasdp.load_data(runner.config)
     seconds = []
     begin = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda *_: seconds.append(-time.perf_counter()),
-        on_train_batch_end=lambda *_: seconds.append(seconds.pop() + time.perf_counter()),
+        on_train_batch_begin=lambda batch, logs: seconds.append(-time.perf_counter()),
+        on_train_batch_end=lambda batch, logs: seconds.append(seconds.pop() + time.perf_counter()),
     )
     with runner.scope():
         model = kerasdp.build_model(runner.config, data.input_shape, data.num_classes)
