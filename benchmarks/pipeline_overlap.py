@@ -25,7 +25,7 @@ from kerasdp.runtime.devices import is_installed
 from kerasdp.runtime.processes import call_in_new_process
 
 SECONDS, NUM_STAGES, NUM_STEPS = 0.05, 2, 3
-SCHEDULES = {"torch": ("gpipe", "1f1b"), "jax": ("gpipe", "1f1b"), "tensorflow": ("gpipe",)}
+SCHEDULES = {"torch": ("gpipe", "1f1b"), "jax": ("gpipe", "1f1b"), "tensorflow": ("gpipe", "1f1b")}
 
 
 def wait_torch(x: Any, _: Any) -> Any:

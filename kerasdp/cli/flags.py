@@ -73,7 +73,7 @@ def _define_flags_of_devices() -> None:
         "Number of micro-batches, instead of --split_size. Default: two per stage.",
     )
     _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
-            "soon as possible (torch, jax); interleaved1f1b: with several stages per device (torch).")  # fmt: skip
+            "soon as possible; interleaved1f1b: with several stages per device (torch).")  # fmt: skip
 
 
 def _define_flags_of_training() -> None:

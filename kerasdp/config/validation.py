@@ -170,11 +170,6 @@ def _check_pipeline(config: Any) -> None:
     is_interleaved = config.schedule == "interleaved1f1b"
     if is_interleaved and config.backend not in (None, "torch"):
         raise UserError(f"--schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}")
-    if config.schedule == "1f1b" and config.backend == "tensorflow":
-        raise UserError(
-            "--schedule=1f1b: TensorFlow's runtime orders the work by itself; leave out --schedule, or use "
-            "--backend=torch or jax"
-        )
 
 
 def _check_gradients(config: Any) -> None:

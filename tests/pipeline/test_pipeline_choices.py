@@ -29,7 +29,6 @@ def pipeline(**changes):
             "--schedule=interleaved1f1b: there for --backend=torch only. Received: jax",
         ),
         ({"schedule": "interleaved1f1b", "backend": "tensorflow"}, "--backend=torch only. Received: tensorflow"),
-        ({"schedule": "1f1b", "backend": "tensorflow"}, "--schedule=1f1b: TensorFlow's runtime orders the work"),
         (
             {"num_devices": 3, "num_stages": 2},
             "--gpus: expected a multiple of the 2 stages, a device each. Received: 3",
@@ -58,7 +57,7 @@ def test_a_wrong_choice_is_one_line(changes, words):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"backend": "tensorflow", "schedule": "gpipe"},
+        {"backend": "tensorflow", "schedule": "1f1b"},
         {"backend": "jax", "schedule": "1f1b"},
         {"backend": "torch", "schedule": "interleaved1f1b"},
         {"schedule": "interleaved1f1b"},  # which backend is to be is not known yet

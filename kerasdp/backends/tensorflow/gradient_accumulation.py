@@ -8,6 +8,7 @@ import tensorflow as tf
 from kerasdp.backends.base import Structure, Tensor
 from kerasdp.backends.tensorflow.optimizer_update import dense
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
+from kerasdp.backends.tensorflow.pipeline_stage import total
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 
@@ -21,11 +22,9 @@ class Accumulation(Pipeline):
     changes), the seeds, the penalties and the loss of the engine.
     """
 
-    def _forward(
-        self, inputs: Structure, num_rows: int, training: bool, tape: tf.GradientTape | None = None
-    ) -> tuple[Structure, list[Tensor]]:
+    def _forward(self, inputs: Structure, num_rows: int) -> tuple[Structure, list[Tensor]]:
         def work(first: Tensor, rows: int) -> tuple[list[Tensor], Structure]:
-            outputs, penalty = self._micro_batch(inputs, num_rows, first, rows, training)
+            outputs, penalty = self._micro_batch(inputs, num_rows, first, rows, training=False)
             return outputs, [penalty]
 
         outputs, penalties = self._sum_over_micro_batches(num_rows, work)
@@ -34,15 +33,10 @@ class Accumulation(Pipeline):
     def _passes(
         self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
     ) -> tuple[Tensor, tuple[Structure, ...], list[Tensor]]:
-        import keras
-
-        from kerasdp.keras_compat import compiled_loss, weight_penalties
-
         num_rows, weights, optimizer = indices.shape[0], self.model.trainable_weights, self.model.optimizer
         micro_batches = self.plan.micro_batches(num_rows)
         shares = micro_batches.shares(self.model, is_weighted=sample_weight is not None)
-        seeds = [(seed, tf.identity(seed.value)) for seed in self.seeds[0]]
-        loss_of = compiled_loss(self.model)
+        seeds = [(seed, tf.identity(seed.value)) for seed in self.programs[0].seeds]
 
         def work(first: Tensor, rows: int) -> tuple[list[Tensor], Structure]:
             for seed, value in seeds:  # so that a micro-batch draws what its rows draw in the whole batch
@@ -51,19 +45,13 @@ class Accumulation(Pipeline):
             with tf.GradientTape() as tape:
                 outputs, penalty = self._micro_batch(inputs, num_rows, first, rows, training=True)
                 own = tf.nest.map_structure(lambda leaf: _rows(leaf, first, rows), (targets, sample_weight))
-                with keras.StatelessScope():  # the losses of several outputs are metrics, too
-                    loss = tf.zeros(()) if loss_of is None else loss_of(own[0], self.plan.outputs(outputs), own[1])
+                loss = self._loss_of_part(own[0], self.plan.outputs(outputs), own[1])
                 scaled_loss = optimizer.scale_loss(loss * share + penalty)
             return outputs, (penalty, dense(tape.gradient(scaled_loss, weights)))
 
         outputs, (penalty, gradients) = self._sum_over_micro_batches(num_rows, work)
-        with tf.GradientTape() as tape:
-            of_weights = optimizer.scale_loss(sum(weight_penalties(self.model), tf.zeros(())))
-        for index, gradient in enumerate(dense(tape.gradient(of_weights, weights))):
-            if gradient is not None:
-                gradients[index] = gradient if gradients[index] is None else gradients[index] + gradient
         batch = (inputs, targets, outputs, sample_weight)
-        return self._loss(batch, [penalty], training=True), batch, gradients
+        return self._loss(batch, [penalty]), batch, self._with_weight_penalties(gradients)
 
     def _micro_batch(
         self, inputs: Structure, num_rows: int, first: Tensor, rows: int, training: bool
@@ -82,7 +70,7 @@ class Accumulation(Pipeline):
         with tf.device(self.device_names[0]), use(context), self.penalties.active():
             values = [_rows(leaf, first, rows) for leaf in self.plan.inputs(inputs)]
             outputs = stage(values, training=training)
-            return outputs, sum(context.penalties, tf.zeros(())) * (rows / num_rows)
+            return outputs, total(context.penalties) * (rows / num_rows)
 
     def _sum_over_micro_batches(
         self, num_rows: int, work: Callable[[Any, int], tuple[list[Any], Any]]

@@ -1,4 +1,4 @@
-"""TensorFlow: trains a model in stages, all in one graph; the runtime runs what has its inputs."""
+"""TensorFlow: trains a model in stages, in one graph that calls the functions of each."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor, Work
 from kerasdp.backends.tensorflow.optimizer_update import dense
+from kerasdp.backends.tensorflow.pipeline_stage import StageProgram, total
+from kerasdp.backends.tensorflow.pipeline_step import PipelineStep
 from kerasdp.config import Config
-from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
@@ -27,19 +28,17 @@ class Pipeline:
     """
 
     def __init__(self, model: "keras.Model", config: Config, device_names: list[str], processes: Processes):
-        from kerasdp.keras_compat import seed_variables
         from kerasdp.pipeline.plan import make_plan
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.model, self.optimizer, self.device_names = model, getattr(model, "optimizer", None), device_names
         self.processes = processes
         self.timeline: list[Work] | None = None
-        self._begun: dict[tuple[int, str, int], float] = {}
         self._timed: dict[int, Callable[..., Any]] = {}
         self.plan = make_plan(model, config, len(device_names), processes.broadcast_from_rank0)
         self.penalties = WholeBatchPenalties(model)
-        self.seeds = [seed_variables(stage.model) for stage in self.plan.stages]
         self.move_to_stage_devices()
+        self.build_programs()
 
     def move_to_stage_devices(self) -> None:
         """Replaces all variables by new ones on the devices of their stages: neither moves to the other by itself."""
@@ -78,48 +77,33 @@ class Pipeline:
             raw_value(variable) is not value for variable, value in self._values
         )
 
-    def _forward(
-        self, inputs: Structure, num_rows: int, training: bool, tape: tf.GradientTape | None = None
-    ) -> tuple[Structure, list[Tensor]]:
-        """Computes outputs of the global batch, and penalties of activities."""
-        from kerasdp.portability.row_search import row_axes_of
+    def build_programs(self) -> None:
+        """Makes the stages' functions anew: those for layers as they are now, and for what is in force around them."""
+        self.programs = [
+            StageProgram(self.model, self.plan, number, name, self.penalties)
+            for number, name in enumerate(self.device_names)
+        ]
 
+    def _forward(self, inputs: Structure, num_rows: int) -> tuple[Structure, list[Tensor]]:
+        """Computes outputs of the global batch, not for training, and penalties of activities."""
         micro_batches = self.plan.micro_batches(num_rows)
-        # The seeds of random layers, as they are in the whole batch: each micro-batch begins with these.
-        seeds = [[(seed, tf.identity(seed.value)) for seed in own] for own in self.seeds] if training else []
-        inputs, outputs, penalties, self._watched = self.plan.inputs(inputs), [], [], []
-        for number in range(len(micro_batches)):
-            rows = micro_batches.rows(number)
-            values = [leaf[rows] for leaf in inputs]
-            if self.timeline is not None and tape is not None:
-                values = [tf.cast(leaf, own.dtype) for leaf, own in zip(values, self.plan.stages[0].model.inputs)]
-                for leaf in values:  # else nothing would show when the first stage's backward pass is over
-                    tape.watch(leaf)
-                self._watched += values
-            context = ReplicaContext.of_micro_batch(
-                rows.start,
-                rows.stop - rows.start,
-                total_rows=num_rows,
-                row_axes=row_axes_of(self.model),
-                gather=lambda statistics: statistics[None],
-            )
-            for index, (name, stage) in enumerate(zip(self.device_names, self.plan.stages)):
-                with tf.device(name), use(context), self.penalties.active():
-                    for seed, value in seeds[index] if training and number else ():
-                        seed.assign(value)
-                    values = self._marked(values, index, number, is_begin=True) if training else values
-                    values = stage(values, training=training)
-                    values = self._marked(values, index, number, is_begin=False) if training else values
-            outputs.append(values)
-            penalties += [penalty * micro_batches.share_of_rows(number) for penalty in context.penalties]
-        with tf.device(self.device_names[-1]):
-            return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*outputs)]), penalties
+        step = PipelineStep(self.programs, micro_batches, self.plan.inputs(inputs), training=False)
+        step.run([[("forward", number) for number in range(len(micro_batches))] for _ in self.programs])
+        return self._joined(step.outputs), step.penalties
 
-    def _loss(self, batch: tuple[Structure, ...], penalties: list[Tensor], training: bool) -> Tensor:
-        from kerasdp.keras_compat import compute_loss
-
+    def _joined(self, pieces: list[list[Tensor]]) -> Structure:
+        """Returns what the model returns, from what the last stage returns for each of some micro-batches."""
         with tf.device(self.device_names[-1]):
-            return sum(penalties, compute_loss(self.model, *batch, training=training))
+            return self.plan.outputs([tf.concat(leaves, 0) for leaves in zip(*pieces)])
+
+    def _loss(self, batch: tuple[Structure, ...], penalties: list[Tensor]) -> Tensor:
+        """Computes the loss with all penalties, and counts the losses of several outputs."""
+        from kerasdp.keras_compat import compiled_loss, weight_penalties
+
+        loss_of, (_, targets, outputs, sample_weight) = compiled_loss(self.model), batch
+        with tf.device(self.device_names[-1]):
+            loss = total() if loss_of is None else loss_of(targets, outputs, sample_weight)
+            return total([loss, *penalties, *weight_penalties(self.model)])
 
     def _logs(self, batch: tuple[Structure, ...], loss: Tensor, num_rows: int) -> Any:
         from kerasdp.keras_compat import update_loss_metric
@@ -128,6 +112,16 @@ class Pipeline:
         with tf.device(self.device_names[-1]):
             update_loss_metric(self.model, loss, num_rows)
             return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+
+    def _loss_of_part(self, targets: Structure, outputs: Structure, sample_weight: Structure) -> Tensor:
+        """Computes the loss of some rows, without penalties, for its gradients."""
+        import keras
+
+        from kerasdp.keras_compat import compiled_loss
+
+        loss_of = compiled_loss(self.model)
+        with keras.StatelessScope():  # the losses of several outputs are metrics, too
+            return total() if loss_of is None else loss_of(targets, outputs, sample_weight)
 
     def train_step(
         self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
@@ -142,46 +136,74 @@ class Pipeline:
         self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
     ) -> tuple[Tensor, tuple[Structure, ...], list[Tensor]]:
         """Computes the loss of the global batch, what it is made of, and its gradients."""
-        num_rows = indices.shape[0]
-        with tf.GradientTape() as tape:
-            outputs, penalties = self._forward(inputs, num_rows, training=True, tape=tape)
-            batch = (inputs, targets, outputs, sample_weight)
-            loss = self._loss(batch, penalties, training=True)
-            scaled_loss = self.model.optimizer.scale_loss(loss)
-        gradients = dense(tape.gradient(scaled_loss, [*self.model.trainable_weights, *self._watched]))
-        own = gradients[: len(self.model.trainable_weights)]
-        with tf.control_dependencies([leaf for leaf in gradients[len(own) :] if leaf is not None]):
-            return tf.identity(loss), batch, own
+        from kerasdp.pipeline.plan import actions
+
+        weights, micro_batches = self.model.trainable_weights, self.plan.micro_batches(indices.shape[0])
+        schedule, num_stages = self.plan.schedule_for(len(micro_batches)), len(self.programs)
+        parts = [(slice(None), 1.0)]  # GPipe: of one loss
+        if schedule != "gpipe":
+            shares = micro_batches.shares(self.model, is_weighted=sample_weight is not None)
+            parts = [(micro_batches.rows(number), share) for number, share in enumerate(shares)]
+        step = PipelineStep(
+            self.programs, micro_batches, self.plan.inputs(inputs), training=True, timeline=self.timeline
+        )
+        of_outputs: list[list[Tensor | None]] = []
+        sums: list[Tensor | None] = [None] * len(weights)
+
+        def gradients_of(number: int) -> list[Tensor | None]:
+            if number == len(of_outputs):
+                found, direct = self._gradients_of_loss(step.outputs[number:], targets, sample_weight, *parts[number])
+                of_outputs.extend(found)
+                sums[:] = _added(sums, direct)
+            return of_outputs[number]
+
+        orders = [actions(schedule, stage, num_stages, len(micro_batches)) for stage in range(num_stages)]
+        step.run(orders, gradients_of, self.model.optimizer.scale_loss(total([tf.ones(())])))
+        by_weight = {
+            id(weight): gradient
+            for program, gradients in zip(self.programs, step.sums)
+            for weight, gradient in zip(program.weights, gradients or ())
+        }
+        sums = _added(sums, [by_weight.get(id(weight)) for weight in weights])
+        batch = (inputs, targets, self._joined(step.outputs), sample_weight)
+        return self._loss(batch, step.penalties), batch, self._with_weight_penalties(sums)
+
+    def _gradients_of_loss(
+        self, pieces: list[list[Tensor]], targets: Structure, sample_weight: Structure, rows: slice, share: float
+    ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Computes gradients of the joint loss of some micro-batches: of their outputs, and of weights that it uses.
+
+        Args:
+            pieces: outputs of each of them.
+            targets: of the global batch.
+            sample_weight: likewise.
+            rows: that these micro-batches are of the global batch.
+            share: of their loss in its loss.
+        """
+        data = tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[rows], (targets, sample_weight))
+        floats = [leaf for leaves in pieces for leaf in leaves if leaf.dtype.is_floating]
+        with tf.device(self.device_names[-1]), tf.GradientTape() as tape:
+            tape.watch(floats)
+            loss = self._loss_of_part(data[0], self._joined(pieces), data[1])
+            scaled_loss = self.model.optimizer.scale_loss(loss * share)
+        found = iter(dense(tape.gradient(scaled_loss, [*floats, *self.model.trainable_weights])))
+        # A whole number beside the logits, the class say, has no gradient.
+        return [[next(found) if leaf.dtype.is_floating else None for leaf in leaves] for leaves in pieces], list(found)
+
+    def _with_weight_penalties(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Adds the gradients of the penalties of weights, each on its stage's device."""
+        from kerasdp.keras_compat import weight_penalties
+
+        for name, stage in zip(self.device_names, self.plan.stages):
+            with tf.device(name):
+                with tf.GradientTape() as tape:
+                    penalty = self.model.optimizer.scale_loss(total(weight_penalties(stage.model)))
+                gradients = _added(gradients, dense(tape.gradient(penalty, self.model.trainable_weights)))
+        return gradients
 
     def _gradients(self, *data: Structure) -> list[Tensor]:
         """Returns the gradients of a step."""
         return [gradient for gradient in self._passes(*data)[-1] if gradient is not None]
-
-    def _marked(self, values: list[Tensor], stage: int, number: int, is_begin: bool) -> list[Tensor]:
-        """Returns the tensors; records in the timeline when they, and later their gradients, are ready."""
-        if self.timeline is None:
-            return values
-
-        def noting(kind: str, begins: bool) -> Callable[..., Any]:
-            def note(*arrays: Any) -> Any:
-                key, now = (stage, kind, number), time.perf_counter()
-                if begins:
-                    self._begun[key] = now
-                elif self.timeline is not None:
-                    self.timeline.append((*key, self._begun.pop(key, now), now))
-                return arrays
-
-            # Stateless to TensorFlow, which would otherwise run all such functions one after the other.
-            return lambda *tensors: tf.numpy_function(note, tensors, [leaf.dtype for leaf in tensors], stateful=False)
-
-        @tf.custom_gradient
-        def mark(*tensors: Any) -> Any:
-            marked = noting("forward", is_begin)(*tensors)
-            for leaf, own in zip(marked, tensors):
-                leaf.set_shape(own.shape)
-            return marked, lambda *gradients: noting("backward", not is_begin)(*gradients)
-
-        return list(mark(*values))
 
     def gather_variables(self) -> None:
         """See `kerasdp.backends.base.PipelineEngine`: the one process has them all."""
@@ -205,12 +227,20 @@ class Pipeline:
     def test_step(self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor) -> Any:
         """Evaluates the global batch; returns Keras' logs."""
         num_rows = indices.shape[0]
-        outputs, penalties = self._forward(inputs, num_rows, training=False)
+        outputs, penalties = self._forward(inputs, num_rows)
         batch = (inputs, targets, outputs, sample_weight)
-        return self._logs(batch, self._loss(batch, penalties, training=False), num_rows)
+        return self._logs(batch, self._loss(batch, penalties), num_rows)
 
     def predict_step(
         self, inputs: Structure, targets: Structure, sample_weight: Structure, indices: Tensor
     ) -> Structure:
         """Computes the outputs of the global batch."""
-        return self._forward(inputs, indices.shape[0], training=False)[0]
+        return self._forward(inputs, indices.shape[0])[0]
+
+
+def _added(gradients: list[Tensor | None], others: list[Tensor | None]) -> list[Tensor | None]:
+    """Adds up gradients of the same weights; None is nothing."""
+    return [
+        one if other is None else other if one is None else one + other
+        for one, other in zip(gradients, others, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""TensorFlow: trains models in stages, all in one graph."""
+"""TensorFlow: trains models in stages."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -65,6 +65,7 @@ class PipelineParallel(Strategy):
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
         pipeline = self.stages.engine_of(model)
+        pipeline.build_programs()
         train_step, watched_step, test_step, predict_step = (
             self._graph(model, step)
             for step in (pipeline.train_step, pipeline.train_step, pipeline.test_step, pipeline.predict_step)
