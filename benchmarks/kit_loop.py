@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import protocol
+import traffic
 
 import kerasdp
 from kerasdp.benchmark import kerasdp_program
@@ -20,6 +21,8 @@ def task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[]
     """Returns the samples, their labels, and what builds the model."""
     import keras_models
 
+    if args.traffic:
+        traffic.prepare(config.backend)
     x, y = protocol.make_data(args)
     count = len(x) // config.batch_size * config.batch_size  # full batches only
     return x[:count], y[:count], functools.partial(keras_models.make_model, args)
@@ -39,7 +42,10 @@ def main() -> None:
         optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
         compile="on" if args.backend == "torch" else "auto", checkpoint_every="never",
     )  # fmt: skip
-    kerasdp_program.run(config, args.steps, functools.partial(task, args))
+    if args.traffic:
+        traffic.prepare(args.backend)  # before jax makes its devices
+    count = functools.partial(traffic.bytes_a_step, args.backend, args.devices) if args.traffic else None
+    kerasdp_program.run(config, args.steps, functools.partial(task, args), count)
 
 
 if __name__ == "__main__":
