@@ -38,6 +38,7 @@ _MODULES = {
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
+    "per_sample": "kerasdp.portability.loss_reduction",
     "portable": "kerasdp.portability.portable",
 }
 
@@ -67,6 +68,7 @@ __all__ = [
     "main",
     "make_optimizer",
     "parity",
+    "per_sample",
     "pipeline",
     "portable",
 ]

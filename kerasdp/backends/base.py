@@ -38,7 +38,7 @@ class DeviceBatch(NamedTuple):
 
     Attributes:
         inputs: this process's rows, padded so that its replicas hold equally many.
-        targets: of all rows of the global batch; None if there are none.
+        targets: likewise; None if there are none.
         sample_weight: likewise.
         indices: place in the data set of each row of the global batch; its length is the number of real rows.
     """

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.backends.base import DeviceBatch, Tensor
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import Detail, RunState
@@ -95,20 +95,6 @@ def train_on_next_batches(
         loss, rate, logs, seen = train_step(run_state.detail, batch)
         run_state.after_step(loss, batch.indices, seen, rate)
     return logs
-
-
-def inputs_for(method: str, model: Any, inputs: Structure, gather: Callable[[Structure], Structure]) -> Structure:
-    """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them.
-
-    Args:
-        method: the name of a method of the model.
-        model: a Keras model.
-        inputs: of this replica.
-        gather: gathers the inputs of all replicas.
-    """
-    import keras
-
-    return inputs if getattr(type(model), method) is getattr(keras.Model, method) else gather(inputs)
 
 
 def all_variables(model: Any) -> list[Any]:

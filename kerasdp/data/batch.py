@@ -18,17 +18,18 @@ class Batch:
     Args:
         inputs: this process's rows (an array, or a structure of arrays), padded so that its replicas hold equally
             many; padding rows are copies and stand at the very end of the global batch. Or `CachedRows`.
-        targets: of ALL rows of the global batch, no padding: they are small, and the loss is that of the whole
-            batch. None if there are none.
+        targets: of the same rows; None if there are none.
         sample_weight: likewise.
         indices: place in the data set of each row of the global batch, int64, shape `(rows,)`. Its length is the
             number of real rows.
+        own_indices: place in the data set of each of this process's rows.
     """
 
     inputs: Any
     targets: Any
     sample_weight: Any
     indices: np.ndarray
+    own_indices: np.ndarray
 
 
 # Raises `UserError` if a batch, by its number in the epoch, is one that a model cannot learn from.
@@ -44,14 +45,15 @@ def batch_of(data: tuple[Any, Any, Any], num_replicas: int, shard: tuple[int, in
         shard: rank, and number of processes.
         first: index of the batch's first row in the data set.
     """
-    inputs, targets, sample_weight = data
     num_rows = num_samples(data)
     rows = shard_rows(pad_rows(np.arange(num_rows), num_replicas), shard)
+    inputs, targets, sample_weight = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
     return Batch(
-        inputs=keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], inputs),
+        inputs=inputs,
         targets=targets,
         sample_weight=sample_weight,
         indices=np.arange(first, first + num_rows),
+        own_indices=first + rows,
     )
 
 

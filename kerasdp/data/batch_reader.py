@@ -99,9 +99,10 @@ class BatchReader(abc.ABC):
         """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
         return None
 
-    @abc.abstractmethod
     def end_epoch(self, number: int) -> None:
         """Ends an epoch of which the batches before `number` were taken."""
+        if self._scatter is not None:
+            self._scatter.finish()
 
     def first(self) -> Batch:
         """Returns the first batch, for its shapes; it will come again."""
@@ -150,7 +151,7 @@ class BatchReader(abc.ABC):
                 known = type(raised) if isinstance(raised, UserError) else WorkerError
                 text = str(raised) if known is UserError else f"rank 0 could not read a batch: {raised!r}"
                 parts = [known(text)] * self._num_processes
-        part = self._scatter(parts, number)
+        part = self._scatter(parts, number, wait=number == _FIRST or error is not None)
         if error is not None:
             raise error
         if isinstance(part, Exception):
@@ -232,6 +233,7 @@ class IndexedReader(BatchReader):
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`."""
+        super().end_epoch(number)
         if self._pool is not None:
             self._pool.shutdown()
         if number == self.num_batches:  # not before its last batch was read: it may shuffle

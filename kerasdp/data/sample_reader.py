@@ -57,7 +57,7 @@ class SampleReader:
         indices = steps[number]
         targets, sample_weight = self.source.targets(indices)
         inputs = self.source.inputs(indices)
-        return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices)
+        return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices, own_indices=indices)
 
     def sample(self, num_rows: int) -> Any:
         """Reads so many rows of the first batch, the same in each process: inputs, targets, sample weights.
@@ -69,10 +69,11 @@ class SampleReader:
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
         rows = shard_rows(pad_rows(indices, self.num_replicas), self.shard)
-        targets, sample_weight = self.source.targets(indices)
+        targets, sample_weight = self.source.targets(rows)
         return Batch(
             inputs=self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32")),
             targets=targets,
             sample_weight=sample_weight,
             indices=indices,
+            own_indices=rows,
         )

@@ -95,6 +95,7 @@ class StreamReader(BatchReader):
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`. Of an object that can be read only once, what was read ahead will come again."""
+        super().end_epoch(number)
         items = [item for place, item in self._read_last if place >= number]
         if self._is_read_once and self._stream is not None:
             self._stream.give_back(items)

@@ -61,6 +61,13 @@ from kerasdp.keras_compat.optimizers import (
     weights_without_decay,
     wrapped_optimizers,
 )
+from kerasdp.keras_compat.own_rows import (
+    compiled_variables,
+    metric_function,
+    of_same_rank,
+    reducing_losses,
+    update_compiled_metrics,
+)
 from kerasdp.keras_compat.own_steps import as_keras_gives, has_call, hooked_steps, losses_by_thread, own_steps
 from kerasdp.keras_compat.random import (
     creating_weights,
@@ -85,6 +92,11 @@ from kerasdp.keras_compat.tracking import Parts, parts_of
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
 
 __all__ = [
+    "update_compiled_metrics",
+    "reducing_losses",
+    "of_same_rank",
+    "metric_function",
+    "compiled_variables",
     "DataAdapter",
     "Parts",
     "added_losses",

@@ -10,6 +10,7 @@ import keras
 from keras.src.models.functional import Functional
 
 from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.own_rows import HookedLoss
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
@@ -200,7 +201,8 @@ def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
 
     Keras 3.15: `CompileLoss._flat_losses`; the public `model.loss` is what the user wrote.
     """
-    return [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
+    losses = [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
+    return [loss.loss if isinstance(loss, HookedLoss) else loss for loss in losses]
 
 
 def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 __all__ = ["DataAdapter", "losses_of_whole_batch", "set_monitor_direction"]
 
-_is_whole_batch: contextvars.ContextVar[bool] = contextvars.ContextVar("kerasdp_is_whole_batch", default=False)
+# By what the losses of single outputs are multiplied for their means; None outside of `losses_of_whole_batch`.
+_factor: contextvars.ContextVar[float | None] = contextvars.ContextVar("kerasdp_factor", default=None)
 
 
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
@@ -28,27 +29,32 @@ def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
 
 
 @contextlib.contextmanager
-def losses_of_whole_batch() -> Iterator[None]:
+def losses_of_whole_batch(factor: float = 1.0) -> Iterator[None]:
     """Keeps Keras' losses from being divided by the number of replicas of a `tf.distribute` strategy.
 
     Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
     those that take a sum or are user-defined, so that no later factor could be right for all. They are wrapped once,
     for good; the wrapper asks a context variable, since TensorFlow traces replicas in threads, in turns. No public way.
+
+    `factor`: by which the losses of single outputs are multiplied for the means that Keras keeps of them.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         original = getattr(loss_module, name)
         if not hasattr(original, "is_kerasdp"):
-            setattr(loss_module, name, _unless_whole_batch(original))
-    token = _is_whole_batch.set(True)
+            setattr(loss_module, name, _unless_whole_batch(original, is_for_means=name.startswith("unscale")))
+    token = _factor.set(factor)
     try:
         yield
     finally:
-        _is_whole_batch.reset(token)
+        _factor.reset(token)
 
 
-def _unless_whole_batch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _unless_whole_batch(original: Callable[[Any], Any], is_for_means: bool) -> Callable[[Any], Any]:
     def scale(value: Any) -> Any:
-        return value if _is_whole_batch.get() else original(value)
+        factor = _factor.get()
+        if factor is None:
+            return original(value)
+        return value * factor if is_for_means and factor != 1.0 else value
 
     vars(scale)["is_kerasdp"] = True
     return scale

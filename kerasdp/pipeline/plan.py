@@ -11,7 +11,7 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import has_mask, inner_optimizer, inputs_structure, output_losses, outputs_structure
 from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
-from kerasdp.portability.loss_reduction import Reduction, reduction_of
+from kerasdp.portability.loss_reduction import Reduction, divides_by_what_is_left, reduction_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class MicroBatches:
                     f"the loss {loss.name} of {model.name}: expected a value for each sample, of which Keras takes the "
                     f"mean. Received: {reduction.value}; {self.instead}"
                 )
-            if reduction is Reduction.COUPLES:
+            if reduction is Reduction.COUPLES or divides_by_what_is_left(loss):
                 raise UserError(f"the loss {loss.name} of {model.name} needs the whole batch at once; {self.instead}")
         reductions = {loss.reduction for loss in losses}
         if reductions == {"sum"}:

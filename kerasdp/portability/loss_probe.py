@@ -8,39 +8,41 @@ from typing import Any, cast
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import as_functional, compiled_loss, output_losses, outputs_structure
+from kerasdp.keras_compat import compiled_loss, output_losses
 from kerasdp.portability.loss_reduction import Reduction, found, reduction_of
 
-_NUM_ROWS = 12
+NUM_ROWS = 12
 
 
-def try_losses(model: keras.Model, targets: Any) -> None:
+def try_losses(model: keras.Model, targets: Any, symbols: Any) -> None:
     """Tries the losses of a compiled model that are not known, and keeps what it finds for `reduction_of`.
 
     Each gets random outputs, and is tried on all rows, on some, and on single ones. What fails stays unknown.
 
     Args:
-        model: functional, and its losses built.
-        targets: NumPy arrays, of some batch.
+        model: its losses built.
+        targets: `NUM_ROWS` rows, NumPy arrays.
+        symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
     """
     unknown = [loss for loss in output_losses(model) if reduction_of(loss) is Reduction.UNKNOWN]
-    if not unknown or as_functional(model) is None:
+    if not unknown:
         return
     with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
-        found.update(thread.submit(_try, model, targets, unknown).result())
+        found.update(thread.submit(_try, model, targets, symbols, unknown).result())
 
 
-def _try(model: keras.Model, targets: Any, losses: list[keras.losses.Loss]) -> dict[keras.losses.Loss, Reduction]:
+def _try(
+    model: keras.Model, targets: Any, symbols: Any, losses: list[keras.losses.Loss]
+) -> dict[keras.losses.Loss, Reduction]:
     answers: dict[keras.losses.Loss, list[Reduction]] = {loss: [] for loss in losses}
     numbers, compiled = np.random.RandomState(0), cast(Any, compiled_loss(model))
-    length = len(keras.tree.flatten(targets)[0])
     # As they are; each twice, since some losses compare rows of one class; and all the same.
-    for rows in (np.arange(_NUM_ROWS), np.arange(_NUM_ROWS) // 2, np.zeros(_NUM_ROWS, int)):
-        own = keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows % length], targets)
+    for rows in (np.arange(NUM_ROWS), np.arange(NUM_ROWS) // 2, np.zeros(NUM_ROWS, int)):
+        own = keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], targets)
         with _recorded(losses) as calls:
             try:
                 with keras.StatelessScope():  # the losses of several outputs are metrics, too
-                    compiled(own, _random_outputs(model, numbers))
+                    compiled(own, random_outputs(symbols, numbers))
                 for loss in losses:
                     answers[loss] += [_answer(loss, y_true, y_pred) for y_true, y_pred in calls[loss]]
             except Exception:  # user-defined, on outputs that it may not expect
@@ -75,15 +77,14 @@ def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Los
             del loss.call
 
 
-def _random_outputs(model: keras.Model, numbers: np.random.RandomState) -> Any:
-    """Returns outputs as the model gives them: between 0 and 1, which suits probabilities and all else."""
+def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:
+    """Returns `NUM_ROWS` rows of such outputs: between 0 and 1, which suits probabilities and all else."""
 
     def random(tensor: Any) -> Any:
-        values = numbers.uniform(0.05, 0.95, (_NUM_ROWS, *tensor.shape[1:]))
+        values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
         return keras.ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
 
-    outputs = keras.tree.map_structure(random, outputs_structure(as_functional(model)))
-    return outputs[0] if isinstance(outputs, (list, tuple)) and len(outputs) == 1 else outputs
+    return keras.tree.map_structure(random, symbols)
 
 
 def _answer(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Reduction:
@@ -94,16 +95,16 @@ def _answer(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Reduction:
         with keras.StatelessScope():
             return keras.ops.convert_to_numpy(type(loss).call(loss, y_t, y_p)).astype("float64")
 
-    whole, half = values(0, _NUM_ROWS), values(0, _NUM_ROWS // 2)
-    singles = [values(row, row + 1) for row in range(_NUM_ROWS)]
+    whole, half = values(0, NUM_ROWS), values(0, NUM_ROWS // 2)
+    singles = [values(row, row + 1) for row in range(NUM_ROWS)]
     if not all(np.isfinite(each).all() for each in (whole, half, *singles)):
         return Reduction.UNKNOWN
     if whole.ndim == 0 and half.ndim == 0 and all(each.ndim == 0 for each in singles):
-        is_mean = _equal(whole, np.mean(singles)) and _equal(half, np.mean(singles[: _NUM_ROWS // 2]))
+        is_mean = _equal(whole, np.mean(singles)) and _equal(half, np.mean(singles[: NUM_ROWS // 2]))
         return Reduction.MEAN if is_mean else Reduction.COUPLES
-    if whole.ndim == 0 or len(whole) != _NUM_ROWS or any(each.shape != (1, *whole.shape[1:]) for each in singles):
+    if whole.ndim == 0 or len(whole) != NUM_ROWS or any(each.shape != (1, *whole.shape[1:]) for each in singles):
         return Reduction.COUPLES
-    is_by_rows = _equal(whole, np.concatenate(singles)) and _equal(whole[: _NUM_ROWS // 2], half)
+    is_by_rows = _equal(whole, np.concatenate(singles)) and _equal(whole[: NUM_ROWS // 2], half)
     return Reduction.BY_ROWS if is_by_rows else Reduction.COUPLES
 
 

@@ -1,12 +1,13 @@
-"""Tells which losses of a batch are made of one value for each row, so that they may be computed shard by shard."""
+"""Tells which losses of a batch are sums over its rows, so that each replica may compute them of its own rows."""
 
 import enum
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
-from kerasdp.keras_compat import has_mask, is_of_keras, loss_options, output_losses
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import is_of_keras, loss_options, output_losses
 
 
 class Reduction(enum.Enum):
@@ -19,7 +20,7 @@ class Reduction(enum.Enum):
 
 
 # Of Keras' functions (3.15), those that give a loss for each row, and nothing about rows taken together (as `dice`).
-_BY_ROWS = {
+BY_ROWS = {
     getattr(keras.losses, name)
     for name in (
         "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy",
@@ -30,40 +31,87 @@ _BY_ROWS = {
 }  # fmt: skip
 
 
+Definition = TypeVar("Definition")
+_DECLARED = "is_per_sample"
+
 # What `kerasdp.portability.loss_probe` found out about others, by the loss.
 found: "weakref.WeakKeyDictionary[keras.losses.Loss, Reduction]" = weakref.WeakKeyDictionary()
+
+
+def per_sample(definition: Definition) -> Definition:
+    """Says of a loss or a metric that a sample's part of it depends on that sample alone; a decorator.
+
+    Then several devices compute it each of their own samples, instead of gathering the outputs of the whole batch.
+
+    Args:
+        definition: a loss function that returns a value (or values) for each sample, shape `(samples, ...)`; a subclass
+            of `keras.losses.Loss` whose `call` does; or a subclass of `keras.metrics.Metric` whose variables are sums
+            over the samples.
+
+    Returns:
+        The same.
+    """
+    setattr(definition, _DECLARED, True)
+    return definition
+
+
+def is_declared(*definitions: Any) -> bool:
+    """Returns whether one of these was given to `per_sample`."""
+    return any(getattr(definition, _DECLARED, False) for definition in definitions)
 
 
 def reduction_of(loss: keras.losses.Loss) -> Reduction:
     """Returns how a loss comes from the rows of a batch: the one place that knows."""
     function, options = getattr(loss, "fn", None), loss_options(loss)
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return Reduction.UNKNOWN
+    if is_declared(function, type(loss)):
+        return Reduction.BY_ROWS
     if is_of_keras(type(loss)):
         # They divide by what they find in the batch, whatever their `reduction` says (Keras 3.15).
         coupled = function in (keras.losses.dice, keras.losses.tversky) and options.get("axis") is None
-        if coupled or function is keras.losses.circle or options.get("ignore_class") is not None:
+        if coupled or function is keras.losses.circle:
             return Reduction.COUPLES
-        if function in _BY_ROWS and options.get("axis", -1) == -1:
+        if function in BY_ROWS and options.get("axis", -1) == -1:
             return Reduction.BY_ROWS
     return found.get(loss, Reduction.UNKNOWN)
 
 
-def is_mean_over_shards(model: keras.Model, outputs: Any) -> bool:
-    """Returns whether each replica may take the loss of its own rows, if all have equally many.
+def divides_by_what_is_left(loss: keras.losses.Loss) -> bool:
+    """Returns whether a loss masks some of its values, and takes the mean of the others (Keras 3.15)."""
+    return loss_options(loss).get("ignore_class") is not None
 
-    Then nobody waits for the others' outputs between the forward and the backward pass. True for a single output with
-    a built-in loss; else the loss is taken of the gathered outputs, which is right for any.
+
+def is_sum_over_rows(model: keras.Model, *, is_weighted: bool) -> bool:
+    """Returns whether the loss of a batch is a sum over its rows, but for what it is divided by.
 
     Args:
-        model: a compiled model.
-        outputs: of a shard of the batch.
+        model: compiled, and its losses built.
+        is_weighted: whether the samples have weights.
     """
-    if type(model).compute_loss is not keras.Model.compute_loss or keras.tree.is_nested(outputs):
-        return False
-    # A mask's weights depend on how many rows are masked, and without a second axis the rows are what is averaged.
-    if has_mask(outputs) or len(outputs.shape) < 2:
-        return False
-    losses = output_losses(model)
-    if len(losses) != 1:
-        return False
-    loss = losses[0]
-    return reduction_of(loss) is Reduction.BY_ROWS and loss.reduction in ("sum_over_batch_size", "mean")
+    return type(model).compute_loss is keras.Model.compute_loss and not coupling_losses(model, is_weighted=is_weighted)
+
+
+def coupling_losses(model: keras.Model, *, is_weighted: bool) -> list[tuple[keras.losses.Loss, Reduction]]:
+    """Returns the losses of a model that need the whole batch, with the reason; arguments: as `is_sum_over_rows`."""
+    found = []
+    for loss in output_losses(model):
+        reduction = reduction_of(loss)
+        is_sum = (
+            loss.reduction not in (None, "none")
+            if reduction is Reduction.BY_ROWS
+            # Weighted, its mean is multiplied by that of the weights.
+            else (reduction is Reduction.MEAN and not is_weighted and loss.reduction not in (None, "none", "sum"))
+        )
+        if not is_sum:
+            found.append((loss, reduction))
+    return found
+
+
+def require_values(loss: keras.losses.Loss, values: Any, num_rows: int) -> None:
+    """Raises `UserError` if a loss that was said to be `per_sample` gives no value for each row."""
+    if reduction_of(loss) is Reduction.BY_ROWS and (not len(values.shape) or values.shape[0] != num_rows):
+        raise UserError(
+            f"the loss {loss.name}: expected a value for each of the {num_rows} samples, since it is declared "
+            f"per_sample. Received: shape {tuple(values.shape)}"
+        )

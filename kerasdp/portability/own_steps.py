@@ -126,7 +126,7 @@ def run_on_shard(
     Args:
         model: of the user.
         name: of its step.
-        batch: inputs of the replica's padded shard; targets and sample weights of the global batch.
+        batch: inputs, targets and sample weights of the replica's padded shard.
         context: of the shard.
         add_up: see `Share`; so are `build` and `is_trial`.
 
@@ -134,20 +134,14 @@ def run_on_shard(
         The logs, and what was found in a trial, both for the global batch.
     """
     context = context.of_real_rows()
-    inputs, targets, sample_weight = batch
-    first = min(context.first_row, (context.total_rows or 1) - 1)  # where it has no row of its own, the last
-    data = _rows(inputs, 0, context), *(_rows(part, first, context) for part in (targets, sample_weight))
+    rows = context.rows or 0  # where it has no row of its own, one of padding
+    data = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:rows], batch)
     share = Share(
         rows=context.num_rows, total_rows=context.total_rows or 0, add_up=add_up, build=build, is_trial=is_trial
     )
     with use(context):
         logs = run(model, name, data, share)
     return logs, share.found
-
-
-def _rows(data: Any, first: int, context: replica_context.ReplicaContext) -> Any:
-    rows = slice(first, first + (context.rows or 0))
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
 
 
 def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:

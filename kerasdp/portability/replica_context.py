@@ -180,9 +180,9 @@ class ReplicaContext:
         whole = [self.whole(leaf, self._output_axis(number, leaf)) for number, leaf in enumerate(leaves)]
         return keras.tree.pack_sequence_as(outputs, whole)
 
-    def is_by_rows(self, output: Any) -> bool:
-        """Returns whether axis 0 of a model's only output is its rows, one entry each."""
-        return self._output_axis(0, output) == FIRST and output.shape[0] == self.rows
+    def is_by_rows(self, output: Any, number: int) -> bool:
+        """Returns whether axis 0 of the model's output of that number is its rows, one entry each."""
+        return self._output_axis(number, output) == FIRST and output.shape[0] == self.rows
 
     def _output_axis(self, number: int, output: Any) -> RowAxis | None:
         return self.row_axis(("output", number), output, f"output {number} of the model")

@@ -89,11 +89,13 @@ class RowAxes:
 
     Attributes:
         adding: the layers that add losses, by `id`.
+        outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, list[RowAxis | None]] = {}
         self.adding: dict[int, Adding] = {}
+        self.outputs: Any = None
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same for all of them.

@@ -152,11 +152,13 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
         UserError: if that cannot be known, since the model mixes the samples of a batch.
     """
 
-    found = FoundAdding()
+    found, outputs = FoundAdding(), None
 
     def call(axes: RowAxes, rows: slice) -> None:
+        nonlocal outputs
         with trial(model, axes, rows, found) as context:
-            context.whole_outputs(in_training(model, rows_of(inputs, rows)))
+            outputs = in_training(model, rows_of(inputs, rows))
+            context.whole_outputs(outputs)
 
     def call_again_if_losses_are_added(axes: RowAxes, rows: slice) -> None:
         num_known = len(found.layers)
@@ -167,6 +169,7 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
 
     find_row_axes_of(model, "call", call_again_if_losses_are_added)
     axes = row_axes_of(model)
+    axes.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
     for key, layer in found.layers.items():
         arguments = found.arguments.get(key)
         is_mean = arguments is not None and is_mean_over_rows(layer, arguments, axes)

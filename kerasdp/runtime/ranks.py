@@ -16,11 +16,15 @@ class Scatter(Protocol):
     rank: int
     num_processes: int
 
-    def __call__(self, values: list[Any], number: int) -> Any:
+    def __call__(self, values: list[Any], number: int, *, wait: bool = True) -> Any:
         """Returns this process's one of the values that rank 0 gives, one for each rank; the others' are not looked at.
 
-        Called by all processes, in any thread; calls with the same number are made in the same order by all.
+        Called by all processes, in any thread; calls with the same number are made in the same order by all. Without
+        `wait` it may return on rank 0 before the others have theirs; rank 0 calls `finish` before it leaves them.
         """
+
+    def finish(self) -> None:
+        """Waits until the others have all that rank 0 gave them."""
 
 
 class Processes(Protocol):

@@ -78,7 +78,7 @@ def check_data(
         return
     is_chief = reader.shard[0] == 0
     check = target_check(model, symbols, is_chief)
-    check(batch.targets, batch.sample_weight, batch.indices, "")
+    check(batch.targets, batch.sample_weight, batch.own_indices, "")
     if not is_validation:
         check_activations(model, symbols, batch.targets, is_chief)
     if isinstance(reader, SampleReader) and isinstance(reader.source, ArraySource):
@@ -89,7 +89,7 @@ def check_data(
 
     def check_batch(batch: Batch, number: int) -> None:
         title = f"{_VALIDATION if is_validation else ''}batch {number + 1}: "
-        check(batch.targets, batch.sample_weight, batch.indices, title)
+        check(batch.targets, batch.sample_weight, batch.own_indices, title)
 
     reader.check = check_batch
 
@@ -99,7 +99,7 @@ def refuse_nan_inputs(model: keras.Model, reader: Reader, batch: Batch) -> None:
     # Each process has its own inputs, and all should name the same sample.
     whole = batch if reader.shard[1] == 1 else reader.whole(0, 0) or batch
     try:
-        refuse_nan("inputs", whole.inputs, whole.indices, "", only_nan=True)
+        refuse_nan("inputs", whole.inputs, whole.own_indices, "", only_nan=True)
     except UserError:
         outputs = keras.tree.flatten(model(keras.tree.map_structure(keras.ops.convert_to_tensor, whole.inputs)))
         if not all(np.isfinite(keras.ops.convert_to_numpy(output)).all() for output in outputs):

@@ -1,5 +1,6 @@
 """Prepares a model for the devices before its first step."""
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import numpy as np
 
 from kerasdp.backends.base import Strategy
 from kerasdp.backends.steps import all_variables, require_known_weights
@@ -15,13 +17,27 @@ from kerasdp.config import Config
 from kerasdp.data.batch import Batch
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
-from kerasdp.keras_compat import all_layers, build_compiled, has_call, living_variables, own_steps, symbols_of
-from kerasdp.portability.loss_probe import try_losses
+from kerasdp.keras_compat import (
+    all_layers,
+    build_compiled,
+    has_call,
+    living_variables,
+    made_by_compile,
+    own_steps,
+    symbols_of,
+)
+from kerasdp.portability.loss_probe import NUM_ROWS as NUM_ROWS_TRIED
+from kerasdp.portability.loss_probe import random_outputs, try_losses
+from kerasdp.portability.metric_reduction import reasons_to_gather, try_metrics
 from kerasdp.portability.own_step_trials import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
 from kerasdp.reporting import report
+from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
+
+# What `compile` had made of a model when its losses and metrics were looked at.
+_sums_of: ModelCache[tuple[Any, Any]] = ModelCache()
 
 
 class MadeBefore:
@@ -77,8 +93,6 @@ def prepare(
         if with_targets:
             refuse_nan_inputs(model, reader, batch)
     require_known_weights(model)
-    if model.compiled and with_targets and strategy.stages is not None:
-        try_losses(model, batch.targets)
     outside = strategy.variables_outside_scope(model)
     if outside:
         raise UserError(
@@ -94,6 +108,8 @@ def prepare(
     if step == "train_step":
         _refuse_lost_statistics(model, config, strategy)
     find_rows(model, reader, config, strategy, step)
+    if with_targets and step not in own_steps(model):
+        find_sums(model, reader, batch, strategy)
     if step == "train_step" and config.keeps_checkpoints and step in own_steps(model):
         _build_optimizers(model, reader, config, strategy)
 
@@ -116,6 +132,32 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
                 f"layer {repeated[0]}{others} of {model.name} adds a loss that is no mean over the samples: each "
                 "device computes it for the whole batch, which takes time"
             )
+
+
+def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strategy) -> None:
+    """Finds out which losses and metrics are sums over the samples, if each device sees only some of these.
+
+    Says what it costs where one is not: all devices then get the outputs of the whole batch.
+    """
+    symbols, compiled = row_axes_of(model).outputs, made_by_compile(model)
+    if symbols is None or _sums_of.get(model) == compiled or not (strategy.splits_batches or strategy.stages):
+        return
+    _sums_of.put(model, compiled)
+    is_weighted = batch.sample_weight is not None
+    if not reasons_to_gather(model, is_weighted=is_weighted):
+        return
+    _, targets, sample_weight = reader.sample(NUM_ROWS_TRIED)
+    try_losses(model, targets, symbols)
+    if strategy.stages is not None:
+        return
+    try_metrics(model, targets, random_outputs(symbols, np.random.RandomState(0)), sample_weight)
+    reasons = reasons_to_gather(model, is_weighted=is_weighted)
+    if reasons and strategy.processes.rank == 0:
+        num_bytes = len(batch.indices) * sum(map(_bytes_of_row, keras.tree.flatten(symbols)))
+        report.warn(
+            f"each device gets the outputs of all samples of a batch ({num_bytes / 1e6:,.2f} MB), for "
+            f"{' and '.join(reasons)}; where each sample counts by itself, say so with kerasdp.per_sample"
+        )
 
 
 def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strategy: Strategy) -> None:
@@ -193,3 +235,7 @@ def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strateg
     else:
         return
     raise UserError(f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or {way_out}")
+
+
+def _bytes_of_row(symbol: Any) -> int:
+    return math.prod(symbol.shape[1:]) * (2 if "16" in symbol.dtype else 8 if "64" in symbol.dtype else 4)

@@ -1,4 +1,4 @@
-"""What ranks of torch exchange: small messages through sockets, gradients in buckets."""
+"""What ranks of torch exchange: small messages through sockets, gradients in buckets, batches that one reads."""
 
 import pytest
 
@@ -37,3 +37,10 @@ def test_gradients_are_averaged(results, case):
     assert found["gradients"] == [[2.0, 4.0, 8.0], [[4.0, 8.0, 16.0]] * 2, [2.0], None]
     assert found["shared"] == (None if case == "nothing shared" else [3.0, 30.0])
     assert (found["exchanges"] > 1) == (case == "many buckets")
+
+
+def test_values_are_handed_out_as_they_were_when_given(results):
+    """A generator may fill its arrays anew for its next batch, while this one is under way."""
+    assert {name: sum(are_right) for name, are_right in results["scattered"].items()} == dict.fromkeys(
+        ["nothing", "an error", "arrays", "strings", "many arrays", "a large array", "a large text"], 8
+    )

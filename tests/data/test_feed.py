@@ -33,8 +33,9 @@ def test_the_parts_of_all_processes_make_the_batch():
         np.testing.assert_array_equal(joined, batch.inputs["a"])
         np.testing.assert_array_equal(batch.inputs["a"][: len(batch.indices)], X[batch.indices])
         assert len(joined) == 8
-        for part in parts:  # all of the targets everywhere, without padding
-            np.testing.assert_array_equal(part[number].targets, Y[batch.indices])
+        targets = np.concatenate([part[number].targets for part in parts])
+        np.testing.assert_array_equal(targets, Y[np.concatenate([part[number].own_indices for part in parts])])
+        np.testing.assert_array_equal(targets[: len(batch.indices)], Y[batch.indices])
 
 
 def test_indexed_batches_are_shuffled_by_seed_and_epoch():
@@ -47,7 +48,7 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
 
     def epoch(seed, number):
         reader = IndexedReader(Batches(), 2, (0, 1), order_seed=seed)
-        return [batch().targets.tolist() for batch in reader.epoch(number)]
+        return [batch.targets[: len(batch.indices)].tolist() for batch in (read() for read in reader.epoch(number))]
 
     assert epoch(None, 0) == epoch(None, 1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
     assert epoch(5, 0) == epoch(5, 0) != epoch(5, 1)
@@ -59,7 +60,7 @@ def test_a_generator_loses_nothing_to_the_first_look():
     assert reader.num_batches is None
     assert reader.first().targets.tolist() == [0, 1, 2, 3]
     batches = list(itertools.takewhile(lambda batch: batch is not None, (read() for read in reader.epoch(0))))
-    assert [batch.targets.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert [batch.targets.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 10]]
     assert np.concatenate([batch.indices for batch in batches]).tolist() == list(range(11))
 
 

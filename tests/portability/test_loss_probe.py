@@ -80,7 +80,7 @@ def compiled(loss, targets, tried=True):
     model.compile("sgd", loss)
     model.compute_loss(None, ops.convert_to_tensor(targets), ops.convert_to_tensor(OUTPUTS))  # builds its losses
     if tried:
-        try_losses(model, targets)
+        try_losses(model, targets, model.output)
     return model
 
 
@@ -116,7 +116,7 @@ def test_ctc():
     model.compile("sgd", losses.CTC())
     targets, outputs = np.random.RandomState(0).randint(1, 6, (ROWS, 4)), np.ones((ROWS, 12, 6), "float32")
     model.compute_loss(None, ops.convert_to_tensor(targets), ops.convert_to_tensor(outputs))
-    try_losses(model, targets)
+    try_losses(model, targets, model.output)
     assert MicroBatches(num_rows=ROWS, size=6).shares(model, is_weighted=False) == [0.5, 0.5]
 
 

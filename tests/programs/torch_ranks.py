@@ -6,6 +6,8 @@ python torch_ranks.py
 import json
 import types
 
+import numpy as np
+
 import kerasdp
 
 
@@ -29,7 +31,40 @@ def exchange(runner):
     gathered["too large"] = sockets.takes(torch.zeros(2**14 + 1))
     gathered["empty"] = sockets.takes(torch.zeros(0))
     buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
-    return runner.strategy.processes.all_gather_object({"gathered": gathered, "buckets": buckets})
+    scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
+    found = {"gathered": gathered, "buckets": buckets, "scattered": scattered}
+    return runner.strategy.processes.all_gather_object(found)
+
+
+# Values that differ between the ranks: in one message, or in several.
+VALUES = {
+    "nothing": lambda rank: None,
+    "an error": lambda rank: str(ValueError(rank)),
+    "arrays": lambda rank: {
+        "a": np.arange(10.0) + rank,
+        "b": np.zeros((0, 3)),
+        "c": np.asfortranarray(np.eye(3) * rank),
+    },
+    "strings": lambda rank: np.array(["a", "b" * rank], object),
+    "many arrays": lambda rank: [np.full(300, rank + place) for place in range(1000)],
+    "a large array": lambda rank: [np.full((200, 300, 5), rank), "x"],
+    "a large text": lambda rank: ["x" * 2_000_000, np.arange(3) + rank, np.zeros(0)],
+}
+
+
+def handed_out(runner, make):
+    """Whether each rank gets its value eight times, which rank 0 changes when it has given it."""
+    scatter, are_right = runner.strategy.processes.open_scatter(), []
+    for number in range(8):
+        values = [make(rank) for rank in range(2)]
+        expected = repr(values[scatter.rank])
+        value = scatter(values, number, wait=False)
+        are_right.append(repr(value) == expected)
+        for array in values[1] if isinstance(values[1], list) else ():
+            if isinstance(array, np.ndarray):
+                array[...] = -1
+    scatter.finish()
+    return are_right
 
 
 # Precision of the gradients, bytes of a bucket, whether something is shared.

@@ -56,7 +56,7 @@ class DataParallel(Strategy):
         return self._distribution.scope()
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Splits the inputs over the devices, and copies all else to each of them."""
+        """Splits a batch over the devices."""
         return self._sharder.shard_batch(batch)
 
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:

@@ -82,8 +82,8 @@ class BatchSharder:
     """Brings batches to the devices.
 
     Args:
-        inputs: the sharding of inputs.
-        copied: the sharding of all else.
+        inputs: the sharding of inputs, targets and sample weights.
+        copied: the sharding of tensors that each device holds.
     """
 
     def __init__(self, inputs: NamedSharding, copied: NamedSharding):
@@ -103,8 +103,10 @@ class BatchSharder:
             inputs = self._take(kept, put(inputs.numbers, self._inputs))
         else:
             inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._inputs), inputs)
-        rest = (batch.targets, batch.sample_weight, batch.indices.astype("int32"))
-        return DeviceBatch(inputs, *keras.tree.map_structure(lambda leaf: put(leaf, self._copied), rest))
+        targets, sample_weight = keras.tree.map_structure(
+            lambda leaf: put(leaf, self._inputs), (batch.targets, batch.sample_weight)
+        )
+        return DeviceBatch(inputs, targets, sample_weight, put(batch.indices.astype("int32"), self._copied))
 
 
 @contextlib.contextmanager

@@ -178,9 +178,9 @@ def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Inputs without their padding, targets, sample weights."""
+    """Inputs, targets and sample weights without their padding."""
     inputs, targets, sample_weight, indices = data
-    return jax.tree.map(lambda leaf: leaf[: len(indices)], inputs), targets, sample_weight
+    return jax.tree.map(lambda leaf: leaf[: len(indices)], (inputs, targets, sample_weight))
 
 
 def _packed(data: tuple[Any, ...]) -> Any:

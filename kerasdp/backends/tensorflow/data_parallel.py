@@ -80,7 +80,7 @@ class DataParallel(Strategy):
             scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Splits the inputs over the devices, and copies all else to each: lists with an entry a device."""
+        """Splits a batch over the devices: lists with an entry a device."""
         import keras
 
         def copy(data: Structure) -> list[Structure]:
@@ -98,7 +98,7 @@ class DataParallel(Strategy):
             inputs = list(map(take, self.device_names, cached, split(batch.inputs.numbers)))
         else:
             inputs = split(batch.inputs)
-        return DeviceBatch(inputs, copy(batch.targets), copy(batch.sample_weight), batch.indices)
+        return DeviceBatch(inputs, split(batch.targets), split(batch.sample_weight), batch.indices)
 
     def _shard_of(self, data: Structure, rank: int) -> Structure:
         """Returns a replica's rows of arrays, whose rows divide by the replicas."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
-from kerasdp.backends.steps import inputs_for, learning_rate
+from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.tensorflow import collectives, optimizer_update
 from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
@@ -15,6 +15,8 @@ from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
     import keras
+
+    from kerasdp.portability.global_batch import GlobalBatch
 
 
 class ReplicaSteps:
@@ -34,7 +36,6 @@ class ReplicaSteps:
     ) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed."""
         from kerasdp.backends.observer import forward_pass, observed
-        from kerasdp.portability.layers.batch_normalization import move_together, pack_moving
 
         model, strategy = self.model, self.strategy
         if "train_step" in self.own:
@@ -43,28 +44,19 @@ class ReplicaSteps:
         with tf.GradientTape() as tape:
             with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
                 outputs = self._forward(inputs, training=True)
-            is_shard_loss = self._is_mean_over_shards(outputs, num_rows, context)
-            if not is_shard_loss:
-                outputs = outputs if context is None else context.whole_outputs(outputs)
-            batch = (inputs, targets, outputs, sample_weight)
-            loss = self._loss(batch, num_rows, context, training=True, is_shard_loss=is_shard_loss)
-            scaled_loss = model.optimizer.scale_loss(loss)
+            whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+            scaled_loss = model.optimizer.scale_loss(whole.loss)
+        whole.share_metrics()
         variables = model.trainable_weights
         gradients = optimizer_update.dense(tape.gradient(scaled_loss, variables))
-        if context is not None:
-            # In one collective with the gradients: what each replica has a share of.
-            shared = {"loss": loss / strategy.num_replicas}
-            if context.moving:
-                shared["moving"] = pack_moving(context.moving)
-            if is_shard_loss:
-                shared["outputs"] = collectives.zero_pad_to_global_batch(outputs)
-            gradients, sums = collectives.mean(gradients, shared, strategy.gradient_precision)
-            loss, outputs = sums["loss"], sums.get("outputs", outputs)
+        sums: dict[str, Tensor] = {}
+        if context is not None:  # in one collective with the gradients
+            gradients, sums = collectives.mean(gradients, whole.shared, strategy.gradient_precision)
+        loss = whole.take(sums)
         observed_values, rate = observed(detail, gradients, recorded), learning_rate(model.optimizer)
 
         def update() -> None:
-            if context is not None and context.moving:
-                move_together(context.moving, sums["moving"])
+            whole.move_statistics()
             if variables:
                 model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
@@ -72,7 +64,7 @@ class ReplicaSteps:
             optimizer_update.as_one(model, update)
         else:
             update()
-        return loss, rate, self._metrics((inputs, targets, outputs, sample_weight), loss, num_rows), observed_values
+        return loss, rate, whole.update_metrics(loss), observed_values
 
     @contextlib.contextmanager
     def on_several_devices(self, name: str) -> Iterator[None]:
@@ -109,9 +101,12 @@ class ReplicaSteps:
         """Evaluates the global batch; returns Keras' logs."""
         if "test_step" in self.own:
             return self.own_step("test_step", num_rows, (inputs, targets, sample_weight))[0]
-        outputs, context = self._whole_outputs(inputs, num_rows)
-        batch = (inputs, targets, outputs, sample_weight)
-        return self._metrics(batch, self._loss(batch, num_rows, context, training=False), num_rows)
+        with use(self.strategy.context(self.model, num_rows)) as context:
+            outputs = self._forward(inputs, training=False)
+        whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=False)
+        whole.share_metrics()
+        sums = {} if context is None else collectives.mean([], whole.shared)[1]
+        return whole.update_metrics(whole.take(sums))
 
     def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Computes the outputs of the global batch."""
@@ -121,7 +116,9 @@ class ReplicaSteps:
             with use(self.strategy.context(self.model, num_rows, "predict_step")):
                 outputs = self.model.predict_step(as_keras_gives((inputs, None, None)))
             return self.strategy.gather(outputs, num_rows)
-        return self._whole_outputs(inputs, num_rows)[0]
+        with use(self.strategy.context(self.model, num_rows)) as context:
+            outputs = self._forward(inputs, training=False)
+            return outputs if context is None else context.whole_outputs(outputs)
 
     def shard_pass(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
@@ -133,61 +130,25 @@ class ReplicaSteps:
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
             with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
                 outputs = self._forward(inputs, training=True)
-                outputs = outputs if context is None else context.whole_outputs(outputs)
-            loss = self._loss((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+            whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+            loss = whole.take({} if context is None else collectives.mean([], whole.shared)[1])
             layers |= added_losses_by_name(self.model, len(layers))
-        return layers, keras.tree.flatten(outputs), loss
+        return layers, keras.tree.flatten(whole.whole().outputs), loss
 
     def _forward(self, inputs: Structure, training: bool) -> Structure:
         takes_training = "training" in self.model.call_signature_parameters
         return self.model(inputs, training=training) if takes_training else self.model(inputs)
 
-    def _whole_outputs(self, inputs: Structure, num_rows: int) -> tuple[Structure, ReplicaContext | None]:
-        """Computes the outputs of the global batch in inference, and the context in which they were computed."""
-        with use(self.strategy.context(self.model, num_rows)) as context:
-            outputs = self._forward(inputs, training=False)
-            return outputs if context is None else context.whole_outputs(outputs), context
+    def _global_batch(
+        self, data: tuple[Any, ...], num_rows: int, context: ReplicaContext | None, training: bool
+    ) -> "GlobalBatch":
+        """Computes the loss. `data`: of this replica: inputs, targets, outputs, sample weights."""
+        from kerasdp.portability.global_batch import Data, GlobalBatch
 
-    def _is_mean_over_shards(self, outputs: Structure, num_rows: int, context: ReplicaContext | None) -> bool:
-        from kerasdp.portability.loss_reduction import is_mean_over_shards
+        def add_up(number: Tensor) -> Tensor:
+            return collectives.sums([number])[0]
 
-        if context is None or context.rows is None or context.rows * context.num_replicas != num_rows:
-            return False
-        is_by_rows = is_mean_over_shards(self.model, outputs) and context.is_by_rows(outputs)
-        return is_by_rows and collectives.are_few(outputs)
-
-    def _loss(
-        self,
-        batch: tuple[Any, ...],
-        num_rows: int,
-        context: ReplicaContext | None,
-        training: bool,
-        is_shard_loss: bool = False,
-    ) -> Any:
-        """Computes the loss of the global batch, or of this replica's shard; the mean of the latter is the former."""
-        import keras
-
-        from kerasdp.keras_compat import compute_loss, losses_of_whole_batch
-        from kerasdp.portability.random import portable_draws
-
-        inputs, targets, outputs, sample_weight = batch
-        if is_shard_loss and context is not None and context.rows is not None:
-            own = slice(context.first_row, context.first_row + context.rows)
-            targets, sample_weight = keras.tree.map_structure(
-                lambda leaf: None if leaf is None else leaf[own], (targets, sample_weight)
-            )
-        inputs = inputs_for("compute_loss", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
-        # The thread of a replica knows nothing of the context of the run.
-        with losses_of_whole_batch(), portable_draws("a loss"):
-            return compute_loss(self.model, inputs, targets, outputs, sample_weight, training=training)
-
-    def _metrics(self, batch: tuple[Any, ...], loss: Tensor, num_rows: int) -> Any:
-        from kerasdp.keras_compat import update_loss_metric
-
-        inputs, targets, outputs, sample_weight = batch
-        inputs = inputs_for("compute_metrics", self.model, inputs, lambda own: self.strategy.gather(own, num_rows))
-        update_loss_metric(self.model, loss, num_rows)
-        return self.model.compute_metrics(inputs, targets, outputs, sample_weight=sample_weight)
+        return GlobalBatch(self.model, context, Data(*data), num_rows, training=training, add_up=add_up)
 
 
 def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:

@@ -26,7 +26,7 @@ from kerasdp.backends.torch.private import (
     compile_with_inductor,
     mark_static_addresses,
 )
-from kerasdp.backends.torch.train_step import GlobalBatch
+from kerasdp.backends.torch.train_step import ShardSteps, flat, unflat
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes
@@ -42,11 +42,11 @@ class CompiledSteps:
         reason: why there are none for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, strategy: Any, model: Any, whole: GlobalBatch):
+    def __init__(self, strategy: Any, model: Any, steps: ShardSteps):
         """Made once for each compiled model."""
         from kerasdp.keras_compat import all_layers
 
-        self.strategy, self.model, self.whole = strategy, model, whole
+        self.strategy, self.model, self.steps = strategy, model, steps
         self.layers, self.weights = all_layers(model), TrainedWeights(model)
         self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
         # Keras assigns in place, so these stay the variables' own memory.
@@ -162,23 +162,26 @@ class CompiledSteps:
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
             context = strategy.context(model, num_rows)
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-                outputs = self.whole.forward(model, batch.inputs, context, training=True)
-            loss, shared, finish = self.whole.training_loss(batch, outputs, context)
-            scaled_loss = model.optimizer.scale_loss(loss)
+                outputs = self.steps.forward(model, batch.inputs, context, training=True)
+            whole = self.steps.global_batch(batch, outputs, context, training=True)
+            scaled_loss = model.optimizer.scale_loss(whole.loss)
+        with torch.no_grad():
+            whole.share_metrics()
         variables = model.trainable_weights[:]
         wanted = [leaves[id(variable)] for variable in variables]
         own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
-        gradients, shared = buckets.mean(own, variables, shared)
+        gradients, shared = buckets.mean(own, variables, flat(whole.shared))
         between = [
             (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
             for variable, value in zip(self.variables, values)
         ]
         with torch.no_grad(), keras.StatelessScope(between) as updates:
-            outputs, loss = finish(shared)
+            loss = whole.take(unflat(shared, whole.shared))
+            whole.move_statistics()
             seen = observed(detail, gradients, found)
             rate = learning_rate(model.optimizer)
             model.optimizer.apply(gradients, variables)
-            logs = self.whole.metrics(batch, outputs, loss)
+            logs = whole.update_metrics(loss)
         _refuse_others({*passes.state_mapping, *updates.state_mapping} - {id(variable) for variable in self.variables})
         for variable, value in zip(self.variables, values):
             new = updates.get_current_value(variable)

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy
-from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate, require_device_batch
+from kerasdp.backends.steps import TrainedWeights, learning_rate, require_device_batch
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.devices import (
     device_of_process,
@@ -15,6 +14,7 @@ from kerasdp.backends.torch.devices import (
     put_batch,
     timeout_of,
 )
+from kerasdp.backends.torch.distributed_model import distributed, reduce_others
 from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED, replica_rows
@@ -23,7 +23,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
-    from kerasdp.backends.torch.train_step import GlobalBatch
+    from kerasdp.backends.torch.train_step import ShardSteps
     from kerasdp.data.batch import Batch
 
 # Steps after which compiling (10 to 60 s on a CPU) pays off.
@@ -44,7 +44,7 @@ class DataParallel(Strategy):
         self.shard = self.processes.rank, devices.count
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings this process's rows of the inputs to its device, and all else of the batch."""
+        """Brings this process's rows to its device."""
         return put_batch(batch, self.device)
 
     def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
@@ -91,11 +91,11 @@ class DataParallel(Strategy):
             run_state: gets each training step.
         """
         from kerasdp.backends.torch.compiled_step import CompiledSteps
-        from kerasdp.backends.torch.train_step import GlobalBatch
+        from kerasdp.backends.torch.train_step import ShardSteps, sums_over_ranks
         from kerasdp.keras_compat import own_steps
 
         own = own_steps(model)
-        whole, weights = GlobalBatch(self, model), TrainedWeights(model)
+        steps, weights = ShardSteps(model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
 
         def train_function(data: Any) -> dict[str, Any]:
@@ -107,17 +107,16 @@ class DataParallel(Strategy):
                 logs = self._own_step(model, "train_step", batch)
                 run_state.after_step(logs.get("loss"), batch.indices, {})
                 return logs
-            detail = run_state.detail
             done = None
             if self._compiles(model, run_state, len(batch.indices)):
-                compiled = compiled or CompiledSteps(self, model, whole)
-                done = compiled(batch, detail)
+                compiled = compiled or CompiledSteps(self, model, steps)
+                done = compiled(batch, run_state.detail)
             if done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
                     parallel = None
-                    parallel, parallel_for = self._parallel(model, batch), trained
-                done = self._train_eagerly(model, parallel, whole, batch, detail)
+                    parallel, parallel_for = distributed(self, model, batch), trained
+                done = self._train_eagerly(model, parallel, steps, batch, run_state.detail)
             loss, rate, logs, seen = done
             run_state.after_step(loss, batch.indices, seen, rate)
             return logs
@@ -129,8 +128,10 @@ class DataParallel(Strategy):
                 return self._own_step(model, "test_step", batch)
             context = self.context(model, len(batch.indices))
             with use(context):
-                outputs = whole.outputs(model, batch.inputs, context, training=False)
-            return whole.metrics(batch, outputs, whole.loss(batch, outputs, training=False))
+                outputs = steps.forward(model, batch.inputs, context, training=False)
+            whole = steps.global_batch(batch, outputs, context, training=False)
+            whole.share_metrics()
+            return whole.update_metrics(whole.take(sums_over_ranks(whole.shared)))
 
         @torch.no_grad()
         def predict_function(data: Any) -> Any:
@@ -139,7 +140,7 @@ class DataParallel(Strategy):
                 return self._own_predict_step(model, inputs, len(indices))
             context = self.context(model, len(indices))
             with use(context):
-                return whole.outputs(model, inputs, context, training=False)
+                return steps.outputs(model, inputs, context, training=False)
 
         return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
@@ -171,45 +172,37 @@ class DataParallel(Strategy):
         return self._on_own_rows(model, "train_step", batch, is_trial=True)[1]
 
     def _train_eagerly(
-        self, model: Any, parallel: Any, whole: "GlobalBatch", batch: DeviceBatch, detail: Any
+        self, model: Any, parallel: Any, steps: "ShardSteps", batch: DeviceBatch, detail: Any
     ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
         """Trains a step layer by layer; returns loss, learning rate, Keras' logs and what `observed` recorded."""
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
         from kerasdp.backends.torch.private import all_reduce_async, wait
+        from kerasdp.backends.torch.train_step import flat, unflat
 
         variables = model.trainable_weights[:]
         context = self.context(model, len(batch.indices))
         with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-            outputs = whole.forward(parallel, batch.inputs, context, training=True)
+            outputs = steps.forward(parallel, batch.inputs, context, training=True)
         for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
             variable.value.grad = None
-        loss, shared, finish = whole.training_loss(batch, outputs, context)
+        whole = steps.global_batch(batch, outputs, context, training=True)
+        with torch.no_grad():
+            whole.share_metrics()
+        shared = flat(whole.shared)
         shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
         if variables:
-            model.optimizer.scale_loss(loss).backward()
-            self._reduce_others(parallel, variables)
+            model.optimizer.scale_loss(whole.loss).backward()
+            if self.num_replicas > 1:
+                reduce_others(parallel, variables)
         gradients = [variable.value.grad for variable in variables]
         with torch.no_grad():
-            outputs, loss = finish(None if shared is None else wait(shared))
+            loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
+            whole.move_statistics()
             seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
             rate = learning_rate(model.optimizer)
             model.optimizer.apply(gradients, variables)
-            logs = whole.metrics(batch, outputs, loss)
+            logs = whole.update_metrics(loss)
         return loss, rate, logs, seen
-
-    def _reduce_others(self, parallel: Any, variables: list[Any]) -> None:
-        """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
-
-        Those of weights that the first batch's loss did not depend on: a part of the model may come into use later.
-        """
-        if self.num_replicas == 1:
-            return
-        known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
-        for variable in variables:
-            gradient = variable.value.grad
-            if id(variable.value) not in known and gradient is not None:
-                torch.distributed.all_reduce(gradient)
-                gradient /= self.num_replicas
 
     def _compiles(self, model: Any, run_state: RunState, num_rows: int) -> bool:
         """Returns whether a batch of so many rows is trained by a compiled step; a smaller last one is not.
@@ -220,70 +213,25 @@ class DataParallel(Strategy):
             return False
         return self.config.compile == "on" or run_state.num_steps is None or run_state.num_steps >= _WORTH_COMPILING
 
-    def _parallel(self, model: Any, batch: DeviceBatch) -> Any:
-        """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras."""
-        from kerasdp.backends.torch.train_step import TrainedModel
-        from kerasdp.keras_compat import leave_ranks_to_us
-
-        if self.num_replicas == 1:
-            return model
-        leave_ranks_to_us(model)
-        if not model.trainable_weights:  # which DistributedDataParallel refuses
-            return model
-        used = self._used_weights(model, batch)
-        if not used:
-            return model
-        # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
-        # loss, and makes new tensors of the outputs, without their masks.
-        parallel = torch.nn.parallel.DistributedDataParallel(
-            TrainedModel(model, used), device_ids=[self.device] if self.is_gpu else None
-        )
-        if self.config.gradient_precision == "bfloat16":
-            # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
-            # bfloat16, too.
-            parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
-        return parallel
-
-    def _used_weights(self, model: Any, batch: DeviceBatch) -> list[Any]:
-        """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
-        import keras
-
-        from kerasdp.backends.torch.train_step import GlobalBatch
-
-        values = [(variable, variable.value) for variable in all_variables(model)]
-        # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
-        with keras.StatelessScope(values, collect_losses=True):
-            whole = GlobalBatch(self, model)
-            with use(self.context(model, len(batch.indices))) as context:
-                outputs = whole.forward(model, batch.inputs, context, training=True)
-            loss, _, _ = whole.training_loss(batch, outputs, context)
-        used, seen, ahead = set(), set(), [loss.grad_fn]
-        while ahead:
-            node = ahead.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                used.add(id(getattr(node, "variable", None)))
-                ahead += [following for following, _ in node.next_functions]
-        return [variable.value for variable in model.trainable_weights if id(variable.value) in used]
-
     @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on this process's replica; no variable changes."""
         import keras
 
         from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
-        from kerasdp.backends.torch.train_step import GlobalBatch
+        from kerasdp.backends.torch.train_step import ShardSteps, sums_over_ranks
         from kerasdp.portability.row_search import fixed_values
 
-        whole, context = GlobalBatch(self, model), self.context(model, len(batch.indices))
+        steps, context = ShardSteps(model), self.context(model, len(batch.indices))
         if context is None:
             return []
         with keras.StatelessScope(fixed_values(model), collect_losses=True):
             with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-                outputs = whole.outputs(model, batch.inputs, context, training=True)
-            loss = whole.loss(batch, outputs, training=True)
+                outputs = steps.forward(model, batch.inputs, context, training=True)
+            whole = steps.global_batch(batch, outputs, context, training=True)
+            loss = whole.take(sums_over_ranks(whole.shared))
             layers |= added_losses_by_name(model, len(layers))
-        leaves = keras.tree.flatten(outputs)
+        leaves = keras.tree.flatten(whole.whole().outputs)
         return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 
     def diverged_variables(self, model: Any) -> list[str]:

@@ -1,0 +1,86 @@
+"""PyTorch: wraps a model in DistributedDataParallel, with the weights that are trained."""
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.steps import all_variables
+from kerasdp.backends.torch.train_step import ShardSteps
+from kerasdp.portability.replica_context import use
+
+
+def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
+    """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras."""
+    from kerasdp.keras_compat import leave_ranks_to_us
+
+    if strategy.num_replicas == 1:
+        return model
+    leave_ranks_to_us(model)
+    if not model.trainable_weights:  # which DistributedDataParallel refuses
+        return model
+    used = _used_weights(strategy, model, batch)
+    if not used:
+        return model
+    # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
+    # loss, and makes new tensors of the outputs, without their masks.
+    parallel = torch.nn.parallel.DistributedDataParallel(
+        TrainedModel(model, used), device_ids=[strategy.device] if strategy.is_gpu else None
+    )
+    if strategy.config.gradient_precision == "bfloat16":
+        # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
+        # bfloat16, too.
+        parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    return parallel
+
+
+def _used_weights(strategy: Any, model: Any, batch: DeviceBatch) -> list[Any]:
+    """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
+    import keras
+
+    values = [(variable, variable.value) for variable in all_variables(model)]
+    # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
+    with keras.StatelessScope(values, collect_losses=True):
+        steps = ShardSteps(model)
+        with use(strategy.context(model, len(batch.indices))) as context:
+            outputs = steps.forward(model, batch.inputs, context, training=True)
+        loss = steps.global_batch(batch, outputs, context, training=True).loss
+    used, seen, ahead = set(), set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            used.add(id(getattr(node, "variable", None)))
+            ahead += [following for following, _ in node.next_functions]
+    return [variable.value for variable in model.trainable_weights if id(variable.value) in used]
+
+
+def reduce_others(parallel: Any, variables: list[Any]) -> None:
+    """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
+
+    Those of weights that the first batch's loss did not depend on: a part of the model may come into use later.
+    """
+    known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
+    for variable in variables:
+        gradient = variable.value.grad
+        if id(variable.value) not in known and gradient is not None:
+            torch.distributed.all_reduce(gradient)
+            gradient /= torch.distributed.get_world_size()
+
+
+class TrainedModel(torch.nn.Module):
+    """Calls a model, and has the weights that are trained as parameters: each once, and no others.
+
+    A Keras (3.15) model as a module knows its weights by their paths, of which two may be equal, and those that it had
+    when it was built, so that DistributedDataParallel would leave some alone and wait for others.
+    """
+
+    def __init__(self, model: Any, weights: list[Any]):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(weights)
+        self._call = model.__call__  # not the model itself, whose parameters would be this module's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the model's outputs."""
+        return self._call(*args, **kwargs)

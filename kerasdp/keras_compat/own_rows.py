@@ -1,0 +1,88 @@
+"""Lets the loss and the metrics of `compile` be computed of some rows of a batch."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras.src.losses import loss as loss_module
+
+__all__ = ["compiled_variables", "metric_function", "of_same_rank", "reducing_losses", "update_compiled_metrics"]
+
+# Of a loss, targets, outputs and sample weights.
+Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
+
+_reduce: contextvars.ContextVar[Reduce | None] = contextvars.ContextVar("kerasdp_reduce", default=None)
+
+
+class HookedLoss:
+    """Stands in the place of one loss of a compiled model, and asks the context how to reduce it."""
+
+    def __init__(self, loss: keras.losses.Loss):
+        self.loss = loss
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        reduce = _reduce.get()
+        return (
+            self.loss(y_true, y_pred, sample_weight)
+            if reduce is None
+            else reduce(self.loss, y_true, y_pred, sample_weight)
+        )
+
+
+@contextlib.contextmanager
+def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
+    """Has `reduce` called instead of the losses of a compiled model, one for each output that has one.
+
+    Keras 3.15: the entries of `CompileLoss._flat_losses`, which pairs them with targets and outputs. They are replaced
+    once, for good, by what asks a context variable, since TensorFlow traces replicas in threads, in turns. No public
+    way.
+    """
+    compiled: Any = model._compile_loss
+    if compiled is not None and not all(isinstance(each.loss, HookedLoss) for each in compiled._flat_losses):
+        compiled._flat_losses = [each._replace(loss=HookedLoss(each.loss)) for each in compiled._flat_losses]
+    token = _reduce.set(reduce)
+    try:
+        yield
+    finally:
+        _reduce.reset(token)
+
+
+def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """Returns the variables in which `compile` keeps the losses of single outputs, and those of its metrics.
+
+    Keras 3.15: `CompileLoss.metrics`, `CompileMetrics.metrics` of `Trainer._compile_loss`, `_compile_metrics`; the
+    public `model.metrics` walks through all layers, and does not tell which metrics are from where.
+    """
+    return _variables(model._compile_loss), _variables(model._compile_metrics)
+
+
+def _variables(compiled: Any) -> list[keras.Variable]:
+    metrics = [] if compiled is None else compiled.metrics
+    return [variable for metric in metrics for variable in metric.variables]
+
+
+def update_compiled_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: Any) -> None:
+    """Updates the metrics of `compile`.
+
+    Keras 3.15: `Trainer._compile_metrics`. The public `compute_metrics` also computes all results.
+    """
+    if model._compile_metrics is not None:
+        model._compile_metrics.update_state(targets, outputs, sample_weight)
+
+
+def metric_function(metric: keras.metrics.Metric) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Returns the function whose mean a metric is, and its arguments; None if it is no such mean.
+
+    Keras 3.15: `MeanMetricWrapper._fn` and `_fn_kwargs`; the public `get_config` has serialized ones.
+    """
+    return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
+
+
+def of_same_rank(values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns values of a loss and weights, with one axis more or less where Keras does so.
+
+    Keras 3.15: `squeeze_or_expand_to_same_rank` of its losses, with which `reduce_weighted_values` begins. Not public.
+    """
+    return loss_module.squeeze_or_expand_to_same_rank(values, sample_weight)

@@ -1,0 +1,236 @@
+"""Computes loss and metrics of a global batch from what a replica computed of its own rows.
+
+Each replica sums what its own rows have in a loss that is a sum over rows, divided by what the loss of the whole batch
+is divided by; and the changes of metrics that add up. What is left is gathered: the outputs of the whole batch, for a
+loss that couples samples, or is unknown, and for metrics that do not add up.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import keras
+from keras import ops
+
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import (
+    compiled_loss,
+    compiled_variables,
+    compute_loss,
+    losses_of_whole_batch,
+    mask_of,
+    of_same_rank,
+    reducing_losses,
+    update_compiled_metrics,
+    update_loss_metric,
+    with_mask,
+)
+from kerasdp.portability.loss_reduction import is_sum_over_rows, require_values
+from kerasdp.portability.metric_reduction import are_sums_over_rows
+from kerasdp.portability.random import portable_draws
+from kerasdp.portability.replica_context import ReplicaContext
+
+Tensor = Any
+
+
+class Data(NamedTuple):
+    """A batch, or some rows of it, and what the model gives for it: structures of tensors.
+
+    Attributes:
+        inputs: of which user-defined methods may make use.
+        targets: with as many rows as `outputs`; may be None.
+        outputs: of the model.
+        sample_weight: may be None.
+    """
+
+    inputs: Any
+    targets: Any
+    outputs: Any
+    sample_weight: Any
+
+
+class GlobalBatch:
+    """Loss and metrics of a global batch on one replica, after its forward pass.
+
+    Attributes:
+        loss: its gradients, averaged over the replicas, are those of the global batch's loss.
+        shared: by name, what is to be summed over the replicas, for `take`.
+    """
+
+    def __init__(
+        self, model: keras.Model, context: ReplicaContext | None, padded: Data, num_rows: int, *, training: bool,
+        add_up: Callable[[Tensor], Tensor],
+    ):  # fmt: skip
+        """Computes the loss.
+
+        Args:
+            model: built and compiled.
+            context: of the forward pass; None: the replica has the whole batch.
+            padded: the replica's rows, with padding.
+            num_rows: of the global batch.
+            training: as Keras means it.
+            add_up: sums a number over the replicas, for what the loss is divided by.
+        """
+        from kerasdp.portability.layers.batch_normalization import pack_moving
+
+        self.model, self.context, self.num_rows, self.training = model, context, num_rows, training
+        self.shared: dict[str, Tensor] = {}
+        # The replica's rows with padding, and without; and those of all.
+        self._padded, self._add_up = padded, add_up
+        self._own = (
+            Data(*(_each(lambda leaf: leaf[: context.num_rows], part) for part in padded)) if context else padded
+        )
+        self._whole: Data | None = None
+        self._changing: dict[str, keras.Variable] = {}  # by the name in `shared`, what it changes
+        self._sums: dict[str, Tensor] = {}
+        is_by_rows, is_weighted = self._is_by_rows(), padded.sample_weight is not None
+        self._is_own_loss = is_by_rows and is_sum_over_rows(model, is_weighted=is_weighted)
+        self._are_own_metrics = is_by_rows and are_sums_over_rows(model)
+        self.loss = self._loss_of_own_rows() if self._is_own_loss else self._loss_of_all_rows()
+        if context is not None and context.moving:
+            self.shared["moving"] = pack_moving(context.moving)
+
+    def whole(self) -> Data:
+        """Returns all rows of the global batch; gathers them when it is first called."""
+        # No `cached_property`, which (Python 3.11) lets only one thread in: TensorFlow traces replicas in turns.
+        padded, context = self._padded, self.context
+        if self._whole is None and context is not None:
+            self._whole = Data(
+                padded.inputs,
+                _each(context.gather_rows, padded.targets),
+                context.whole_outputs(padded.outputs),
+                _each(context.gather_rows, padded.sample_weight),
+            )
+        return self._whole or padded
+
+    def share_metrics(self) -> None:
+        """Computes what the replica's rows change in the metrics; outside of what is differentiated."""
+        if self._are_own_metrics:
+            _, variables = compiled_variables(self.model)
+            # A copy: Keras (3.15) multiplies sample weights by the outputs' mask in place.
+            weights, outputs = _each(ops.copy, self._own.sample_weight), _each(ops.stop_gradient, self._own.outputs)
+            with keras.StatelessScope(_zeros(variables)) as scope:
+                update_compiled_metrics(self.model, self._own.targets, outputs, weights)
+            self._share_changes("metrics", variables, scope)
+
+    def take(self, sums: dict[str, Tensor]) -> Tensor:
+        """Takes the sums of `shared` over the replicas; returns the loss of the global batch."""
+        self._sums = sums
+        return sums["loss"] if self._is_own_loss else ops.stop_gradient(self.loss)
+
+    def move_statistics(self) -> None:
+        """Moves the moving statistics of layers whose replicas have statistics of their own."""
+        from kerasdp.portability.layers.batch_normalization import move_together
+
+        if "moving" in self._sums and self.context is not None:
+            move_together(self.context.moving or [], self._sums["moving"])
+
+    def update_metrics(self, loss: Tensor) -> dict[str, Any]:
+        """Updates the metrics with the global batch, of which `loss` is the loss; returns Keras' logs."""
+        update_loss_metric(self.model, loss, self.num_rows)
+        for name, variable in self._changing.items():
+            variable.assign(variable + ops.cast(self._sums[name], variable.dtype))
+        if self._are_own_metrics:
+            return self.model.get_metrics_result()
+        whole = self.whole()
+        inputs = self._inputs_for("compute_metrics")
+        outputs = _each(ops.stop_gradient, whole.outputs)
+        return self.model.compute_metrics(inputs, whole.targets, outputs, sample_weight=whole.sample_weight)
+
+    def _is_by_rows(self) -> bool:
+        """Returns whether each replica has rows, and each output an entry for each of them."""
+        context, outputs = self.context, keras.tree.flatten(self._padded.outputs)
+        if context is None or context.rows is None or (context.num_replicas - 1) * context.rows >= self.num_rows:
+            return False
+        # Without a second axis, the rows are what Keras takes the mean of.
+        return all(len(leaf.shape) > 1 and context.is_by_rows(leaf, place) for place, leaf in enumerate(outputs))
+
+    def _loss_of_all_rows(self) -> Tensor:
+        whole = self.whole()
+        # A copy, as above. The thread of a replica knows nothing of the context of the run.
+        targets, weights = _each(ops.copy, whole.targets), _each(ops.copy, whole.sample_weight)
+        with losses_of_whole_batch(), portable_draws("a loss"):
+            inputs = self._inputs_for("compute_loss")
+            return compute_loss(self.model, inputs, targets, whole.outputs, weights, training=self.training)
+
+    def _inputs_for(self, method: str) -> Any:
+        """Returns the inputs of the global batch for a user-defined method; Keras' own does not use them."""
+        inputs, is_own = self._padded.inputs, getattr(type(self.model), method) is not getattr(keras.Model, method)
+        return _each(self.context.gather_rows, inputs) if is_own and self.context is not None else inputs
+
+    def _loss_of_own_rows(self) -> Tensor:
+        own, context = self._own, cast(ReplicaContext, self.context)
+        variables, _ = compiled_variables(self.model)
+        compiled = compiled_loss(self.model)
+        # What Keras keeps of each output's loss: a mean, weighted by the rows.
+        factor = self.num_rows / (context.num_rows * context.num_replicas)
+        with (
+            keras.StatelessScope(_zeros(variables)) as scope,
+            losses_of_whole_batch(factor),
+            reducing_losses(self.model, self._share_of_loss),
+        ):
+            loss = None if compiled is None else compiled(own.targets, own.outputs, own.sample_weight)
+        self._share_changes("losses", variables, scope)
+        for added in self.model.losses:  # each replica has all of them
+            loss = ops.sum(added) if loss is None else loss + ops.sum(added)
+        if loss is None:
+            raise UserError(f"{self.model.name} has no loss: add one to model.compile")
+        self.shared["loss"] = ops.stop_gradient(loss) / context.num_replicas
+        return loss
+
+    def _share_of_loss(self, loss: keras.losses.Loss, targets: Any, outputs: Any, sample_weight: Any) -> Tensor:
+        """Computes what `loss` does, with this replica's share of the global batch's; times the replicas.
+
+        As `keras.losses.Loss.__call__` and `reduce_weighted_values` of Keras 3.15, but that sums go over all replicas.
+        """
+        context = cast(ReplicaContext, self.context)
+        masks, dtype = [mask_of(outputs)], loss.dtype
+        targets, outputs = _each(lambda leaf: ops.convert_to_tensor(leaf, dtype=dtype), (targets, outputs))
+        values = loss.call(targets, outputs)
+        require_values(loss, values, context.num_rows)
+        masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
+        values = ops.convert_to_tensor(values, dtype=dtype)
+        weights = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
+        if masks:
+            mask = ops.cast(functools.reduce(ops.logical_and, masks), dtype)
+            if loss.reduction != "sum" and loss.reduction != "mean_with_sample_weight":
+                left = self._add_up(ops.stop_gradient(ops.sum(mask)))
+                mask *= ops.divide_no_nan(ops.cast(self._num_values(mask), dtype), left)
+            if weights is None:
+                weights = mask
+            else:
+                mask, weights = of_same_rank(mask, weights)
+                weights = weights * mask
+        if weights is not None:
+            values, weights = of_same_rank(values, weights)
+            values = values * weights
+        if not len(values.shape):  # a mean of rows
+            return values * (context.num_rows * context.num_replicas / self.num_rows)
+        total = ops.sum(values) * context.num_replicas
+        if loss.reduction == "sum":
+            return total
+        if loss.reduction == "mean_with_sample_weight" and weights is not None:
+            return ops.divide_no_nan(total, self._add_up(ops.stop_gradient(ops.sum(weights))))
+        return total / self._num_values(values)
+
+    def _num_values(self, values: Tensor) -> int:
+        """Returns how many values the global batch has, of which these are the replica's."""
+        return math.prod(values.shape[1:]) * self.num_rows
+
+    def _share_changes(self, name: str, variables: list[keras.Variable], scope: keras.StatelessScope) -> None:
+        for place, variable in enumerate(variables):
+            key = f"{name}/{place}"
+            self._changing[key] = variable
+            self.shared[key] = ops.stop_gradient(ops.convert_to_tensor(scope.get_current_value(variable)))
+
+
+def _zeros(variables: list[keras.Variable]) -> list[tuple[keras.Variable, Tensor]]:
+    return [(variable, ops.zeros(variable.shape, variable.dtype)) for variable in variables]
+
+
+def _each(function: Callable[[Tensor], Tensor] | None, data: Any) -> Any:
+    """Calls a function with each tensor, and its mask; None stays None."""
+    if function is None:
+        return data
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else with_mask(function, leaf), data)
