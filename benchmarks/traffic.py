@@ -8,6 +8,7 @@ how often a ring sends them along is the framework's affair. What an epoch's beg
 - tensorflow: the inputs of the collectives in the function that has most of them, as it is traced.
 """
 
+import functools
 import glob
 import json
 import math
@@ -25,9 +26,10 @@ _counted = 0
 _graphs: dict[int, float] = {}
 
 
+@functools.cache
 def prepare(backend: str) -> None:
     """Makes a step's bytes countable. To be called in each process, before the framework makes devices or graphs."""
-    if backend == "jax" and _DUMP not in os.environ.get("XLA_FLAGS", ""):
+    if backend == "jax":
         folder = tempfile.mkdtemp(prefix="kerasdp-hlo-")
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what comes from there is not written
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DUMP}{folder} --xla_dump_hlo_as_text"
@@ -129,6 +131,8 @@ def _count_tensorflow_collectives() -> None:
             graph = getattr(tensor, "graph", None)  # None: not in a function
             while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
                 graph = graph.outer_graph
+            if graph is None or graph.name == "compute_gathered_values":  # that of a gathering outside of functions
+                return collective(tensor, group_size, *rest, **more)
             elements = tensor.shape.num_elements()
             size = math.nan if elements is None else elements * tensor.dtype.size
             _graphs[id(graph)] = _graphs.get(id(graph), 0) + size * (group_size if is_gathering else 1)
