@@ -57,6 +57,7 @@ def main() -> None:
     """Starts the run."""
     flags = protocol.parser(__doc__)
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
+    flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
     args = protocol.parse(flags)
     if args.model not in protocol.WIDTHS:
@@ -68,7 +69,7 @@ def main() -> None:
         backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
         device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
         optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
-        compile="on" if args.backend == "torch" else "auto", checkpoint_every="never",
+        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never",
     )  # fmt: skip
     if args.traffic:
         traffic.prepare(args.backend)  # before jax makes its devices

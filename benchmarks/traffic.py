@@ -23,7 +23,7 @@ STEPS = 2
 _DUMP = "--xla_dump_to="
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _counted = 0
-_graphs: dict[int, float] = {}
+_graphs: dict[Any, float] = {}
 
 
 @functools.cache
@@ -105,21 +105,34 @@ def _jax(repeat: Callable[[int], Any], steps: int, num_devices: int) -> float:
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         planes = jax.profiler.ProfileData.from_file(path).planes
         events = [dict(event.stats) for plane in planes for line in plane.lines for event in line.events]
-    ran = [event for event in events if re.match(_COLLECTIVES, str(event.get("hlo_op", "")))]
-    return sum(_hlo_bytes(event["program_id"], event["hlo_op"]) for event in ran) / num_devices
+    sizes: dict[int, dict[str, int]] = {}
+    sent = 0
+    for event in events:
+        if "hlo_op" in event:
+            program = event["program_id"]
+            if program not in sizes:
+                sizes[program] = _collectives_of(program)
+            sent += sizes[program].get(event["hlo_op"], 0)
+    return sent / num_devices
 
 
-def _hlo_bytes(program: int, name: str) -> int:
-    """Returns the bytes of a collective's result, as the compiled program has it."""
+def _collectives_of(program: int) -> dict[str, int]:
+    """Returns the bytes of the result of each collective in a compiled program, by its name in it."""
     folder = os.environ["XLA_FLAGS"].rsplit(_DUMP, 1)[1].split()[0]
     (path,) = glob.glob(f"{folder}/module_{program:04}.*cpu_after_optimizations.txt")
+    found = {}
     with open(path) as file:
-        line = next(line for line in file if re.match(rf"\s*(ROOT )?%?{re.escape(name)} = ", line))
-    result = re.split(rf" (?:{_COLLECTIVES})\(", line.split(" = ", 1)[1])[0]
-    found = 0
-    for bits, shape in re.findall(r"\b(?:f|bf|s|u|pred)(\d*)\[([\d,]*)\]", result):
-        found += int(bits or 8) // 8 * math.prod(int(number) for number in shape.split(",") if number)
+        for line in file:
+            match = re.match(rf"\s*(?:ROOT )?%?([\w.-]+) = (.*?) (?:{_COLLECTIVES})\(", line)
+            if match:
+                name, result = match.groups()
+                arrays = re.findall(r"\b(?:f|bf|s|u|pred)(\d*)\[([\d,]*)\]", result)
+                found[name] = sum(int(bits or 8) // 8 * _product(shape) for bits, shape in arrays)
     return found
+
+
+def _product(shape: str) -> int:
+    return math.prod(int(number) for number in shape.split(",") if number)
 
 
 def _count_tensorflow_collectives() -> None:
@@ -135,7 +148,7 @@ def _count_tensorflow_collectives() -> None:
                 return collective(tensor, group_size, *rest, **more)
             elements = tensor.shape.num_elements()
             size = math.nan if elements is None else elements * tensor.dtype.size
-            _graphs[id(graph)] = _graphs.get(id(graph), 0) + size * (group_size if is_gathering else 1)
+            _graphs[graph] = _graphs.get(graph, 0) + size * (group_size if is_gathering else 1)
             return collective(tensor, group_size, *rest, **more)
 
         return call
