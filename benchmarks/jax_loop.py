@@ -107,10 +107,11 @@ class Loop:
 def main() -> None:
     """Runs one process for all devices."""
     args = protocol.parse(protocol.parser(__doc__))
+    traffic = protocol.traffic_of(args, "jax")
     loop = Loop(args)
     device = loop.devices[0]
     name = device.device_kind if device.platform == "gpu" else "cpu"
-    protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name)
+    protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name, traffic=traffic)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ So several programs can be measured in turn, as `recipes/benchmark.py` does; by 
 """
 
 import argparse
+import functools
 import json
 import resource
 import sys
@@ -46,6 +47,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--steps", type=int, default=20, help="training steps a repetition")
     flags.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     flags.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"])
+    flags.add_argument("--traffic", action="store_true", help="count the bytes that are sent in a step")
     flags.add_argument("--batch_norm", default="replica", choices=["replica", "sync"])
     return flags
 
@@ -55,8 +57,9 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     args = flags.parse_args()
     if args.batch_size % args.devices:
         flags.error(f"--batch_size: expected a multiple of the {args.devices} devices. Received: {args.batch_size}")
-    if args.batch_size > NUM_SAMPLES[args.model]:
-        flags.error(f"--batch_size: expected at most {NUM_SAMPLES[args.model]}. Received: {args.batch_size}")
+    samples = NUM_SAMPLES.get(args.model, args.batch_size)  # of other models plain Keras knows
+    if args.batch_size > samples:
+        flags.error(f"--batch_size: expected at most {samples}. Received: {args.batch_size}")
     args.width = args.width or WIDTHS.get(args.model)
     return args
 
@@ -99,12 +102,23 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
+def traffic_of(args: argparse.Namespace, backend: str) -> Callable[[Callable[[int], Any]], int] | None:
+    """Returns what counts the bytes of a step, if `--traffic` asks for it; before devices and graphs are made."""
+    if not args.traffic:
+        return None
+    import traffic
+
+    traffic.prepare(backend)
+    return functools.partial(traffic.bytes_a_step, backend, args.devices)
+
+
 def serve(
     repeat: Callable[[int], dict[str, float]],
     steps: int,
     *,
     parameters: int,
     device: str,
+    traffic: Callable[[Callable[[int], Any]], int] | None = None,
     lines: Iterable[str] = sys.stdin,
     say: Callable[..., None] = say,
 ) -> None:
@@ -116,6 +130,7 @@ def serve(
         steps: of a repetition.
         parameters: trainable numbers of the model.
         device: its name.
+        traffic: counts the bytes that `repeat` sends in a step; None: nobody does.
         lines: one asks for a repetition.
         say: prints.
     """
@@ -125,7 +140,8 @@ def serve(
     repeat(WARM_UP_STEPS)
     memory.forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
-    say(ready=True, seconds_to_first_step=seconds, parameters=parameters, device=device)
+    sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}
+    say(ready=True, seconds_to_first_step=seconds, parameters=parameters, device=device, **sent)
     for _ in lines:
         start = time.perf_counter()
         result = repeat(steps)

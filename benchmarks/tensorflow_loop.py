@@ -114,11 +114,12 @@ def main() -> None:
     args = protocol.parse(flags)
     if args.compile and args.devices > 1:
         flags.error("--compile: XLA takes no variables of several devices")
+    traffic = protocol.traffic_of(args, "tensorflow")
     loop = Loop(args)
     name = "cpu"
     if "GPU" in loop.names[0]:
         name = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])["device_name"]
-    protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name)
+    protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name, traffic=traffic)
 
 
 if __name__ == "__main__":

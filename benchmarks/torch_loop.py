@@ -201,6 +201,7 @@ def work(rank: int, args: Any, pipes: list[Any] | None = None) -> None:
     protocol.serve(
         loop.repeat, args.steps, parameters=loop.num_parameters,
         device=torch.cuda.get_device_name() if loop.device.type == "cuda" else "cpu",
+        traffic=protocol.traffic_of(args, "torch"),
         lines=sys.stdin if pipes is None else received(pipes[rank]),
         say=protocol.say if rank == 0 else lambda **values: None,
     )  # fmt: skip

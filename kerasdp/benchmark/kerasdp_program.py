@@ -40,7 +40,13 @@ def of_config(config: "kerasdp.Config") -> tuple[Any, Any, Callable[[], Any]]:
     return x, y, functools.partial(kerasdp.build_model, config, data.input_shape, data.num_classes)
 
 
-def train(task: Task, steps: int, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
+# Counts, of what trains so many steps, the bytes that a device sends in a step.
+Traffic = Callable[[Callable[[int], Any]], int]
+
+
+def train(
+    task: Task, traffic: Traffic | None, steps: int, started: float, folder: str | None, runner: "kerasdp.Runner"
+) -> None:
     """Trains for a step, warms up, and repeats as it is asked to."""
     import keras
     import numpy as np
@@ -58,9 +64,11 @@ def train(task: Task, steps: int, started: float, folder: str | None, runner: "k
     before = memory_now()
 
     def repeat(steps: int) -> dict[str, float]:
+        begin = time.perf_counter()
         history = runner.fit(
             model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
         ).history
+        seconds = time.perf_counter() - begin
         growth = runner.strategy.processes.all_gather_object(memory_peak() - before)
         memory = runner.strategy.processes.all_gather_object(runner.strategy.peak_memory_bytes())
         return {
@@ -69,6 +77,7 @@ def train(task: Task, steps: int, started: float, folder: str | None, runner: "k
             "accuracy": history["accuracy"][0],
             "peak_memory_bytes": max(memory) if runner.devices.kind == "gpu" else sum(memory),
             "growth_bytes": max(growth),
+            "fit_seconds": seconds,
         }
 
     repeat(1)
@@ -77,9 +86,10 @@ def train(task: Task, steps: int, started: float, folder: str | None, runner: "k
     forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}
     _say(
         runner, ready=True, seconds_to_first_step=seconds, parameters=parameters, flops=forward_flops(model),
-        device=runner.devices.kind,
+        device=runner.devices.kind, **sent,
     )  # fmt: skip
     for _ in _lines(folder, runner.strategy.processes.rank):
         runner.strategy.processes.any_rank(False)  # all ranks begin together
@@ -115,24 +125,25 @@ def _pass_on(folder: str, count: int) -> None:
         pipe.close()
 
 
-def run(config: "kerasdp.Config", steps: int, task: Task = of_config) -> None:
+def run(config: "kerasdp.Config", steps: int, task: Task = of_config, traffic: Traffic | None = None) -> None:
     """Starts the run.
 
     Args:
         config: how it trains; its model and data set are read by `of_config` alone.
         steps: of a repetition.
         task: what it trains; it is sent to the worker processes.
+        traffic: counts what is sent, in each worker process; None: nobody does.
     """
     num_ranks = config.num_devices or 1 if config.backend == "torch" else 1
     try:
         if num_ranks == 1:
-            kerasdp.launch(functools.partial(train, task, steps, STARTED, None), config)
+            kerasdp.launch(functools.partial(train, task, traffic, steps, STARTED, None), config)
             return
         with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
             for rank in range(num_ranks):
                 os.mkfifo(os.path.join(folder, str(rank)))
             threading.Thread(target=_pass_on, args=(folder, num_ranks), daemon=True).start()
-            kerasdp.launch(functools.partial(train, task, steps, STARTED, folder), config)
+            kerasdp.launch(functools.partial(train, task, traffic, steps, STARTED, folder), config)
     except kerasdp.RunError as error:
         sys.exit(str(error))
 

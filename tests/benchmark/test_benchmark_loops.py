@@ -1,10 +1,12 @@
 """The hand-written loops of benchmarks/ train the kit's models: from equal weights come equal losses."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, run
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,35 @@ def test_loops_train_the_kits_models(backend, model):
     assert result["parameters"][0] == result["parameters"][1]
     assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-4)
     assert result["accuracy"][0] == pytest.approx(result["accuracy"][1], abs=1e-6)
+
+
+def started(program, *flags):
+    """What a contender says of itself before it is asked for repetitions."""
+    words = [sys.executable, str(ROOT / "benchmarks" / program), "--devices=2", "--device=cpu", "--traffic", *flags]
+    done = subprocess.run(words, input="", capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# Those with the largest outputs: of gpt's the gradients are a quarter, of segmentation's a fiftieth.
+MODELS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=segmentation --batch_size=8"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("flags", MODELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_devices_send_the_gradients_and_no_outputs(backend, flags):
+    loop = started(f"{backend}_loop.py", *flags.split())
+    kit = started("kit_loop.py", f"--backend={backend}", "--compile=off", *flags.split())
+    assert kit["parameters"] == loop["parameters"]
+    least = 4 * kit["parameters"]
+    for program in (loop, kit):
+        assert least <= program["bytes_a_step"] <= 1.01 * least
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bytes_are_counted(backend):
+    """What is known beforehand: the sum of 1,000 numbers and a gathering of 10 from each of two devices."""
+    done = run(PROGRAMS / "benchmark_traffic.py", backend)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == 4 * (1000 + 2 * 10)
