@@ -1,19 +1,17 @@
 """Reads records by their numbers from libraries that know their files, and decodes them, in processes if asked to."""
 
-import multiprocessing
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import keras
 import numpy as np
 
+from kerasdp.data.decoding import DecodingProcesses, decoded
 from kerasdp.data.sources import as_arrays
-from kerasdp.errors import UserError, WorkerError
-from kerasdp.runtime.processes import end_with_parent
+from kerasdp.errors import UserError
 
 
 class RecordSource:
@@ -25,11 +23,11 @@ class RecordSource:
         decode: makes `(inputs, targets)`, `(inputs, targets, sample_weight)` or inputs alone of a record: arrays or
             numbers without a batch axis, or structures of such. None: the records are that.
         num_threads: of this process that read at once.
-        num_workers: processes that read and decode, forked from this one, for a `decode` that is slow Python; 0: the
-            threads do it.
+        num_workers: processes that decode what this one reads, for a `decode` that is slow Python; 0: its threads do
+            it. Where reading is slow Python, too: `RecordSource(range(len(data)), data.__getitem__, num_workers=4)`.
 
     Raises:
-        UserError: if there are no records.
+        UserError: if there are no records, or `num_workers` without `decode`.
     """
 
     def __init__(
@@ -48,10 +46,12 @@ class RecordSource:
         self.num_samples, self.num_threads = len(records), num_threads
         if not self.num_samples:
             raise UserError(f"expected at least one record. Received: a {kind} without any")
+        if num_workers and decode is None:
+            raise UserError(f"num_workers: expected 0 without decode. Received: {num_workers}; leave it out")
         self._records, self._decode, self._num_workers = records, decode, num_workers
         # What each thread read last: inputs and targets of a batch are asked for one after the other.
         self._last = threading.local()
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: DecodingProcesses | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
@@ -75,43 +75,22 @@ class RecordSource:
         return [samples[index] for index in indices.tolist()]
 
     def _read(self, indices: list[int]) -> list[Any]:
-        if not self._num_workers or not indices:
-            return _decoded(self._records, self._decode, indices)
-        size = -(-len(indices) // self._num_workers)
-        parts = [indices[first : first + size] for first in range(0, len(indices), size)]
-        try:
-            return [sample for part in self._workers().map(_read_in_worker, parts) for sample in part]
-        except BrokenProcessPool as error:
-            raise WorkerError(
-                "a process that reads and decodes records was ended, maybe for want of memory; try fewer num_workers"
-            ) from error
+        """Returns inputs, targets and sample weight of each of these records."""
+        if not indices:
+            return []
+        several = hasattr(self._records, "__getitems__")
+        samples = self._records.__getitems__(indices) if several else [self._records[index] for index in indices]
+        if self._decode is not None:
+            decode = self._processes() or functools.partial(decoded, self._decode)
+            samples = decode(indices, list(samples))
+        return [keras.utils.unpack_x_y_sample_weight(sample) for sample in samples]
 
-    def _workers(self) -> ProcessPoolExecutor:
-        # Made at the first read, which is that of the first batch, by the thread that trains: workers end with the
-        # thread that forked them. Records were not read before, so that none of their threads is lost in a worker.
+    def _processes(self) -> DecodingProcesses | None:
         with self._lock:
-            if self._pool is None:
-                context = multiprocessing.get_context("fork")
-                self._pool = ProcessPoolExecutor(self._num_workers, context, _keep, (self._records, self._decode))
-                self._pool.submit(_read_in_worker, []).result()  # forks all of them
-                weakref.finalize(self, self._pool.shutdown, wait=False)  # else Python (3.11) prints lines at its end
+            if self._num_workers and self._decode is not None and self._pool is None:
+                self._pool = DecodingProcesses(self._decode, self._num_workers)
+                weakref.finalize(self, self._pool.close)
             return self._pool
-
-
-def _decoded(records: Any, decode: Callable[[Any], Any] | None, indices: list[int]) -> list[Any]:
-    """Returns inputs, targets and sample weight of each record."""
-    if not indices:
-        return []
-    several = records.__getitems__(indices) if hasattr(records, "__getitems__") else map(records.__getitem__, indices)
-    samples = []
-    for index, record in zip(indices, several, strict=True):
-        try:
-            sample = record if decode is None else decode(record)
-        except Exception as error:
-            error.add_note(f"in decode, of record {index}")
-            raise
-        samples.append(keras.utils.unpack_x_y_sample_weight(sample))
-    return samples
 
 
 def _stacked(samples: Sequence[Any]) -> Any:
@@ -131,17 +110,3 @@ def _stacked(samples: Sequence[Any]) -> Any:
                 "(inputs, targets) of a record"
             )
     return as_arrays(stacked)
-
-
-# Of a process that reads for this one: records, and how they are decoded.
-_own: list[Any] = []
-
-
-def _keep(records: Any, decode: Callable[[Any], Any] | None) -> None:
-    end_with_parent()
-    _own[:] = [records, decode]
-
-
-def _read_in_worker(indices: list[int]) -> list[Any]:
-    records, decode = _own
-    return _decoded(records, decode, indices)
