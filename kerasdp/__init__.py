@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
+    from kerasdp.data.records import RecordSource
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
     from kerasdp.portability import layers
@@ -31,6 +32,7 @@ _MODULES = {
     "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
+    "RecordSource": "kerasdp.data.records",
     "Runner": "kerasdp.training.runner",
     "all_rows": "kerasdp.portability.all_rows",
     "build_model": "kerasdp.models",
@@ -55,6 +57,7 @@ __all__ = [
     "Config",
     "Dataset",
     "ImageFolder",
+    "RecordSource",
     "RunError",
     "Runner",
     "UserError",

@@ -25,19 +25,31 @@ from kerasdp.runtime.run_state import Position, RunState
 _NOTHING, _SAVE, _END = range(3)
 
 
-def resume(processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str) -> Checkpoint | None:
-    """Gives a model and its optimizer the values of the newest checkpoint of a folder; None if there is none.
+def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
+    """Returns path and content of the newest checkpoint of a folder, on all ranks; None if there is none.
 
-    All ranks take the one that rank 0 finds to be valid.
+    It is the one that rank 0 finds to be valid. What is newer and cannot be used stays where it is until `resume`.
 
     Raises:
-        UserError: if it is the checkpoint of another run, or none of several can be used.
+        UserError: if none of several can be used.
     """
     found = files.load_newest(folder, report.warn) if processes.rank == 0 else None
     (step,) = processes.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
     if step < 0:
         return None
-    path, saved = found or (files.path_of(folder, int(step)), files.load(files.path_of(folder, int(step))))
+    path = files.path_of(folder, int(step))
+    return found or (path, files.load(path))
+
+
+def resume(
+    processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str, found: tuple[str, Checkpoint]
+) -> Checkpoint:
+    """Gives a model and its optimizer the values of the checkpoint that `newest` found; returns it in today's format.
+
+    Raises:
+        UserError: if it is the checkpoint of another run.
+    """
+    path, saved = found
     saved = old_format.converted(saved, model, identity)
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)

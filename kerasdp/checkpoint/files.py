@@ -23,8 +23,8 @@ import safetensors.numpy
 from kerasdp.errors import CheckpointError, UserError
 
 # Increased when the reader of before would misread, or wrongly refuse, what is written. 2: variables are named by their
-# place in the model, no longer by their number.
-FORMAT = 2
+# place in the model, no longer by their number. 3: samples come in an order that the reader of before did not have.
+FORMAT = 3
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 

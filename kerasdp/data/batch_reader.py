@@ -5,6 +5,7 @@ One process reads and hands out: an object that each process read by itself migh
 
 import abc
 import functools
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +15,7 @@ import keras
 import numpy as np
 
 from kerasdp.data.batch import Batch, BatchCheck, batch_of
-from kerasdp.data.sampling import Order
+from kerasdp.data.sampling import Order, ordered_as
 from kerasdp.data.sources import num_samples, weights_of_classes
 from kerasdp.data.streams import END, unpacked
 from kerasdp.errors import UserError, WorkerError
@@ -94,6 +95,10 @@ class BatchReader(abc.ABC):
             batch: its number.
             saved: what `saved_state` gave for that place.
         """
+
+    def follow_order(self, saved: dict[str, Any] | None) -> None:
+        """Takes the order that a checkpoint was written with, as `SampleReader`, unless the object has its own."""
+        return  # it has
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
         """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
@@ -214,22 +219,30 @@ class IndexedReader(BatchReader):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
         """See `BatchReader`."""
         self.batches.on_epoch_begin()
-        indices = [int(index) for (index,) in self._order.epoch(epoch)]
+        indices: Iterator[int] = (int(index) for (index,) in self._order.batches(epoch, start))
         if self.batches.num_batches is None:  # each batch has a number of its own
-            indices = list(range(epoch * len(indices), (epoch + 1) * len(indices)))
+            indices = itertools.count(epoch * self._order.num_batches + start)
         if self._reads and self.batches.use_multiprocessing:
             # Forked, as Keras does, and anew for each epoch: `on_epoch_end` changes this process's data set.
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self.num_threads, context, _keep, (self.batches,))
             self._pool.submit(_nothing).result()  # forks all of them, in this thread, with which they may end
-        for number in range(start, len(indices)):
-            yield functools.partial(self._read, indices[number], number)
+        for number, index in zip(range(start, self._order.num_batches), indices):
+            yield functools.partial(self._read, index, number)
 
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """See `BatchReader`."""
         for _ in range(epoch):
             self.batches.on_epoch_begin()
             self.batches.on_epoch_end()
+
+    def follow_order(self, saved: dict[str, Any] | None) -> None:
+        """See `BatchReader`."""
+        self._order = ordered_as(self._order, saved)
+
+    def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
+        """See `BatchReader`."""
+        return {"order": self._order.kind}
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`."""

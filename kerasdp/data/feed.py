@@ -46,9 +46,8 @@ class Feed:
         self._running, self._is_left_in_order = None, False
 
     def _batches(self) -> Generator[Any, None, None]:
-        # Keras counts the batches of an epoch from 0, and so do its callbacks.
         start = self.run_state.num_skipped
-        yield from itertools.repeat(SKIPPED, start)
+        yield from itertools.repeat(SKIPPED, start - self.run_state.num_uncounted)
         threads, number = _Threads(self.reader.num_threads), start
         ahead: collections.deque[Future[Any]] = collections.deque()
         try:

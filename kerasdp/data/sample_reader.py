@@ -8,7 +8,7 @@ import numpy as np
 
 from kerasdp.data.batch import Batch, BatchCheck, shard_rows
 from kerasdp.data.device_cache import CachedRows, DeviceCache
-from kerasdp.data.sampling import Order, pad_rows
+from kerasdp.data.sampling import Order, ordered_as, pad_rows
 from kerasdp.data.sources import ArraySource
 
 
@@ -30,7 +30,7 @@ class SampleReader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
         """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""
-        for indices in self.order.epoch(epoch)[start:]:
+        for indices in self.order.batches(epoch, start):
             yield functools.partial(self._read, indices, self._kept)
 
     # The order is that of `Order`, which depends on seed and epoch alone.
@@ -39,22 +39,26 @@ class SampleReader:
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """Does nothing: the order of an epoch depends on no other."""
 
-    def saved_state(self, epoch: int, batch: int) -> None:
-        """Returns None: a batch is known by its number."""
+    def follow_order(self, saved: dict[str, Any] | None) -> None:
+        """Takes the order that a checkpoint was written with, from its `saved_state`; None: of before there was one."""
+        self.order = ordered_as(self.order, saved)
+
+    def saved_state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """Returns how the samples are ordered; within that order a batch is known by its number."""
+        return {"order": self.order.kind}
 
     def end_epoch(self, number: int) -> None:
         """Does nothing: a sample can be read at any time."""
 
     def first(self) -> Batch:
         """Reads the first batch of the order, for its shapes."""
-        return self._read(self.order.epoch(0)[0], None)
+        return self._read(self.order.batch(0, 0), None)
 
     def whole(self, epoch: int, number: int) -> Batch | None:
         """Reads a batch with all rows of its inputs, to look at its numbers; None of data that is not in memory."""
-        steps = self.order.epoch(epoch)
-        if not isinstance(self.source, ArraySource) or number >= len(steps):
+        if not isinstance(self.source, ArraySource) or number >= self.num_batches:
             return None
-        indices = steps[number]
+        indices = self.order.batch(epoch, number)
         targets, sample_weight = self.source.targets(indices)
         inputs = self.source.inputs(indices)
         return Batch(inputs=inputs, targets=targets, sample_weight=sample_weight, indices=indices, own_indices=indices)
@@ -64,7 +68,7 @@ class SampleReader:
 
         A batch of fewer rows begins anew.
         """
-        rows = np.resize(self.order.epoch(0)[0], num_rows)
+        rows = np.resize(self.order.batch(0, 0), num_rows)
         return self.source.inputs(rows), *self.source.targets(rows)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:

@@ -8,7 +8,7 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.checkpoint import state as training_state
-from kerasdp.checkpoint.checkpointer import Checkpointer, resume
+from kerasdp.checkpoint.checkpointer import Checkpointer, newest, resume
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import CHECKPOINTS, Config
 from kerasdp.data.feed import Reader
@@ -75,11 +75,15 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._trained = model
         checkpoints = os.path.join(folder, CHECKPOINTS) if folder and config.keeps_checkpoints else None
         identity: dict[str, Any] = {}
+        found = newest(processes, checkpoints) if checkpoints and config.resume else None
+        if found is not None:  # before the identity, in which the first batch is that of the order
+            reader.follow_order(found[1].state.get("data"))
         if checkpoints:
             rows = None if strategy.stages is None else strategy.stages.micro_batch_rows(model)
             identity = training_state.identity(config, model, reader, rows)
-        self.resumed = resume(processes, model, identity, checkpoints) if checkpoints and config.resume else None
-        if self.resumed is not None:
+        self.resumed = None
+        if checkpoints and found is not None:
+            self.resumed = resume(processes, model, identity, checkpoints, found)
             _resume(state, reader, self.resumed)
         self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
         shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
@@ -141,8 +145,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tells of a batch that is trained."""
-        if batch >= self.state.num_skipped:
+        """Tells of a batch that is trained. Of a resumed epoch Keras asks for one more than there are."""
+        batch += self.state.num_uncounted
+        if batch >= self.state.num_skipped and batch != self.state.num_batches:
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -150,6 +155,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
         With several steps a call, `batch` is the last one of the call.
         """
+        batch += self.state.num_uncounted
         is_trained = batch >= self.state.num_skipped
         if self.state.is_at_last_step:
             self._trained.stop_training = True

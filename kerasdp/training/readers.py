@@ -135,8 +135,8 @@ def fed(strategy: Strategy, *readers: Reader | None, state: RunState | None = No
         for place, reader in enumerate(readers)
     ]
     with warnings.catch_warnings():
-        if any(feed and feed.num_batches is None for feed in feeds):
-            # Keras (3.15) says so of each epoch whose length it is not told.
+        if any(feed and feed.num_batches is None for feed in feeds) or (state is not None and state.num_uncounted):
+            # Keras (3.15) says so of each epoch whose length it is not told, and of one that is resumed.
             warnings.filterwarnings("ignore", "Your input ran out of data")
         yield [feed and FeedAdapter(strategy.adapt(feed), feed.num_batches) for feed in feeds]
     for feed in filter(None, feeds):

@@ -174,7 +174,11 @@ class Runner:
     ) -> RunCallbacks:
         """Sets state and stages to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
         self.state.begin_fit(
-            batch_size=num_rows, num_batches=reader.num_batches, epochs=epochs, max_steps=self.config.max_steps
+            batch_size=num_rows,
+            num_batches=reader.num_batches,
+            epochs=epochs,
+            max_steps=self.config.max_steps,
+            steps_per_call=model.steps_per_execution,
         )
         if self.strategy.stages is not None:
             with self.heartbeat.compiling():

@@ -38,7 +38,7 @@ def train(runner):
             metrics=["accuracy"],
         )
     callbacks = [
-        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.2),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.3),
         keras.callbacks.EarlyStopping("val_loss", patience=50, restore_best_weights=True),
         trouble(keras, runner),
     ]

@@ -1,0 +1,51 @@
+"""Training from a folder of shards is training from the arrays that are in them, also where it resumes."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.helpers import BACKENDS, run
+
+STEPS = 30  # of 23 an epoch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    for kind in ("parquet", "array_record"):
+        done = run("recipes/make_shards.py", folder / kind, f"--format={kind}", backend=BACKENDS[0])
+        assert done.returncode == 0, done.stderr
+        assert len(list((folder / kind).iterdir())) == 6
+    return folder
+
+
+# Not by `backend=...`: it forks what is spawned, and libraries that read in threads of their own do not survive that.
+def losses(recipe, backend, count, workdir, folder, *flags):
+    done = run(
+        f"recipes/{recipe}.py", f"--backend={backend}", f"--gpus={count}", "--device=cpu", f"--workdir={workdir}",
+        "--log_every=1", *flags, HF_HOME=str(folder / "cache"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()], done
+
+
+@pytest.mark.skipif(len(BACKENDS) < 3, reason="a backend is missing")
+def test_the_same_losses_as_of_arrays(folder, tmp_path):
+    """Stopped within an epoch, and resumed with the same samples from files of the other format, by each backend."""
+    expected, _ = losses("train", "jax", 1, tmp_path / "arrays", folder, f"--max_steps={STEPS}")
+    found = []
+    for backend, count, kind, end in (
+        ("torch", 2, "parquet", 5), ("jax", 2, "array_record", 26), ("tensorflow", 1, "parquet", STEPS),
+    ):  # fmt: skip
+        flags = (f"--data_dir={folder / kind}", f"--max_steps={end}", *(["--resume"] if found else []))
+        found, done = losses("sharded", backend, count, tmp_path / "shards", folder, *flags)
+        assert len(found) == end and "Traceback" not in done.stderr
+    assert found == pytest.approx(expected, rel=2e-4)
+
+
+def test_a_folder_without_shards(tmp_path):
+    done = run("recipes/sharded.py", f"--data_dir={tmp_path}", f"--backend={BACKENDS[0]}", backend=BACKENDS[0])
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(f"--data_dir: expected a folder with files train-*. Received: '{tmp_path}'")
+    assert subprocess.run(["ls", tmp_path], capture_output=True, text=True).stdout == ""
