@@ -24,10 +24,9 @@ def write(runner: "kerasdp.Runner", folder: str, kind: str, num_shards: int) -> 
     os.makedirs(folder, exist_ok=True)
     for split, source in (("train", data.train), ("test", data.test)):
         for shard in range(num_shards):
-            name = f"{split}-{shard:05d}-of-{num_shards:05d}.{kind}"
+            path = os.path.join(folder, f"{split}-{shard:05d}-of-{num_shards:05d}.{kind}")
             numbers = range(shard * source.num_samples // num_shards, (shard + 1) * source.num_samples // num_shards)
-            write_shard = write_parquet if kind == "parquet" else write_array_record
-            write_shard(os.path.join(folder, name), samples(source, numbers))
+            (write_parquet if kind == "parquet" else write_array_record)(path, samples(source, numbers))
 
 
 def samples(source: Any, numbers: range) -> Iterator[tuple[bytes, int]]:

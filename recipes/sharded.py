@@ -24,7 +24,6 @@ def train(runner: "kerasdp.Runner") -> None:
     import keras
 
     config = runner.config
-    train_data, test_data = (open_shards(config.data_dir, split) for split in ("train", "test"))
     with runner.scope():
         model = kerasdp.build_model(config, input_shape=(28, 28, 1), num_classes=10)
         model.compile(
@@ -32,6 +31,7 @@ def train(runner: "kerasdp.Runner") -> None:
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+    train_data, test_data = (open_shards(config.data_dir, split) for split in ("train", "test"))
     runner.fit(model, train_data, batch_size=config.batch_size, epochs=config.epochs, validation_data=test_data)
 
 
@@ -46,20 +46,11 @@ def open_shards(folder: str | None, split: str) -> "kerasdp.RecordSource":
         datasets.disable_progress_bars()
         # The first time this copies the tables into a cache on disk, as Arrow; from then on it maps them into memory.
         table = datasets.load_dataset("parquet", data_files=paths, split="train")
-        return kerasdp.RecordSource(table, from_row, num_workers=2)
+        return kerasdp.RecordSource(table, lambda row: (pixels(row["image"]), row["label"]), num_workers=2)
     import grain
 
-    return kerasdp.RecordSource(grain.sources.ArrayRecordDataSource(paths), from_bytes, num_workers=2)
-
-
-def from_row(row: dict[str, Any]) -> tuple[Any, int]:
-    """Makes a sample of a row of the table: pixels and class."""
-    return pixels(row["image"]), row["label"]
-
-
-def from_bytes(record: bytes) -> tuple[Any, int]:
-    """Makes a sample of an ArrayRecord: a byte for the class, then the PNG."""
-    return pixels(record[1:]), record[0]
+    records = grain.sources.ArrayRecordDataSource(paths)  # each of a byte for the class, and the image
+    return kerasdp.RecordSource(records, lambda record: (pixels(record[1:]), record[0]), num_workers=2)
 
 
 def pixels(png: bytes) -> Any:
