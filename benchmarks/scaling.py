@@ -149,7 +149,7 @@ def draw(rows: list[dict[str, Any]], axis: str, path: str) -> None:
             least = {row[axis]: 4 * row["parameters"] / 1e6 for row in rows}
             each.plot(sorted(least), [least[key] for key in sorted(least)], ":", color="#888888", label="gradients")
         values = sorted({row[axis] for row in rows})
-        each.set(xlabel=axis, ylabel=label, xscale="log", ylim=(0, None))
+        each.set(xlabel=axis, ylabel=label, xscale="log", ylim=(0, 1.08 * each.get_ylim()[1]))
         each.set_xticks(values, [f"{number:g}" for number in values], minor=False)
         each.minorticks_off()
     axes[-1].legend(frameon=False)

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -51,7 +52,14 @@ def bytes_a_step(backend: str, num_devices: int, repeat: Callable[[int], Any]) -
         return _tensorflow(num_devices)
     count = {"torch": _torch, "jax": _jax}[backend]
     epoch = count(repeat, 1, num_devices)  # with what an epoch's begin and end send
-    return round((count(repeat, 1 + STEPS, num_devices) - epoch) / STEPS)
+    found = round((count(repeat, 1 + STEPS, num_devices) - epoch) / STEPS)
+    if backend == "jax":
+        shutil.rmtree(_dump_folder())  # here: whoever asks for repetitions ends the program with a signal
+    return found
+
+
+def _dump_folder() -> str:
+    return os.environ["XLA_FLAGS"].rsplit(_DUMP, 1)[1].split()[0]
 
 
 def _add(number: int) -> None:
@@ -118,8 +126,7 @@ def _jax(repeat: Callable[[int], Any], steps: int, num_devices: int) -> float:
 
 def _collectives_of(program: int) -> dict[str, int]:
     """Returns the bytes of the result of each collective in a compiled program, by its name in it."""
-    folder = os.environ["XLA_FLAGS"].rsplit(_DUMP, 1)[1].split()[0]
-    (path,) = glob.glob(f"{folder}/module_{program:04}.*cpu_after_optimizations.txt")
+    (path,) = glob.glob(f"{_dump_folder()}/module_{program:04}.*cpu_after_optimizations.txt")
     found = {}
     with open(path) as file:
         for line in file:
