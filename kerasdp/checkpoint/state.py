@@ -92,7 +92,7 @@ def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]
     others = {f"{where} of the model": _optimizer_in_words(other) for where, other in names_in(model).optimizers}
     # Of rank 0, which holds the first row whatever the number of processes.
     first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
-    data = keras.tree.flatten((batch.indices, first_row, batch.targets, batch.sample_weight))
+    data = keras.tree.flatten((batch.indices, first_row, *reader.first_targets()))
     return {
         **{f"--{name}": getattr(config, name) for name in _FLAGS},
         "global batch": len(batch.indices),

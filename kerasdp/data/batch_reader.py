@@ -72,6 +72,7 @@ class BatchReader(abc.ABC):
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
         self._reads = scatter is None or scatter.rank == 0
         self._first: Batch | None = None
+        self._first_targets: tuple[Any, Any] = (None, None)
         self._shapes: set[Any] = set()
 
     @property
@@ -112,11 +113,21 @@ class BatchReader(abc.ABC):
     def first(self) -> Batch:
         """Returns the first batch, for its shapes; it will come again."""
         if self._first is None:
-            self._first = self._handed_out(self._look, lambda data: self._parts(data, 0), _FIRST)
+
+            def cut(data: Any) -> list[Batch]:
+                self._first_targets = data[1:]
+                return self._parts(data, 0)
+
+            self._first = self._handed_out(self._look, cut, _FIRST)
             if self._first is None:
                 kind = type(self.batches).__name__
                 raise UserError(f"x: expected at least one batch. Received: none from the {kind}")
         return self._first
+
+    def first_targets(self) -> tuple[Any, Any]:
+        """Returns targets and sample weights of all rows of the first batch, where it is read: on rank 0."""
+        self.first()
+        return self._first_targets
 
     def sample(self, num_rows: int) -> Any:
         """Returns so many rows of the first batch, as `SampleReader`. Not to be called once an epoch has begun."""

@@ -54,6 +54,10 @@ class SampleReader:
         """Reads the first batch of the order, for its shapes."""
         return self._read(self.order.batch(0, 0), None)
 
+    def first_targets(self) -> tuple[Any, Any]:
+        """Reads targets and sample weights of all rows of the first batch, however many replicas there are."""
+        return self.source.targets(self.order.batch(0, 0))
+
     def whole(self, epoch: int, number: int) -> Batch | None:
         """Reads a batch with all rows of its inputs, to look at its numbers; None of data that is not in memory."""
         if not isinstance(self.source, ArraySource) or number >= self.num_batches:

@@ -78,14 +78,16 @@ def check_data(
         return
     is_chief = reader.shard[0] == 0
     check = target_check(model, symbols, is_chief)
-    check(batch.targets, batch.sample_weight, batch.own_indices, "")
+    source = reader.source if isinstance(reader, SampleReader) else None
+    looks_at_all = isinstance(source, ArraySource) and _num_bytes(source.all_targets) <= MOST_LOOKED_THROUGH
+    if isinstance(source, ArraySource) and looks_at_all:  # so that all ranks, each with other rows, name one sample
+        check(*source.all_targets, np.arange(source.num_samples), "")
+    else:
+        check(batch.targets, batch.sample_weight, batch.own_indices, "")
     if not is_validation:
         check_activations(model, symbols, batch.targets, is_chief)
-    if isinstance(reader, SampleReader) and isinstance(reader.source, ArraySource):
-        targets, sample_weight = reader.source.all_targets
-        if _num_bytes((targets, sample_weight)) <= MOST_LOOKED_THROUGH:
-            check(targets, sample_weight, np.arange(reader.source.num_samples), "")
-            return
+    if looks_at_all:
+        return
 
     def check_batch(batch: Batch, number: int) -> None:
         title = f"{_VALIDATION if is_validation else ''}batch {number + 1}: "

@@ -18,7 +18,7 @@ from kerasdp.backends.base import DeviceBatch  # noqa: E402
 from kerasdp.backends.torch import compiled_step  # noqa: E402
 from kerasdp.backends.torch.compiled_step import CompiledSteps  # noqa: E402
 from kerasdp.backends.torch.gradient_buckets import GradientBuckets  # noqa: E402
-from kerasdp.backends.torch.train_step import GlobalBatch  # noqa: E402
+from kerasdp.backends.torch.train_step import ShardSteps  # noqa: E402
 
 X = np.random.RandomState(0).rand(6, 4).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -54,7 +54,7 @@ def captured(model):
     model.compute_metrics(X, Y, model(X))  # builds them
     model.reset_metrics()
     own = strategy()
-    steps = CompiledSteps(own, model, GlobalBatch(own, model))
+    steps = CompiledSteps(own, model, ShardSteps(model))
     data = (torch.from_numpy(X), torch.from_numpy(Y), None)
     return steps, data
 

@@ -12,6 +12,7 @@ import pytest
 
 from kerasdp.data.batch_reader import IndexedReader
 from kerasdp.data.feed import Feed
+from kerasdp.data.sampling import SKIPPED
 from kerasdp.data.sources import ColumnSource
 from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
@@ -100,7 +101,7 @@ def test_each_epoch_opens_what_can_be_iterated_anew_once():
     rest.run_state.resume(12, Position(2, 3))
     rest.reader.resume_at(2, 3, reader.saved_state(2, 3))
     rest.run_state.begin_epoch(2)
-    assert firsts(list(rest)[3:]) == found[2][3:]
+    assert firsts(batch for batch in rest if batch is not SKIPPED) == found[2][3:]
     assert warned == ["--resume: no checkpoint holds the state of the Again: 3 batches were read again and dropped"]
 
 
@@ -190,7 +191,7 @@ def test_an_object_with_a_state_reads_nothing_again():
     rest.run_state.resume(3, Position(0, 3))
     rest.reader.resume_at(0, 3, state)
     rest.run_state.begin_epoch(0)
-    assert firsts(list(rest)[3:]) == found[3:] and data.read == [4, 5] and not said
+    assert firsts(batch for batch in rest if batch is not SKIPPED) == found[3:] and data.read == [4, 5] and not said
 
 
 def test_a_part_of_the_samples_is_refused():
