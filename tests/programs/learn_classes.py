@@ -18,6 +18,20 @@ class MaximumLogit(keras.metrics.Metric):
         return self.value * 1.0  # not the variable itself, which the next evaluation overwrites
 
 
+class Rows(keras.metrics.Metric):
+    """A count in whole numbers, which adds up."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.count = self.add_variable((), "zeros", dtype="int32", name="count")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign(self.count + ops.shape(y_pred)[0])
+
+    def result(self):
+        return ops.cast(self.count, "float32")
+
+
 class LastOutputs(keras.metrics.Metric):
     """The last three outputs as they are, dropout included."""
 

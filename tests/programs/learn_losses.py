@@ -41,6 +41,7 @@ def binary(runner):
 def two_heads(runner):
     """Two inputs, two outputs with loss weights, from a PyDataset."""
     import keras
+    from learn_classes import Rows
 
     random = np.random.RandomState(1)
     a, b = random.randn(50, 6).astype("float32"), random.randn(50, 5).astype("float32")
@@ -65,7 +66,7 @@ def two_heads(runner):
             keras.optimizers.SGD(0.05),
             loss={"number": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
             loss_weights={"number": 0.3, "kind": 1.0},
-            metrics={"number": ["mae"], "kind": ["accuracy"]},
+            metrics={"number": ["mae", Rows()], "kind": ["accuracy"]},
         )
     untrained = runner.predict(model, {"a": a, "b": b}, batch_size=16)  # loss and metrics are not built
     history = runner.fit(model, Batches(workers=1), epochs=4, verbose=0)
