@@ -98,14 +98,9 @@ def mean(
     for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor
         indices = [index for index, value in enumerate(received) if value.dtype == dtype]
         values = [received[index] for index in indices]
-        # The mean of whole numbers, counts of a metric, say, would be rounded.
-        operation = tf.distribute.ReduceOp.MEAN if dtype.is_floating else tf.distribute.ReduceOp.SUM
-        values = tf.distribute.get_replica_context().all_reduce(operation, values)
+        values = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, values)
         for index, value in zip(indices, values, strict=True):
             received[index] = value
     means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
-    sums = {
-        name: value * num_replicas if value.dtype.is_floating else value
-        for name, value in zip(shared, received[len(sent) :], strict=True)
-    }
+    sums = {name: value * num_replicas for name, value in zip(shared, received[len(sent) :], strict=True)}
     return [None if gradient is None else next(means) for gradient in gradients], sums
