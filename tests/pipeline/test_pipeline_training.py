@@ -56,7 +56,7 @@ def test_stages_train_as_one_device_with_the_same_micro_batches(backend, rule):
             np.testing.assert_allclose(own, by_loop, atol=1e-6 if rule == "sgd" else 5e-5, err_msg=str(case))
 
 
-@all_but("torch", "jax")
+@all_but("torch", "jax", "tensorflow")
 def test_without_batch_norm_it_is_the_whole_model(backend):
     """Dropout, penalties, two outputs, a last batch of 4, validation: as on one device without micro-batches."""
     whole = {"net": "random", "rule": "sgd", "num_devices": 1}
