@@ -63,6 +63,7 @@ from kerasdp.keras_compat.optimizers import (
 )
 from kerasdp.keras_compat.own_rows import (
     compiled_variables,
+    is_metric_of_keras,
     metric_function,
     of_same_rank,
     reducing_losses,
@@ -128,6 +129,7 @@ __all__ = [
     "inputs_structure",
     "is_called_as_keras_does",
     "is_in_layer_call",
+    "is_metric_of_keras",
     "is_of_keras",
     "jit_compile_left_open",
     "keep_messages_of",

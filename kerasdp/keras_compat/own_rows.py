@@ -8,7 +8,14 @@ from typing import Any
 import keras
 from keras.src.losses import loss as loss_module
 
-__all__ = ["compiled_variables", "metric_function", "of_same_rank", "reducing_losses", "update_compiled_metrics"]
+__all__ = [
+    "compiled_variables",
+    "is_metric_of_keras",
+    "metric_function",
+    "of_same_rank",
+    "reducing_losses",
+    "update_compiled_metrics",
+]
 
 # Of a loss, targets, outputs and sample weights.
 Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
@@ -78,6 +85,14 @@ def metric_function(metric: keras.metrics.Metric) -> tuple[Callable[..., Any] | 
     Keras 3.15: `MeanMetricWrapper._fn` and `_fn_kwargs`; the public `get_config` has serialized ones.
     """
     return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
+
+
+def is_metric_of_keras(function: Callable[..., Any]) -> bool:
+    """Returns whether a function is one of those that Keras' metrics take the mean of, of each row alone.
+
+    Keras 3.15: those of `keras.src.metrics`, as `sparse_categorical_accuracy`; the public module has classes alone.
+    """
+    return function.__module__.startswith("keras.src.metrics.")
 
 
 def of_same_rank(values: Any, sample_weight: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from kerasdp.keras_compat import (
     compiled_metrics,
     compiled_variables,
+    is_metric_of_keras,
     is_of_keras,
     metric_function,
     update_compiled_metrics,
@@ -28,8 +29,8 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
         return True
     if is_of_keras(type(metric)) and function is None:
         return bool(metric.variables)
-    is_known = function in BY_ROWS or getattr(function, "__module__", "").startswith("keras.src.metrics.")
-    if is_of_keras(type(metric)) and inspect.isfunction(function) and is_known:
+    is_known = function in BY_ROWS or (inspect.isfunction(function) and is_metric_of_keras(function))
+    if is_of_keras(type(metric)) and is_known:
         return options.get("axis", -1) == -1
     return found.get(metric, False)
 

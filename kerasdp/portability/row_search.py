@@ -25,8 +25,9 @@ from kerasdp.runtime.model_cache import ModelCache
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
 NUM_ROWS, SHARD = 4, slice(2, 4)
-# What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
+# Numbers that are compared at once.
 _PART = 2**20
+# What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
 _TOLERANCES = {"float64": 1e-6, "float16": 0.02, "bfloat16": 0.1}
 
 # By what was called, with the layers that the model had.

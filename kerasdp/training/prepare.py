@@ -28,7 +28,7 @@ from kerasdp.keras_compat import (
 )
 from kerasdp.portability.loss_probe import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.loss_probe import random_outputs, try_losses
-from kerasdp.portability.metric_reduction import reasons_to_gather, try_metrics
+from kerasdp.portability.metric_reduction import coupling_metrics, reasons_to_gather, try_metrics
 from kerasdp.portability.own_step_trials import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
@@ -150,7 +150,8 @@ def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strate
     try_losses(model, targets, symbols)
     if strategy.stages is not None:
         return
-    try_metrics(model, targets, random_outputs(symbols, np.random.RandomState(0)), sample_weight)
+    if coupling_metrics(model):
+        try_metrics(model, targets, random_outputs(symbols, np.random.RandomState(0)), sample_weight)
     reasons = reasons_to_gather(model, is_weighted=is_weighted)
     if reasons and strategy.processes.rank == 0:
         num_bytes = len(batch.indices) * sum(map(_bytes_of_row, keras.tree.flatten(symbols)))
