@@ -49,9 +49,9 @@ def _define_flags_of_devices() -> None:
     _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16, which halves "
             "what devices send when they exchange gradients (torch, tensorflow).")  # fmt: skip
 
-    _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: training steps as one compiled graph "
-            "on torch, in runs of 1,000 steps or more. On jax and tensorflow the model's jit_compile decides, as in "
-            "Keras.")  # fmt: skip
+    _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: a step of training or evaluation as one "
+            "compiled graph on torch, in runs with 1,000 of its kind or more. On jax and tensorflow the model's "
+            "jit_compile decides, as in Keras.")  # fmt: skip
     _define(group, "check", text, _DEFAULTS.check, "first: before the first update on several devices, a few samples "
             "go through the model whole and split over all; the run ends if they differ. Or off.")  # fmt: skip
     _define(group, "data_on_device", text, _DEFAULTS.data_on_device, "on, off, or auto: inputs in memory stay on every "

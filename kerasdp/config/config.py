@@ -53,9 +53,9 @@ class Config:
         batch_norm: statistics over the global batch (`"sync"`) or each replica's shard (`"replica"`).
         precision: precision of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
             telling round-off from mistakes.
-        compile: whether training steps run as one compiled graph, on torch: `"on"`, `"off"`, or `"auto"`: in runs of at
-            least 1,000 steps. What cannot be captured is trained uncompiled, with a warning. On jax and tensorflow
-            the model's `jit_compile` decides, as in Keras.
+        compile: whether a step of training, evaluation or prediction runs as one compiled graph, on torch: `"on"`,
+            `"off"`, or `"auto"`: where a run has at least 1,000 of its kind. What cannot be captured runs uncompiled,
+            with a warning. On jax and tensorflow the model's `jit_compile` decides, as in Keras.
         gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
             (torch, and tensorflow, which still sends those of an embedding in float32).
         check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and

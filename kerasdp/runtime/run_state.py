@@ -37,6 +37,18 @@ class Position(NamedTuple):
     batch: int
 
 
+class Evaluated(NamedTuple):
+    """What is evaluated or predicted, maybe at the end of each epoch of a `fit`.
+
+    Attributes:
+        num_batches: in all; None if not known.
+        batch_size: rows of a full batch.
+    """
+
+    num_batches: int | None
+    batch_size: int
+
+
 class RunState:
     """Owns epoch, step, position in the data and the end of a training. Others read it, or call its methods.
 
@@ -44,6 +56,7 @@ class RunState:
 
     Attributes:
         observer: records the steps, if there is one.
+        evaluated: by the running call of `fit`, `evaluate` or `predict`; None: nothing.
         step: updates made.
         epoch: the current one, from 0.
         batch: batches of the current epoch that are trained, those before a resume point included.
@@ -61,6 +74,7 @@ class RunState:
 
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
+        self.evaluated: Evaluated | None = None
         self._listeners: list[StepListener] = []
         self.begin_fit()
 
@@ -73,7 +87,7 @@ class RunState:
         max_steps: int | None = None,
         steps_per_call: int = 1,
     ) -> None:
-        """Resets everything but observer and listeners. Arguments: see the attributes."""
+        """Resets everything but observer, listeners and `evaluated`. Arguments: see the attributes."""
         self.steps_per_call = steps_per_call
         self.batch_size, self.num_batches, self.epochs, self.max_steps = batch_size, num_batches, epochs, max_steps
         self.step = self.epoch = self.batch = self.epoch_images = 0

@@ -14,7 +14,7 @@ from kerasdp.keras_compat import building_nothing, made_by_compile, same_on_all_
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import ModelCache
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Evaluated, RunState
 
 
 class ModelSteps:
@@ -28,13 +28,17 @@ class ModelSteps:
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
 
     @contextlib.contextmanager
-    def running(self, model: keras.Model, *names: str) -> Iterator[None]:
+    def running(self, model: keras.Model, *names: str, evaluated: Evaluated | None = None) -> Iterator[None]:
         """Gives the model this run's step functions, and takes them back, so that it is a plain Keras model afterwards.
 
-        `names`: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
+        Args:
+            model: of which they are the steps.
+            names: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
+            evaluated: what `test` or `predict` get; None: nothing.
         """
         functions = self._functions_of(model)
         self.num_running += 1
+        evaluated, self._state.evaluated = self._state.evaluated, evaluated
         kept = {name: getattr(model, f"{name}_function") for name in names}
         for name in names:
             setattr(model, f"{name}_function", getattr(functions, name))
@@ -52,6 +56,7 @@ class ModelSteps:
                 yield
         finally:
             self.num_running -= 1
+            self._state.evaluated = evaluated
             model.steps_per_execution = steps_per_execution
             for name, function in kept.items():
                 setattr(model, f"{name}_function", function)

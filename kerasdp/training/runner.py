@@ -20,7 +20,7 @@ from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Evaluated, RunState
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.first_step_check import check_first_step
@@ -134,11 +134,12 @@ class Runner:
         order = {"shuffle": shuffle, "steps": steps_per_epoch, "class_weight": class_weight, "fit_number": number}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
         num_rows = self._prepare(model, reader, "train_step")
-        validation = self._validation(model, validation_data, validation_batch_size or batch_size, validation_steps)
+        validation_size = validation_batch_size or batch_size
+        validation = self._validation(model, validation_data, validation_size, validation_steps, epochs)
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self._training(model, run_callbacks, reader, validation) as data:
+        with self._training(model, run_callbacks, reader, *validation) as data:
             history = keras.Model.fit(
                 model,
                 data[0],
@@ -151,16 +152,18 @@ class Runner:
         self.check_replicas(model)
         return history
 
-    def _validation(self, model: keras.Model, data: Any, batch_size: int, steps: int | None) -> Reader | None:
+    def _validation(
+        self, model: keras.Model, data: Any, batch_size: int, steps: int | None, epochs: int
+    ) -> tuple[Reader | None, Evaluated | None]:
         if data is None:
-            return None
+            return None, None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
-            check_data(model, reader, reader.first(), is_validation=True)
+            check_data(model, reader, first := reader.first(), is_validation=True)
             with self.heartbeat.compiling():
                 find_rows(model, reader, self.config, self.strategy, "test_step")
-        return reader
+        return reader, Evaluated(reader.num_batches and reader.num_batches * epochs, len(first.indices))
 
     def _begin_fit(
         self,
@@ -222,15 +225,10 @@ class Runner:
         """Evaluates with Keras' `evaluate` on all devices: each sample counts exactly once. Arguments as in `fit`."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
-        self._prepare(model, reader, "test_step")
-        with self.steps.running(model, "test"), fed(self.strategy, reader) as (batches,):
-            return keras.Model.evaluate(
-                model,
-                batches,
-                verbose=verbose if self.is_chief else 0,
-                callbacks=callbacks,
-                return_dict=return_dict,
-            )
+        evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, "test_step"))
+        with self.steps.running(model, "test", evaluated=evaluated), fed(self.strategy, reader) as (batches,):
+            verbose = verbose if self.is_chief else 0
+            return keras.Model.evaluate(model, batches, verbose=verbose, callbacks=callbacks, return_dict=return_dict)
 
     @through_model
     def predict(
@@ -245,8 +243,8 @@ class Runner:
         """Predicts with Keras' `predict` on all devices; each process gets the outputs of all samples, in order."""
         batch_size = batch_size or self.config.batch_size
         reader = self._reader(x, None, None, batch_size, steps=steps)
-        self._prepare(model, reader, "predict_step")
-        with self.steps.running(model, "predict"), fed(self.strategy, reader) as (batches,):
+        evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, "predict_step"))
+        with self.steps.running(model, "predict", evaluated=evaluated), fed(self.strategy, reader) as (batches,):
             return keras.Model.predict(model, batches, verbose=verbose if self.is_chief else 0, callbacks=callbacks)
 
     def check_replicas(self, model: keras.Model) -> None:
@@ -274,15 +272,17 @@ class Runner:
 
     @contextlib.contextmanager
     def _training(
-        self, model: keras.Model, callbacks: RunCallbacks, reader: Reader, validation: Reader | None
-    ) -> Iterator[list[Any]]:
+        self, model: keras.Model, callbacks: RunCallbacks, reader: Reader,
+        validation: Reader | None, evaluated: Evaluated | None,
+    ) -> Iterator[list[Any]]:  # fmt: skip
         """Checks the first step, waits for signals if there is something to save, and closes the files at the end.
 
         Yields what Keras may read: the batches of the two readers.
         """
         checkpointer = callbacks.checkpointer
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
-        with self.steps.running(model, "train", "test"), contextlib.closing(callbacks), waiting:
+        running = self.steps.running(model, "train", "test", evaluated=evaluated)
+        with running, contextlib.closing(callbacks), waiting:
             try:
                 with self.heartbeat.compiling():
                     check_first_step(model, self.config, self.strategy, reader)

@@ -1,4 +1,4 @@
-"""A training step captured as one graph, in pytest's process and without a compiler."""
+"""A step captured as one graph, in pytest's process and without a compiler."""
 
 import types
 
@@ -15,8 +15,8 @@ if keras.backend.backend() != "torch":
     pytest.skip("the captured step is torch's", allow_module_level=True)
 
 from kerasdp.backends.base import DeviceBatch  # noqa: E402
-from kerasdp.backends.torch import compiled_step  # noqa: E402
-from kerasdp.backends.torch.compiled_step import CompiledSteps  # noqa: E402
+from kerasdp.backends.torch import compiled_graphs  # noqa: E402
+from kerasdp.backends.torch.compiled_step import CompiledEvaluation, CompiledTraining  # noqa: E402
 from kerasdp.backends.torch.gradient_buckets import GradientBuckets  # noqa: E402
 from kerasdp.backends.torch.train_step import ShardSteps  # noqa: E402
 
@@ -54,17 +54,17 @@ def captured(model):
     model.compute_metrics(X, Y, model(X))  # builds them
     model.reset_metrics()
     own = strategy()
-    steps = CompiledSteps(own, model, ShardSteps(model))
+    steps = CompiledTraining(own, model, ShardSteps(model))
     data = (torch.from_numpy(X), torch.from_numpy(Y), None)
     return steps, data
 
 
 def train_captured(model, num_steps):
     steps, data = captured(model)
-    graph = steps._captured(data, Detail.SUMMARY, len(X))
+    graph = steps.graphs._captured(data, Detail.SUMMARY, len(X))
     losses = []
     for _ in range(num_steps):
-        loss, rate, logs, seen = graph(steps.values, data)
+        loss, rate, logs, seen = graph(steps.graphs.values, data)
         losses.append(float(loss))
     return graph, losses, float(rate), {name: float(value) for name, value in logs.items()}, seen
 
@@ -99,10 +99,32 @@ def test_capturing_changes_no_variable():
     model = new_model()
     before = model.get_weights()
     steps, data = captured(model)
-    steps._captured(data, Detail.NOTHING, len(X))
+    steps.graphs._captured(data, Detail.NOTHING, len(X))
     for own, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(own, other)
     assert int(model.optimizer.iterations) == 0
+
+
+def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
+    model = new_model(keras.layers.Dropout(0.5))
+    expected, outputs = model.evaluate(X, Y, verbose=0, return_dict=True), model.predict(X, verbose=0)
+    _, data = captured(model)
+    testing, predicting = (
+        CompiledEvaluation(strategy(), model, ShardSteps(model), name).graphs for name in ("test", "predict")
+    )
+    weights = model.get_weights()
+    graph = testing._captured(data, Detail.NOTHING, len(X))
+    for _ in range(2):  # the metrics' variables are the graph's own memory
+        logs = graph(testing.values, data)
+    assert {name: float(value) for name, value in logs.items()} == pytest.approx(expected, rel=1e-5)
+    assert float(model.metrics[0].count) == 2 * len(X)
+    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    assert len(copies) == len(model.metrics_variables)  # and nothing else is changed
+    graph = predicting._captured((data[0], None, None), Detail.NOTHING, len(X))
+    np.testing.assert_allclose(graph(predicting.values, (data[0], None, None)), outputs, rtol=1e-6)
+    assert not any(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes)
+    for own, other in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +138,13 @@ def test_capturing_changes_no_variable():
 def test_what_cannot_be_captured_is_refused(make, reason):
     steps, data = captured(new_model(make()))
     with pytest.raises(ValueError, match=reason):
-        steps._captured(data, Detail.NOTHING, len(X))
+        steps.graphs._captured(data, Detail.NOTHING, len(X))
 
 
 def test_a_refusal_is_reported_once_and_remembered(capsys):
     steps, data = captured(new_model(Foreign()))
     batch = DeviceBatch(*data, torch.arange(len(X)))
-    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.reason
+    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.graphs.reason
     assert steps(batch, Detail.NOTHING) is None
     assert capsys.readouterr().err.count("trained without --compile") == 1
 
@@ -145,8 +167,8 @@ def test_compiling_may_begin_anew(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(compiled_step, "compile_with_inductor", compile_once)
-    compiler = compiled_step._Compiler(SingleProcess(), {})
+    monkeypatch.setattr(compiled_graphs, "compile_with_inductor", compile_once)
+    compiler = compiled_graphs._Compiler(SingleProcess(), {})
     with pytest.raises(RuntimeError, match="begin anew"):
         compiler(None, [])
     assert compiler(None, []) == "compiled"

@@ -1,5 +1,6 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -90,8 +91,8 @@ class DataParallel(Strategy):
             model: a built Keras model.
             run_state: gets each training step.
         """
-        from kerasdp.backends.torch.compiled_step import CompiledSteps
-        from kerasdp.backends.torch.train_step import ShardSteps, sums_over_ranks
+        from kerasdp.backends.torch.compiled_step import CompiledTraining
+        from kerasdp.backends.torch.train_step import ShardSteps
         from kerasdp.keras_compat import own_steps
 
         own = own_steps(model)
@@ -108,8 +109,8 @@ class DataParallel(Strategy):
                 run_state.after_step(logs.get("loss"), batch.indices, {})
                 return logs
             done = None
-            if self._compiles(model, run_state, len(batch.indices)):
-                compiled = compiled or CompiledSteps(self, model, steps)
+            if self._compiles(model, run_state.num_steps, len(batch.indices) == run_state.batch_size):
+                compiled = compiled or CompiledTraining(self, model, steps)
                 done = compiled(batch, run_state.detail)
             if done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
@@ -121,28 +122,33 @@ class DataParallel(Strategy):
             run_state.after_step(loss, batch.indices, seen, rate)
             return logs
 
-        @torch.no_grad()
-        def test_function(data: Any) -> dict[str, Any]:
-            batch = require_device_batch(data[0])
-            if "test_step" in own:
-                return self._own_step(model, "test_step", batch)
-            context = self.context(model, len(batch.indices))
-            with use(context):
-                outputs = steps.forward(model, batch.inputs, context, training=False)
-            whole = steps.global_batch(batch, outputs, context, training=False)
-            whole.share_metrics()
-            return whole.update_metrics(whole.take(sums_over_ranks(whole.shared)))
+        evaluations = {name: self._evaluation_function(name, model, run_state, steps) for name in ("test", "predict")}
+        return StepFunctions(train=train_function, **evaluations)
+
+    def _evaluation_function(
+        self, name: str, model: Any, run_state: RunState, steps: "ShardSteps"
+    ) -> Callable[[Any], Any]:
+        """Makes the function `test` or `predict`."""
+        from kerasdp.backends.torch.compiled_step import CompiledEvaluation
+        from kerasdp.keras_compat import own_steps
+
+        own = own_steps(model)
+        compiled = None
 
         @torch.no_grad()
-        def predict_function(data: Any) -> Any:
-            inputs, _, _, indices = require_device_batch(data[0])
-            if "predict_step" in own:
-                return self._own_predict_step(model, inputs, len(indices))
-            context = self.context(model, len(indices))
-            with use(context):
-                return steps.outputs(model, inputs, context, training=False)
+        def evaluate(data: Any) -> Any:
+            nonlocal compiled
+            batch, evaluated = require_device_batch(data[0]), run_state.evaluated
+            num_rows, result = len(batch.indices), None
+            if f"{name}_step" in own:
+                is_test = name == "test"
+                return self._own_step(model, "test_step", batch) if is_test else self._own_predict_step(model, batch)
+            if evaluated and self._compiles(model, evaluated.num_batches, num_rows == evaluated.batch_size):
+                compiled = compiled or CompiledEvaluation(self, model, steps, name)
+                result = compiled(batch)
+            return getattr(steps, name)(batch, self.context(model, num_rows)) if result is None else result
 
-        return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+        return evaluate
 
     def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
         """Runs a user-defined step; returns Keras' logs, for the global batch."""
@@ -154,11 +160,12 @@ class DataParallel(Strategy):
         with joined_steps(model):
             return self._on_own_rows(model, name, batch)[0]
 
-    def _own_predict_step(self, model: Any, inputs: Any, num_rows: int) -> Any:
+    def _own_predict_step(self, model: Any, batch: DeviceBatch) -> Any:
         from kerasdp.keras_compat import as_keras_gives
 
+        num_rows = len(batch.indices)
         with use(self.context(model, num_rows, "predict_step")):
-            outputs = model.predict_step(as_keras_gives((inputs, None, None)))
+            outputs = model.predict_step(as_keras_gives((batch.inputs, None, None)))
         return self.gather(outputs, num_rows)
 
     def _on_own_rows(self, model: Any, name: str, batch: DeviceBatch, is_trial: bool = False) -> Any:
@@ -204,14 +211,14 @@ class DataParallel(Strategy):
             logs = whole.update_metrics(loss)
         return loss, rate, logs, seen
 
-    def _compiles(self, model: Any, run_state: RunState, num_rows: int) -> bool:
-        """Returns whether a batch of so many rows is trained by a compiled step; a smaller last one is not.
+    def _compiles(self, model: Any, num_steps: int | None, is_full: bool) -> bool:
+        """Returns whether one of so many steps is compiled; None: not known. That of a smaller last batch is not.
 
         A resumed run must decide as the interrupted one did, or they would differ by round-off.
         """
-        if model.run_eagerly or self.config.compile == "off" or num_rows != run_state.batch_size:
+        if model.run_eagerly or self.config.compile == "off" or not is_full:
             return False
-        return self.config.compile == "on" or run_state.num_steps is None or run_state.num_steps >= _WORTH_COMPILING
+        return self.config.compile == "on" or num_steps is None or num_steps >= _WORTH_COMPILING
 
     @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:

@@ -7,7 +7,7 @@ import torch
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.private import all_reduce_async, wait
-from kerasdp.portability.replica_context import ReplicaContext
+from kerasdp.portability.replica_context import ReplicaContext, use
 
 if TYPE_CHECKING:
     from kerasdp.portability.global_batch import GlobalBatch
@@ -30,10 +30,19 @@ class ShardSteps:
         with self.penalties.active(context.adding()):
             return module(inputs, **arguments)
 
-    def outputs(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
-        """Computes the outputs of the global batch; arguments as in `forward`."""
-        outputs = self.forward(module, inputs, context, training)
-        return outputs if context is None else context.whole_outputs(outputs)
+    def test(self, batch: DeviceBatch, context: ReplicaContext | None) -> dict[str, Any]:
+        """Evaluates the global batch; returns Keras' logs."""
+        with use(context):
+            outputs = self.forward(self.model, batch.inputs, context, training=False)
+        whole = self.global_batch(batch, outputs, context, training=False)
+        whole.share_metrics()
+        return whole.update_metrics(whole.take(sums_over_ranks(whole.shared)))
+
+    def predict(self, batch: DeviceBatch, context: ReplicaContext | None) -> Any:
+        """Computes the outputs of the global batch."""
+        with use(context):
+            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            return outputs if context is None else context.whole_outputs(outputs)
 
     def global_batch(
         self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool
