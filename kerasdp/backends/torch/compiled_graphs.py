@@ -18,6 +18,7 @@ from kerasdp.backends.torch.graph_passes import (
     keep_channels_last,
     refuse_exchanges,
     remove_layout_round_trips,
+    send_early,
 )
 from kerasdp.backends.torch.private import (
     compile_error,
@@ -105,14 +106,13 @@ class CompiledGraphs:
         if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return None
-        compiler = _Compiler(
-            processes,
-            {
-                # Inductor (2.13) takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
-                "layout_optimization": False,
-                "triton.cudagraphs": self.strategy.is_gpu and self.strategy.num_replicas == 1,
-            },
-        )
+        # Inductor (2.13) takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
+        options = {"layout_optimization": False}
+        if self.strategy.is_gpu and self.strategy.num_replicas == 1:
+            options["triton.cudagraphs"] = True
+        if graph.meta["keeps_order"]:  # it would send late, and receive at once
+            options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+        compiler = _Compiler(processes, options)
         compiled = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
         try:
             result = self._run(compiled, data)
@@ -148,6 +148,7 @@ class CompiledGraphs:
         fold_padding(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)
+        graph.meta["keeps_order"] = send_early(graph.graph)
         graph.recompile()
         return graph
 
