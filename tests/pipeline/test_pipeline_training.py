@@ -16,15 +16,17 @@ def pipelines(backend, cases):
     """What became of each case. TensorFlow's virtual devices are made once a process."""
     cases = [{"backend": backend, "balance": "flops"} | case if "strategy" in case else {"backend": backend} | case
              for case in cases]  # fmt: skip
-    groups = [[case] for case in cases] if backend == "tensorflow" else [cases]
-    # With one device torch's process group is joined in the program itself, and would be forked with its workers.
-    warm = None if backend == "torch" else backend
-    return [
-        result
-        for group in groups
+    # jax makes its virtual devices at the first; with one device torch's process group is joined in the program itself,
+    # and would be forked with the workers of a later case.
+    order = sorted(range(len(cases)), key=lambda place: -cases[place]["num_devices"])
+    groups = [[place] for place in order] if backend == "tensorflow" else [order]
+    results = {}
+    for places in groups:
+        given = json.dumps([cases[place] for place in places])
         # torch would give a single process more threads, which add up in another order.
-        for result in result_of(run(PROGRAMS / "pipelines.py", json.dumps(group), backend=warm, OMP_NUM_THREADS="1"))
-    ]
+        done = run(PROGRAMS / "pipelines.py", given, backend=backend, OMP_NUM_THREADS="1")
+        results |= dict(zip(places, result_of(done), strict=True))
+    return [results[place] for place in range(len(cases))]
 
 
 def cut(num_stages, schedule="gpipe", split_size=4, **case):
