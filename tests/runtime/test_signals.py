@@ -62,7 +62,7 @@ def test_ctrl_c_is_no_request_to_save():
 STUCK = """
 import contextlib, ctypes, multiprocessing, os, signal, sys
 from kerasdp.runtime import signals
-signals.SECONDS_TO_NOTE = float(sys.argv[1])
+signals.SECONDS_TO_NOTE, signals.SECONDS_OF_ONE = float(sys.argv[1]), 0.3
 with signals.noticed(), signals.awaited():
     if (child := os.fork()) == 0:  # whose signals are its own
         signal.raise_signal(signal.SIGUSR1)
@@ -88,7 +88,7 @@ def test_a_main_thread_in_native_code_is_left(seconds, noted, sent):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "stuck\n"
-        time.sleep(0.2 if not noted else signals.SECONDS_OF_ONE)
+        time.sleep(0.4)
         for number in sent:
             process.send_signal(number)
             time.sleep(0.2)
