@@ -99,7 +99,7 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
-    with signals.noticed():
+    with signals.noticed(is_watched=folder is not None):
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.

@@ -25,7 +25,8 @@ from kerasdp.portability.row_axes import FIRST, Adding, RowAxes
 Add = Callable[[Any], None]
 # Of the calls that tell what is a mean, and by how much its halves must differ to tell anything.
 _TRIAL_ROWS, _LEAST_DIFFERENCE = 32, 0.01
-_TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
+# Of float16 and bfloat16 ten of the last bits: a mean that is not known for one costs time, the other way round digits.
+_TOLERANCES = {"float32": 1e-5, "float64": 1e-10, "float16": 0.005, "bfloat16": 0.04}
 
 
 class AddedLosses:
@@ -76,6 +77,8 @@ def take_added_loss(layer: keras.layers.Layer, loss: Any, add: Add) -> None:
         add: what Keras does with that.
     """
     context = replica_context.current()
+    if context is None or not context.is_trial:  # a trial asks how exact it is
+        add = functools.partial(_add_in_float32, add)
     if context is None or context.rows is None:
         add(loss)
     elif id(layer) in context.regularized:  # Keras adds what its activity regularizer gave
@@ -88,6 +91,19 @@ def take_added_loss(layer: keras.layers.Layer, loss: Any, add: Add) -> None:
         )
     else:
         context.adds(context, layer, loss, add)
+
+
+def _add_in_float32(add: Add, loss: Any) -> None:
+    """Adds a loss in float16 or bfloat16 as float32, as which jax and torch add it to the model's own.
+
+    Keras (3.15) leaves penalties of activities in the type of the activities, and TensorFlow refuses to add the two.
+    """
+
+    def cast(leaf: Any) -> Any:
+        is_half = ops.is_tensor(leaf) and keras.backend.standardize_dtype(leaf.dtype) in ("float16", "bfloat16")
+        return ops.cast(leaf, "float32") if is_half else leaf
+
+    add(keras.tree.map_structure(cast, loss))
 
 
 @contextlib.contextmanager
@@ -225,8 +241,11 @@ def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any]
 
 
 def _is_mean_of(whole: Any, first: Any, second: Any) -> bool:
-    tolerance = _TOLERANCES.get(keras.backend.standardize_dtype(whole.dtype), 1.0)
-    numbers = [float(np.sum(ops.convert_to_numpy(ops.stop_gradient(each)))) for each in (whole, first, second)]
+    name = keras.backend.standardize_dtype(whole.dtype)
+    tolerance, wide = _TOLERANCES.get(name, 0.0), keras.backend.result_type(name, "float32")
+    # TensorFlow (2.21) makes no array of one number in bfloat16.
+    parts = [ops.convert_to_numpy(ops.cast(ops.stop_gradient(each), wide)) for each in (whole, first, second)]
+    numbers = [float(np.sum(part)) for part in parts]
     size = max(map(abs, numbers))
     is_telling = np.isfinite(numbers).all() and abs(numbers[1] - numbers[2]) > _LEAST_DIFFERENCE * size
     return bool(is_telling and abs(numbers[0] - (numbers[1] + numbers[2]) / 2) <= tolerance * size)

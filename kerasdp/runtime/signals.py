@@ -7,7 +7,9 @@ checkpoints the first one does.
 
 import contextlib
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +18,11 @@ from typing import Any
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on.
 SECONDS_OF_ONE = 2.0
+# A process that nobody watches, and that has not noted a signal by then, waits in native code: not for a first step to
+# be compiled, which it would save after, but for a collective that never ends, say.
+SECONDS_TO_NOTE = 120.0
+# And one that has not left by then after a second signal, which ends it at once.
+_SECONDS_TO_LEAVE = 1.0
 _noted: list[int] = []
 # When they were passed on, in seconds of `time.monotonic`.
 _passed_on: list[float] = []
@@ -24,13 +31,16 @@ _is_awaited = False
 
 
 @contextlib.contextmanager
-def noticed() -> Iterator[None]:
-    """Notes the signals that come within the context. Has no effect outside of the main thread."""
+def noticed(is_watched: bool = False) -> Iterator[None]:
+    """Notes the signals that come within the context. Has no effect outside of the main thread.
+
+    `is_watched`: whether another process kills this one if it does not note them.
+    """
     _noted.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handlers[signal.SIGINT] = _interrupt
-    with _handlers(handlers):
+    with _handlers(handlers), contextlib.nullcontext() if is_watched else _watched():
         yield
 
 
@@ -139,3 +149,71 @@ def _handlers(handlers: dict[signal.Signals, Callable[[int, Any], None]]) -> Ite
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Ends this process if it stays in native code, where no handler is called, long after a signal, or a second one.
+
+    The interpreter writes the number of each signal into a pipe at once, wherever the main thread is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    kept = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if kept != -1:  # of an event loop, as in a notebook
+        signal.set_wakeup_fd(kept)
+    _watching.append(writer)
+    threading.Thread(target=_watch, args=(reader,), daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        if kept == -1:
+            signal.set_wakeup_fd(-1)
+        _watching.remove(writer)
+        os.close(writer)  # with which the thread ends
+
+
+def _watch(reader: int) -> None:
+    first, again = (0, 0.0), (0, 0.0)  # the signal that came first, and one that came later, with their times
+    with open(reader, "rb", buffering=0) as arrivals:
+        while True:
+            now = time.monotonic()
+            left = [
+                since + seconds - now
+                for number, since, seconds, is_noted in (
+                    (*first, SECONDS_TO_NOTE, bool(_noted)),
+                    (*again, _SECONDS_TO_LEAVE, _last > again[1] - SECONDS_OF_ONE),
+                )
+                if number and not is_noted
+            ]
+            if any(seconds <= 0 for seconds in left):
+                _leave((again if again[0] else first)[0])
+            if not select.select([arrivals], [], [], min(left, default=None))[0]:
+                continue
+            numbers, now = arrivals.read(1), time.monotonic()
+            if not numbers:
+                return
+            if numbers[0] in _SIGNALS and not first[0]:
+                first = numbers[0], now
+            elif numbers[0] in _SIGNALS and (numbers[0] != first[0] or now - first[1] > SECONDS_OF_ONE):
+                again = again if again[0] else (numbers[0], now)
+
+
+def _leave(number: int) -> None:
+    name = signal.Signals(number).name
+    sys.stderr.write(f"error: ended by {name}, which the main thread did not note: it waits in native code\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
+
+
+def _forget() -> None:
+    """Keeps the signals of a forked process from its parent's pipe."""
+    if _watching:
+        signal.set_wakeup_fd(-1)
+
+
+_watching: list[int] = []
+os.register_at_fork(after_in_child=_forget)

@@ -31,7 +31,8 @@ def vae(runner):
             mean, spread = parts
             apart = -0.5 * ops.sum(1 + spread - ops.square(mean) - ops.exp(spread), axis=-1)
             self.add_loss(0.1 * ops.mean(apart))
-            return mean + ops.exp(0.5 * spread) * keras.random.normal(ops.shape(mean), seed=self.seed_generator)
+            noise = keras.random.normal(ops.shape(mean), dtype=mean.dtype, seed=self.seed_generator)
+            return mean + ops.exp(0.5 * spread) * noise
 
     class Reconstruction(layers.Layer):
         def call(self, parts):
@@ -114,7 +115,7 @@ def sums(runner):
             return outputs
 
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return ops.mean(ops.square(y - y_pred)) + 0.7 * sum(self.losses)
+            return ops.mean(ops.square(y - ops.cast(y_pred, y.dtype))) + 0.7 * sum(self.losses)
 
     with runner.scope():
         model = Model()

@@ -162,7 +162,7 @@ def main():
         os.environ["KERASDP_TEST_CASE"] = json.dumps(case)
         globals()["CASE"] = case
         fields = {name: value for name, value in case.items() if name not in ("net", "rule", "by_hand")}
-        results.append(kerasdp.launch(train, device="cpu", verbose=0, batch_size=16, **fields))
+        results.append(kerasdp.launch(train, device="cpu", verbose=0, **{"batch_size": 16} | fields))
     print("RESULT", json.dumps(results))
 
 

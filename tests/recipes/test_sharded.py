@@ -12,12 +12,15 @@ STEPS = 25  # of 23 an epoch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shards")
-    for kind in ("parquet", "array_record"):
+    return tmp_path_factory.mktemp("shards")
+
+
+def shards(folder, kind):
+    if not (folder / kind).exists():
         done = run("recipes/make_shards.py", folder / kind, f"--format={kind}", backend=BACKENDS[0])
         assert done.returncode == 0, done.stderr
         assert len(list((folder / kind).iterdir())) == 6
-    return folder
+    return folder / kind
 
 
 def losses(recipe, backend, count, workdir, folder, *flags):
@@ -36,7 +39,7 @@ def expected(folder, tmp_path):
 
 
 def test_the_same_losses_as_of_arrays(folder, tmp_path):
-    flags = f"--data_dir={folder / 'array_record'}", f"--max_steps={STEPS}"
+    flags = f"--data_dir={shards(folder, 'array_record')}", f"--max_steps={STEPS}"
     found = losses("sharded", BACKENDS[-1], 2 if BACKENDS[-1] == "jax" else 1, tmp_path / "shards", folder, *flags)
     assert found == pytest.approx(expected(folder, tmp_path), rel=2e-4)
 
@@ -49,7 +52,7 @@ def test_resumed_from_other_files_by_other_backends(folder, tmp_path):
     for backend, count, kind, end in (
         ("torch", 2, "parquet", 5), ("jax", 2, "array_record", 24), ("tensorflow", 1, "parquet", STEPS),
     ):  # fmt: skip
-        flags = (f"--data_dir={folder / kind}", f"--max_steps={end}", *(["--resume"] if found else []))
+        flags = (f"--data_dir={shards(folder, kind)}", f"--max_steps={end}", *(["--resume"] if found else []))
         found = losses("sharded", backend, count, tmp_path / "shards", folder, *flags)
         assert len(found) == end
     assert found == pytest.approx(expected(folder, tmp_path), rel=2e-4)

@@ -1,6 +1,9 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -53,3 +56,44 @@ def test_ctrl_c_is_no_request_to_save():
                 signals.noted()
     finally:
         signal.signal(signal.SIGINT, kept)
+
+
+# Waits in native code for ever: the main thread locks what it has locked.
+STUCK = """
+import contextlib, ctypes, multiprocessing, os, signal, sys
+from kerasdp.runtime import signals
+signals.SECONDS_TO_NOTE, signals.SECONDS_OF_ONE = float(sys.argv[1]), 0.3
+with signals.noticed(), signals.awaited():
+    if (child := os.fork()) == 0:  # whose signals are its own
+        signal.raise_signal(signal.SIGUSR1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    if sys.argv[2:]:
+        signal.raise_signal(signal.SIGTERM)
+    lock = ctypes.create_string_buffer(256)
+    print("stuck", flush=True)
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noted", "sent"),
+    [(1.0, [], [signal.SIGTERM]), (60.0, [], [signal.SIGTERM, signal.SIGUSR1]), (60.0, ["noted"], [signal.SIGUSR1])],
+    ids=["silence", "second", "second_after_one_that_was_noted"],
+)
+def test_a_main_thread_in_native_code_is_left(seconds, noted, sent):
+    """No handler of Python is called there."""
+    command = [sys.executable, "-c", STUCK, str(seconds), *noted]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "stuck\n"
+        time.sleep(0.4)
+        for number in sent:
+            process.send_signal(number)
+            time.sleep(0.2)
+        _, errors = process.communicate(timeout=6)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + sent[-1], errors
+    assert f"ended by {sent[-1].name}, which the main thread did not note" in errors

@@ -82,7 +82,7 @@ class StageProgram:
         self.penalty = jax.jit(self._weight_penalty)
         self.joined = jax.jit(lambda outputs: [jnp.concatenate(leaves) for leaves in zip(*outputs)])
         self._measured = jax.jit(self._measure)
-        self.backward = jax.jit(self._backward, donate_argnums=3)
+        self.backward = jax.jit(self._backward, donate_argnums=2)
 
     def sharding_for(self, num_rows: int) -> NamedSharding:
         """Returns the sharding of a tensor of so many rows: split over the devices if they divide, else copied."""
@@ -158,10 +158,14 @@ class StageProgram:
             _, pullback, (outputs, penalty, new) = jax.vjp(call, trainable, floats, has_aux=True)
         return outputs, penalty, pullback, new
 
-    def _backward(self, pullback: Any, gradients: Any, share: Any, sums: Any) -> tuple[Any, Any]:
-        """Adds to the gradients of the weights; returns those of the inputs, too (zero-sized for integers)."""
+    def _backward(self, pullback: Any, gradients: Any, sums: Any, share: Any, scale: Any) -> tuple[Any, Any]:
+        """Adds to the gradients of the weights; returns those of the inputs, too (zero-sized for integers).
+
+        `share`: of the micro-batch's penalty in that of the batch; a Python number, which takes the type of what it is
+        multiplied with. `scale`: of the loss, float32.
+        """
         given = [gradient for gradient in gradients if gradient is not None]
-        found = pullback((given, jnp.asarray(share, jnp.zeros(()).dtype)))
+        found = pullback((given, share * jnp.asarray(scale, jnp.zeros(()).dtype)))
         of_weights, passed_on = found[0], iter(() if self.is_first else found[1])
         sums = of_weights if sums is None else jax.tree.map(jnp.add, sums, of_weights)
         return sums, [next(passed_on) if is_float else None for is_float in self.differentiable] if found[1:] else None
@@ -172,7 +176,7 @@ class StageProgram:
     ) -> Any:  # fmt: skip
         """Computes outputs and penalty of a micro-batch with the whole model; adds its gradients to `sums`.
 
-        `shares`: the weights of the micro-batch's loss and penalty in those of the batch.
+        `shares`: the weights of the micro-batch's loss and penalty in those of the batch; Python numbers.
         """
         import keras
 
@@ -196,8 +200,8 @@ class StageProgram:
         loss = compiled_loss(self.whole_model)
         return jnp.zeros(()) if loss is None else loss(targets, self.plan.outputs(outputs), sample_weight)
 
-    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, scale: Any) -> Any:
-        """Computes the gradients of the joint loss of some micro-batches, times `scale`, for each of them."""
+    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, share: Any, scale: Any) -> Any:
+        """Computes the gradients of the joint loss of some micro-batches, times `share * scale`, for each of them."""
         import keras
 
         metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
@@ -207,7 +211,7 @@ class StageProgram:
             merged = [[next(floats) if _is_float(leaf.dtype) else leaf for leaf in leaves] for leaves in outputs]
             joined = [jnp.concatenate(leaves) for leaves in zip(*merged)]
             with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
-                return self._compiled_loss(joined, targets, sample_weight) * scale
+                return self._compiled_loss(joined, targets, sample_weight) * scale * share
 
         # A whole number beside the logits, the class say, has no gradient.
         found = iter(jax.grad(loss_of)([leaf for leaves in outputs for leaf in leaves if _is_float(leaf.dtype)]))

@@ -110,14 +110,14 @@ class PipelineStep:
         """Runs forward, loss and backward in one program, which keeps less in memory than two."""
         inputs, begin = self._received(program, self.activations[program.number], number)
         micro_batches, values = self.micro_batches, self.values[program.number]
-        rows, share = micro_batches.rows(number), np.float32(micro_batches.share_of_rows(number))
+        rows, share = micro_batches.rows(number), micro_batches.share_of_rows(number)
         for index, seed in zip(program.seeds, self.seeds[program.number]):
             values[1][index] = seed
         if self.sums[program.number] is None:
             self.sums[program.number] = program.zeros(values[0])
         outputs, penalty, values[1], self.sums[program.number] = program.accumulate(
             values[0], values[1], inputs, *program.cut((self.batch.targets, self.batch.sample_weight), rows),
-            np.int32(rows.start), (np.float32(self.shares[number]), share), program.loss_scale(values[2]),
+            np.int32(rows.start), (self.shares[number], share), program.loss_scale(values[2]),
             self.sums[program.number],
         )  # fmt: skip
         values[1] = list(values[1])
@@ -141,19 +141,20 @@ class PipelineStep:
             rows = self.micro_batches.rows(number)
             targets, weights = program.cut((targets, weights), rows)
             outputs = [self.activations[-1][number].result()]
-            (gradients,) = program.gradients(outputs, targets, weights, scale * self.shares[number])
+            (gradients,) = program.gradients(outputs, targets, weights, self.shares[number], scale)
             self.gradients[program.number][number].set_result(gradients)
         elif number == len(self.micro_batches) - 1:
-            gradients = program.gradients(self._all_outputs(), targets, weights, scale)
+            gradients = program.gradients(self._all_outputs(), targets, weights, 1.0, scale)
             for future, gradient in zip(self.gradients[program.number], gradients):
                 future.set_result(gradient)
 
     def _backward(self, program: StageProgram, number: int) -> tuple[float, Any]:
         gradients, begin = self._received(program, self.gradients[program.number], number)
         pullback = self.pullbacks[program.number].pop(number)
-        share = np.float32(self.micro_batches.share_of_rows(number))
-        share = share * program.loss_scale(self.values[program.number][2])
-        self.sums[program.number], passed_on = program.backward(pullback, gradients, share, self.sums[program.number])
+        share, scale = self.micro_batches.share_of_rows(number), program.loss_scale(self.values[program.number][2])
+        self.sums[program.number], passed_on = program.backward(
+            pullback, gradients, self.sums[program.number], share, scale
+        )
         if not program.is_first:
             self.gradients[program.number - 1][number].set_result(passed_on)
         return begin, (passed_on, self.sums[program.number])

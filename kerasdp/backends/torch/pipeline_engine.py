@@ -89,7 +89,7 @@ class Pipeline:
         with torch.no_grad():
             total_penalty = self._update(weights, penalty)
             outputs = self._outputs()
-            loss = self.compiled_loss(batch, outputs) + total_penalty
+            loss = _with_penalty(self.compiled_loss(batch, outputs), total_penalty)
             return loss, self._logs(batch, outputs, loss)
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
@@ -113,8 +113,8 @@ class Pipeline:
         outputs = self.predict_step(batch)
         penalties = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
         penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
-        (total,) = self._sum_over_stages([penalty]) if self.has_penalties else (0.0,)
-        return self._logs(batch, outputs, self.compiled_loss(batch, outputs) + total)
+        (total,) = self._sum_over_stages([penalty]) if self.has_penalties else (penalty,)
+        return self._logs(batch, outputs, _with_penalty(self.compiled_loss(batch, outputs), total))
 
     def predict_step(self, batch: DeviceBatch) -> Any:
         """Computes the outputs of the global batch."""
@@ -206,11 +206,11 @@ class Pipeline:
         return total_penalty
 
     def _sum_over_stages(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the sums over the stages."""
+        """Returns the sums over the stages, in float64: what a stage has none of says nothing of a type."""
         totals = torch.stack([value.double() for value in values])
         if self.num_ranks > 1:
             dist.all_reduce(totals, group=self.group)
-        return totals.to(values[-1].dtype)
+        return totals
 
     def _outputs(self) -> Any:
         """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
@@ -279,3 +279,8 @@ class Pipeline:
         copy = value.to(self.strategy.device).contiguous()
         dist.broadcast(copy, source, group=self.group)
         value.copy_(copy)
+
+
+def _with_penalty(loss: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Adds all stages' penalties to a loss, in its type."""
+    return loss + penalty.to(loss.dtype)

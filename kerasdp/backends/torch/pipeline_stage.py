@@ -96,7 +96,7 @@ class PipelineStep:
         ]
         outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
         with keras.StatelessScope():  # the losses of several outputs are metrics, too
-            loss = pipeline.compiled_loss(batch, outputs) * (share * self.scale)
+            loss = pipeline.compiled_loss(batch, outputs) * self.scale * share  # the scale is float32, the share not
         flat = [leaf for parts in leaves for leaf in parts if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
         first = pipeline.pipeline_index * pipeline.size
