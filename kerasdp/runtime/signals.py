@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SECONDS_OF_ONE = 2.0
 # A process that nobody watches, and that has not noted a signal by then, waits in native code: not for a first step to
 # be compiled, which it would save after, but for a collective that never ends, say.
-SECONDS_TO_NOTE = 120.0
+SECONDS_TO_NOTE = 600.0
 # And one that has not left by then after a second signal, which ends it at once.
 _SECONDS_TO_LEAVE = 1.0
 _noted: list[int] = []
