@@ -87,7 +87,7 @@ def spoil_the_kit():
         from kerasdp.backends.tensorflow import collectives
 
         mean = collectives.mean
-        collectives.mean = lambda gradients, others, *_: (gradients, mean([], others)[1])
+        collectives.mean = lambda gradients, others, *_: lambda: (gradients, mean([], others)()[1])
 
 
 def data():
