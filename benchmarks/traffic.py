@@ -5,7 +5,8 @@ how often a ring sends them along is the framework's affair. What an epoch's beg
 
 - torch: collectives and messages of its profiler, whoever starts them; and what kerasdp writes into sockets.
 - jax: collectives that its profiler saw running, with the shapes that the compiled programs give them.
-- tensorflow: the inputs of the collectives in the function that has most of them, as it is traced.
+- tensorflow: the inputs of the collectives, and of the sums on one device, in the function that has most of them, as it
+  is traced.
 """
 
 import functools
@@ -143,25 +144,43 @@ def _product(shape: str) -> int:
 
 
 def _count_tensorflow_collectives() -> None:
+    import tensorflow as tf
+
     # A private module of TensorFlow (2.21): all that its strategies reduce or gather passes here, and nowhere public.
     from tensorflow.python.ops import collective_ops
 
-    def counted(collective: Callable[..., Any], is_gathering: bool) -> Callable[..., Any]:
-        def call(tensor: Any, group_size: Any, *rest: Any, **more: Any) -> Any:
-            graph = getattr(tensor, "graph", None)  # None: not in a function
-            while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
-                graph = graph.outer_graph
-            if graph is None or graph.name == "compute_gathered_values":  # that of a gathering outside of functions
-                return collective(tensor, group_size, *rest, **more)
+    def add(tensor: Any, times: int) -> None:
+        graph = getattr(tensor, "graph", None)  # None: not in a function
+        while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+            graph = graph.outer_graph
+        if graph is not None and graph.name != "compute_gathered_values":  # that of a gathering outside of functions
             elements = tensor.shape.num_elements()
             size = math.nan if elements is None else elements * tensor.dtype.size
-            _graphs[graph] = _graphs.get(graph, 0) + size * (group_size if is_gathering else 1)
+            _graphs[graph] = _graphs.get(graph, 0) + size * times
+
+    def counted(collective: Callable[..., Any], is_gathering: bool) -> Callable[..., Any]:
+        def call(tensor: Any, group_size: Any, *rest: Any, **more: Any) -> Any:
+            add(tensor, group_size if is_gathering else 1)
             return collective(tensor, group_size, *rest, **more)
 
         return call
 
     for name in ("all_reduce", "all_reduce_v2", "all_gather", "all_gather_v2"):
         setattr(collective_ops, name, counted(getattr(collective_ops, name), "gather" in name))
+
+    # And what virtual devices sum or gather on one of them. No public way to see a gathering.
+    def counted_on_one(reduce: Callable[..., Any], is_gathering: bool) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **more: Any) -> Any:
+            values = args[0 if is_gathering else 1].values
+            for value in values:
+                add(value, len(values) if is_gathering else 1)
+            return reduce(self, *args, **more)
+
+        return call
+
+    on_one = tf.distribute.ReductionToOneDevice
+    on_one.reduce_implementation = counted_on_one(on_one.reduce_implementation, False)
+    on_one._gather_implementation = counted_on_one(on_one._gather_implementation, True)
 
 
 def _tensorflow(num_devices: int) -> int:

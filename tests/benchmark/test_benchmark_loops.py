@@ -56,3 +56,15 @@ def test_bytes_are_counted(backend):
     done = run(PROGRAMS / "benchmark_traffic.py", backend)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == 4 * (1000 + 2 * 10)
+
+
+@pytest.mark.proof
+def test_memory_of_compiling_is_given_back():
+    """Of which XLA, for the update, leaves 170 MiB: without giving it back, this is 420 MiB; with it 260."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "kit_loop.py"), "--backend=tensorflow", "--devices=2"]
+    words += ["--device=cpu", "--model=gpt", "--vocabulary=2000", "--batch_size=32", "--steps=5"]
+    done = subprocess.run(words, input="\n", capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    grown = json.loads(done.stdout.splitlines()[-1])["growth_bytes"] / 2**20
+    print(f"{grown:.0f} MiB")
+    assert grown < 340

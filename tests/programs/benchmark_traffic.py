@@ -45,14 +45,19 @@ def tensorflow_step():
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    names = ["CPU:0", "CPU:1"]
+    collective = tf.distribute.MirroredStrategy(names)
+    on_one = tf.distribute.MirroredStrategy(names, tf.distribute.ReductionToOneDevice())
 
-    def replica():
+    def sums():  # its gatherings have shapes that only running tells, which is an error
+        tf.distribute.get_replica_context().all_reduce("SUM", tf.ones(900))
+
+    def on_one_device():
         context = tf.distribute.get_replica_context()
-        context.all_reduce("SUM", tf.ones(1000))
-        context.all_reduce("SUM", tf.ones(20))  # its gatherings have shapes that only running tells, which is an error
+        context.all_reduce("SUM", tf.ones(100))
+        context.all_gather(tf.ones(10), 0)
 
-    return tf.function(lambda: strategy.run(replica))
+    return tf.function(lambda: (collective.run(sums), on_one.run(on_one_device)))
 
 
 def work(rank, port):

@@ -77,30 +77,46 @@ def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor over the replicas, in one collective per type."""
-    named = {str(place): tf.convert_to_tensor(tensor) for place, tensor in enumerate(tensors)}
-    return list(mean([], named)[1].values())
+    return _summed([tf.convert_to_tensor(tensor) for tensor in tensors])()
 
 
 def mean(
     gradients: list[Any], shared: dict[str, tf.Tensor], precision: str = "float32"
-) -> tuple[list[Any], dict[str, tf.Tensor]]:
+) -> Callable[[], tuple[list[Any], dict[str, tf.Tensor]]]:
     """Averages gradients over the replicas, and sums other tensors, in one collective per type.
 
     A weight that the loss does not depend on keeps its None. With a `precision` of `"bfloat16"` gradients are sent and
     summed in it. They are dense.
+
+    Returns:
+        A function that takes apart what has come. Compiled with what uses it, that is no operation of its own.
     """
     present = [gradient for gradient in gradients if gradient is not None]
-    sent = present
-    if precision != "float32":
-        sent = [tf.cast(each, precision) for each in present]
+    sent = present if precision == "float32" else [tf.cast(each, precision) for each in present]
     num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    received = [*sent, *shared.values()]
-    for dtype in dict.fromkeys(value.dtype for value in received):  # TensorFlow (2.21) joins a list into one tensor
-        indices = [index for index, value in enumerate(received) if value.dtype == dtype]
-        values = [received[index] for index in indices]
-        values = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, values)
-        for index, value in zip(indices, values, strict=True):
-            received[index] = value
-    means = iter([tf.cast(value, gradient.dtype) for value, gradient in zip(received, present)])
-    sums = {name: value * num_replicas for name, value in zip(shared, received[len(sent) :], strict=True)}
-    return [None if gradient is None else next(means) for gradient in gradients], sums
+    received = _summed([*sent, *shared.values()])
+
+    def take_apart() -> tuple[list[Any], dict[str, tf.Tensor]]:
+        values = received()
+        means = iter([tf.cast(value, own.dtype) / num_replicas for value, own in zip(values, present)])
+        sums = dict(zip(shared, values[len(present) :], strict=True))
+        return [None if gradient is None else next(means) for gradient in gradients], sums
+
+    return take_apart
+
+
+def _summed(tensors: list[tf.Tensor]) -> Callable[[], list[tf.Tensor]]:
+    """Sums each tensor over the replicas, in one collective per type; returns what takes the sums apart."""
+    joined = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors if tensor.dtype == dtype], 0)
+        joined[dtype] = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flat)
+
+    def take_apart() -> list[tf.Tensor]:
+        parts = {}
+        for dtype, flat in joined.items():
+            sizes = [tf.size(tensor) for tensor in tensors if tensor.dtype == dtype]
+            parts[dtype] = iter(tf.split(flat, sizes))
+        return [tf.reshape(next(parts[tensor.dtype]), tf.shape(tensor)) for tensor in tensors]
+
+    return take_apart

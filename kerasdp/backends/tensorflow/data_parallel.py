@@ -17,11 +17,7 @@ from kerasdp.backends.steps import (
     train_on_next_batches,
 )
 from kerasdp.backends.tensorflow import collectives, private
-from kerasdp.backends.tensorflow.devices import (
-    device_names,
-    peak_memory_by_device,
-    put_on_device,
-)
+from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
@@ -258,6 +254,9 @@ class DataParallel(Strategy):
                 graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
                 graphs[key] = graph.get_concrete_function(*data)
+                results = graphs[key](*data)
+                give_back_memory()
+                return results
             return graphs[key](*data)
 
         return function

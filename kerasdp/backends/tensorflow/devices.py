@@ -1,6 +1,8 @@
 """TensorFlow: makes the devices of a run, all driven by one process, and brings batches to them."""
 
+import ctypes
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +64,17 @@ def peak_memory_by_device(names: list[str]) -> list[int]:
     if not names[0].startswith("GPU"):
         return []
     return [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
+
+
+def give_back_memory() -> None:
+    """Gives what compiling has freed back to the system, which the C library of Linux otherwise keeps for later.
+
+    XLA compiles an optimizer's update for each device: of 360,000 weights on two devices some 170 MiB are left.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        if trim is not None:
+            trim(0)
 
 
 def start_workers(

@@ -48,20 +48,21 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
     from kerasdp.keras_compat import updating_values
 
     variables = list({id(variable): variable for variable in all_variables(model)}.values())
-    changed: list[Any] = []
 
-    def compute(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute() -> None:
+        # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
+        handles = [variable.value.handle for variable in variables]
+        values = [
+            tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.value.dtype), variable.shape)
+            for handle, variable in zip(handles, variables, strict=True)
+        ]
         with updating_values(model.optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
             update()
-        changed[:] = [
-            variable for variable, value in zip(variables, values) if scope.get_current_value(variable) is not value
-        ]
-        return [scope.get_current_value(variable) for variable in changed]
+        for variable, handle, value in zip(variables, handles, values, strict=True):
+            if (new := scope.get_current_value(variable)) is not value:
+                tf.raw_ops.AssignVariableOp(resource=handle, value=new)
 
-    news = xla.compiled(compute)([tf.convert_to_tensor(variable.value) for variable in variables])
-    for variable, new in zip(changed, news, strict=True):
-        # Of a mirrored variable this is, within a replica, the handle of that replica's copy.
-        tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=new)
+    xla.compiled(compute)()
 
 
 def can_be_one(model: Any) -> bool:

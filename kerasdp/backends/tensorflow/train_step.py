@@ -1,7 +1,7 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -49,21 +49,24 @@ class ReplicaSteps:
         whole.share_metrics()
         variables = model.trainable_weights
         gradients = optimizer_update.dense(tape.gradient(scaled_loss, variables))
-        sums: dict[str, Tensor] = {}
+        take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, {})  # noqa: E731
         if context is not None:  # in one collective with the gradients
-            gradients, sums = collectives.mean(gradients, whole.shared, strategy.gradient_precision)
-        loss = whole.take(sums)
-        observed_values, rate = observed(detail, gradients, recorded), learning_rate(model.optimizer)
+            take_apart = collectives.mean(gradients, whole.shared, strategy.gradient_precision)
+        means, sums = take_apart()
+        observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
 
         def update() -> None:
+            means, sums = take_apart()  # anew, within what is compiled
+            whole.take(sums)
             whole.move_statistics()
             if variables:
-                model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+                model.optimizer.apply_gradients(zip(means, variables, strict=True))
 
         if optimizer_update.can_be_one(model):
             optimizer_update.as_one(model, update)
         else:
             update()
+        loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
 
     @contextlib.contextmanager
@@ -105,7 +108,7 @@ class ReplicaSteps:
             outputs = self._forward(inputs, training=False)
         whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=False)
         whole.share_metrics()
-        sums = {} if context is None else collectives.mean([], whole.shared)[1]
+        sums = {} if context is None else collectives.mean([], whole.shared)()[1]
         return whole.update_metrics(whole.take(sums))
 
     def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
@@ -131,7 +134,7 @@ class ReplicaSteps:
             with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
                 outputs = self._forward(inputs, training=True)
             whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
-            loss = whole.take({} if context is None else collectives.mean([], whole.shared)[1])
+            loss = whole.take({} if context is None else collectives.mean([], whole.shared)()[1])
             layers |= added_losses_by_name(self.model, len(layers))
         return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
 
