@@ -63,26 +63,28 @@ def spoil_the_kit():
     from kerasdp.data.sampling import Order
 
     if fault() in ("dropped", "swapped", "order"):
-        epoch = Order.epoch
+        in_order = Order.batches
 
-        def spoiled(order, number):
-            batches = [batch.copy() for batch in epoch(order, number)]
+        def spoiled(order, epoch, start=0):
+            batches = [batch.copy() for batch in in_order(order, epoch)]
             if fault() == "dropped":
                 batches[2] = batches[2][:-1]
             if fault() == "swapped":
                 batches[3][[4, 9]] = batches[3][[9, 4]]
             if fault() == "order":
                 batches[1][5], batches[2][5] = batches[2][5], batches[1][5]
-            return batches
+            return iter(batches[start:])
 
-        Order.epoch = spoiled
+        Order.batches = spoiled
     if fault() == "wrong_rows":  # others than it says
         read = sources.ArraySource.inputs
         sources.ArraySource.inputs = lambda self, indices: read(self, np.roll(indices, 1))
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "torch":
         from kerasdp.backends.torch import data_parallel
 
-        data_parallel.DataParallel._parallel = lambda self, model, batch: model
+        assert callable(data_parallel.distributed) and callable(data_parallel.reduce_others)
+        data_parallel.distributed = lambda strategy, model, batch: model
+        data_parallel.reduce_others = lambda parallel, variables: None
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
         from kerasdp.backends.tensorflow import collectives
 
