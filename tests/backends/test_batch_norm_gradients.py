@@ -1,6 +1,7 @@
 """The batch norms with gradients of their own, beside the formula that the framework differentiates by itself."""
 
 import concurrent.futures
+import functools
 import threading
 
 import numpy as np
@@ -53,27 +54,32 @@ def by_tensorflow(is_own):
     return [tensor.numpy() for tensor in compute(*map(tf.constant, (X, SCALE, OFFSET)))]
 
 
-def by_jax(is_own):
+def by_jax(is_own, groups=1):
+    """The statistics of all rows; with several `groups` those of the rows of each."""
     jax = pytest.importorskip("jax")
     from kerasdp.backends.jax.batch_norm import normalize
 
     def outputs_of(x, scale, offset):
         if is_own:
-            return normalize(x, 1, scale, offset, EPSILON, 3, lambda statistics: statistics)[0]
-        mean = x.mean((0, 2), keepdims=True)
-        variance = ((x - mean) ** 2).mean((0, 2), keepdims=True)
-        return (x - mean) * jax.lax.rsqrt(variance + EPSILON) * scale[:, None] + offset[:, None]
+            together = () if groups > 1 else (lambda statistics: statistics,)
+            outputs, *statistics = normalize(x, 1, scale, offset, EPSILON, 3, *together)
+            return outputs, statistics
+        shards = x.reshape(groups, -1, 4, 5)
+        mean = shards.mean((1, 3), keepdims=True)
+        variance = ((shards - mean) ** 2).mean((1, 3), keepdims=True)
+        outputs = (shards - mean) * jax.lax.rsqrt(variance + EPSILON) * scale[:, None] + offset[:, None]
+        return outputs.reshape(x.shape), [leaf.mean((0, 1, 3)) for leaf in (mean, variance)]
 
-    gradients = jax.grad(lambda *values: (outputs_of(*values) ** 2 * WEIGHTS).sum(), (0, 1, 2))
+    gradients = jax.grad(lambda *values: (outputs_of(*values)[0] ** 2 * WEIGHTS).sum(), (0, 1, 2))
     second = jax.grad(lambda *values: sum((gradient**3).sum() for gradient in gradients(*values)), (0, 1, 2))
     with jax.enable_x64():
         values = [jax.numpy.asarray(array) for array in (X, SCALE, OFFSET)]
         # One program: by itself each of hundreds of operations would be compiled.
-        results = jax.jit(lambda *values: (outputs_of(*values), *gradients(*values), *second(*values)))(*values)
-        return [np.asarray(array) for array in results]
+        compute = jax.jit(lambda *values: (outputs_of(*values), gradients(*values), second(*values)))
+        return [np.asarray(array) for array in jax.tree.leaves(compute(*values))]
 
 
-@pytest.mark.parametrize("compute", [by_torch, by_tensorflow, by_jax])
+@pytest.mark.parametrize("compute", [by_torch, by_tensorflow, by_jax, functools.partial(by_jax, groups=3)])
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)

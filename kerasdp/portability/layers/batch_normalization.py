@@ -83,7 +83,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
         """Returns whether the backend has a fused kernel for these statistics."""
         if keras.backend.backend() == "jax":  # where nothing is split, XLA makes of Keras' own way what it can
-            if context is None or context.everywhere is None or self.statistics != "sync":
+            if context is None or context.everywhere is None:
                 return False
             return inputs.shape[0] % context.num_replicas == 0
         # With statistics of each replica, its padding is hidden from them elsewhere.
@@ -96,7 +96,9 @@ class BatchNormalization(keras.layers.BatchNormalization):
             inputs = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         together: dict[str, Any] = {}
         if context is not None and context.everywhere is not None:
-            together = {"num_replicas": context.num_replicas, "everywhere": context.everywhere}
+            together = {"num_replicas": context.num_replicas}
+            if self.statistics == "sync":
+                together["everywhere"] = context.everywhere
         elif context is not None and self.statistics == "sync":
             is_padded = context.num_rows != context.rows
             together = {
