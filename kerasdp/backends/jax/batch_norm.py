@@ -39,21 +39,9 @@ def normalize(
     def grouped(tensor: Any, number: int = groups) -> Any:
         return tensor.reshape(number, -1, *x.shape[1:])
 
-    def statistics(wide: Any) -> tuple[Any, Any]:
-        shards = grouped(wide, num_replicas)
-        means = shards.mean(within, keepdims=True)
-        squares = jnp.square(shards - means).sum(within, keepdims=True)
-        if everywhere is None:
-            return means, squares / count
-        flat = jnp.stack([leaf.reshape(num_replicas, -1) for leaf in (means, squares)])
-        means, squares = everywhere(flat)
-        # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
-        mean = means.mean(0)
-        variance = (squares + count / num_replicas * jnp.square(means - mean)).sum(0) / count
-        return mean.reshape(shape), variance.reshape(shape)
-
     def forward(wide: Any, scale: Any, offset: Any) -> tuple[Any, Any]:
-        mean, variance = statistics(wide)
+        mean, variance = _statistics(grouped(wide, num_replicas), within, everywhere)
+        mean, variance = mean.reshape(groups, *shape[1:]), variance.reshape(groups, *shape[1:])
         inverse = jax.lax.rsqrt(variance + epsilon)
         outputs = (grouped(wide) - mean) * (inverse * scale.reshape(shape)) + offset.reshape(shape)
         means = (leaf.mean(0).reshape(-1) for leaf in (mean, variance))
@@ -79,3 +67,16 @@ def normalize(
         channels if offset is None else offset.astype(wide.dtype),
     )
     return outputs.astype(x.dtype), jax.lax.stop_gradient(mean), jax.lax.stop_gradient(variance)
+
+
+def _statistics(shards: Any, within: tuple[int, ...], everywhere: Callable[[Any], Any] | None) -> tuple[Any, Any]:
+    """Returns mean and variance of each channel: of each shard, or, joined, of all."""
+    means = shards.mean(within, keepdims=True)
+    variances = jnp.square(shards - means).mean(within)
+    means = means.reshape(variances.shape)
+    if everywhere is None:
+        return means, variances
+    means, variances = everywhere(jnp.stack([means, variances]))
+    # Chan et al. 1979: joins means and squared deviations without the cancellation of E[x^2] - E[x]^2.
+    mean = means.mean(0)
+    return mean, (variances + jnp.square(means - mean)).mean(0)
