@@ -75,14 +75,14 @@ def resumed(old, way, optimizer, folder):
     return found
 
 
-def backends_apart(old, new, optimizer, undisturbed):
-    """The most that two uninterrupted runs of two backends are apart, on any number of devices.
+def most_apart(optimizer, undisturbed):
+    """The most that two uninterrupted runs are apart, of all backends and device counts.
 
-    Not of just one pair: whether an activation near zero parts two runs is luck. With Adam torch and
-    tensorflow on one device may stay within 4e-7, and torch on one and on two devices be 4e-3 apart.
+    Not of just one pair: whether an activation near zero parts two runs is luck. With Adam tensorflow on one and on two
+    devices were 4e-4 apart in one trial, torch and tensorflow on one device 4e-7, torch on one and two devices 4e-3.
     """
-    runs = [[losses(undisturbed(way, optimizer)) for way in WAYS if way[0] == pair[0]] for pair in (old, new)]
-    return max(apart(expected, received, 40) for expected in runs[0] for received in runs[1])
+    runs = [losses(undisturbed(way, optimizer)) for way in WAYS]
+    return max(apart(expected, received, 40) for expected in runs for received in runs)
 
 
 def apart(expected, received, steps):
@@ -93,17 +93,16 @@ def apart(expected, received, steps):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_pair(optimizer, undisturbed, tmp_path_factory):
     """Each ordered pair of backends and device counts, stopped within an epoch."""
-    rows = {}
+    rows, alone = {}, most_apart(optimizer, undisturbed)
     for old in WAYS:
         expected, arrays = losses(undisturbed(old, optimizer)), final_arrays(undisturbed(old, optimizer))
         for new in WAYS:
             received, new_arrays = resumed(undisturbed(old, optimizer), new, optimizer, tmp_path_factory.mktemp("pair"))
             assert (received[:STOP] == expected[:STOP]).all()
             ten, forty = apart(expected, received, 10), apart(expected, received, 40)
-            alone = backends_apart(old, new, optimizer, undisturbed)
             rows[old, new] = ten, forty
             print(f"{optimizer}: {old} -> {new}: {ten:.1e} in 10 steps, {forty:.1e} in 40; "
-                  f"uninterrupted runs of the two backends: {alone:.1e}", flush=True)  # fmt: skip
+                  f"uninterrupted runs: {alone:.1e}", flush=True)  # fmt: skip
             if old == new:
                 assert (received == expected).all()
                 assert all((new_arrays[name] == array).all() for name, array in arrays.items())
@@ -111,7 +110,7 @@ def test_every_pair(optimizer, undisturbed, tmp_path_factory):
                 assert forty < 1e-4
             else:
                 assert ten < 1e-4
-                assert forty <= 2 * alone
+                assert forty <= alone
     names = [f"{backend} x {count}" for backend, count in WAYS]
     print(f"\n| {optimizer}: saved by, resumed by | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
     for old, name in zip(WAYS, names, strict=True):
