@@ -23,16 +23,22 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(7200)]
 
 WAYS = [(backend, count) for backend, many in (("torch", 2), ("jax", 4), ("tensorflow", 2)) for count in (1, many)]
 WAYS = [(backend, count) for backend, count in WAYS if backend in BACKENDS]
-OPTIMIZERS = {"sgd": "sgd(learning_rate=0.003,momentum=0.9)", "adam": "adam(learning_rate=0.001)"}
+# Adam in float64: it amplifies round-off until, in float32, runs part within 40 steps by luck.
+OPTIMIZERS = {
+    "sgd": ("sgd(learning_rate=0.003,momentum=0.9)", "float32"),
+    "adam": ("adam(learning_rate=0.001)", "float64"),
+}
+FARTHEST = {"sgd": 1e-4, "adam": 1e-12}
 # 1,437 digits in batches of 61: 24 steps an epoch, the last with 34 samples. Step 29 is within the second epoch.
 STOP, LAST = 29, 70
 
 
 def command(way, workdir, optimizer, *flags):
+    rule, precision = OPTIMIZERS[optimizer]
     return [
         "recipes/train.py", f"--backend={way[0]}", f"--gpus={way[1]}", "--device=cpu", f"--workdir={workdir}",
         "--model=convnet", "--batch_size=61", "--epochs=9", f"--max_steps={LAST}", "--log_every=1", "--verbose=2",
-        f"--optimizer={OPTIMIZERS[optimizer]}", *flags,
+        f"--optimizer={rule}", f"--precision={precision}", *flags,
     ]  # fmt: skip
 
 
@@ -75,16 +81,6 @@ def resumed(old, way, optimizer, folder):
     return found
 
 
-def most_apart(optimizer, undisturbed):
-    """The most that two uninterrupted runs are apart, of all backends and device counts.
-
-    Not of just one pair: whether an activation near zero parts two runs is luck. With Adam tensorflow on one and on two
-    devices were 4e-4 apart in one trial, torch and tensorflow on one device 4e-7, torch on one and two devices 4e-3.
-    """
-    runs = [losses(undisturbed(way, optimizer)) for way in WAYS]
-    return max(apart(expected, received, 40) for expected in runs for received in runs)
-
-
 def apart(expected, received, steps):
     pair = expected[STOP : STOP + steps], received[STOP : STOP + steps]
     return float((np.abs(pair[0] - pair[1]) / np.abs(pair[0])).max())
@@ -93,7 +89,7 @@ def apart(expected, received, steps):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_pair(optimizer, undisturbed, tmp_path_factory):
     """Each ordered pair of backends and device counts, stopped within an epoch."""
-    rows, alone = {}, most_apart(optimizer, undisturbed)
+    rows = {}
     for old in WAYS:
         expected, arrays = losses(undisturbed(old, optimizer)), final_arrays(undisturbed(old, optimizer))
         for new in WAYS:
@@ -101,16 +97,11 @@ def test_every_pair(optimizer, undisturbed, tmp_path_factory):
             assert (received[:STOP] == expected[:STOP]).all()
             ten, forty = apart(expected, received, 10), apart(expected, received, 40)
             rows[old, new] = ten, forty
-            print(f"{optimizer}: {old} -> {new}: {ten:.1e} in 10 steps, {forty:.1e} in 40; "
-                  f"uninterrupted runs: {alone:.1e}", flush=True)  # fmt: skip
+            print(f"{optimizer}: {old} -> {new}: {ten:.1e} in 10 steps, {forty:.1e} in 40", flush=True)
             if old == new:
                 assert (received == expected).all()
                 assert all((new_arrays[name] == array).all() for name, array in arrays.items())
-            elif optimizer == "sgd":
-                assert forty < 1e-4
-            else:
-                assert ten < 1e-4
-                assert forty <= alone
+            assert forty < FARTHEST[optimizer]
     names = [f"{backend} x {count}" for backend, count in WAYS]
     print(f"\n| {optimizer}: saved by, resumed by | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
     for old, name in zip(WAYS, names, strict=True):
