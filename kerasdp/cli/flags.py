@@ -110,6 +110,8 @@ def _define_flags_of_training() -> None:
     _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "
             "replica's shard of it (replica).")  # fmt: skip
     _define(group, "seed", number, _DEFAULTS.seed, "Seed of initial weights, sample order and dropout.")
+    _define(group, "deterministic", flags.DEFINE_boolean, _DEFAULTS.deterministic, "Repeated or resumed on GPUs of the "
+            "same kind and number, the run is equal bit by bit, as it always is on the CPU; slower.")  # fmt: skip
 
 
 def _define_flags_of_files() -> None:

@@ -61,6 +61,8 @@ class Config:
         check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
             split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
         seed: seed of initial weights, sample order and dropout.
+        deterministic: whether a run repeated, or resumed, on GPUs of the same kind and number is equal bit by bit, as
+            it always is on the CPU; slower. What the backend cannot do so ends the run.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
         verbose: 0 nothing, 1 progress bar, 2 a line per epoch; None: a bar in a terminal, else lines.
@@ -108,6 +110,7 @@ class Config:
     check: str = "first"
     gradient_precision: str = "float32"
     seed: int = 0
+    deterministic: bool = False
     workdir: str | None = None
     log_every: int = 10
     verbose: int | None = None

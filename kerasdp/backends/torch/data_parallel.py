@@ -39,7 +39,7 @@ class DataParallel(Strategy):
         self.num_devices = self.num_replicas = devices.count
         self.config = config
         self.splits_batches = self.num_replicas > 1
-        self.device = device_of_process(devices)
+        self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, timeout_of(config))
         self.shard = self.processes.rank, devices.count

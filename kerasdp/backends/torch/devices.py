@@ -37,8 +37,10 @@ def make_devices(config: Config) -> Devices:
     return choose_devices(config, torch.cuda.device_count())
 
 
-def device_of_process(devices: Devices) -> torch.device:
+def device_of_process(devices: Devices, config: Config) -> torch.device:
     """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
+    if config.deterministic:
+        _make_deterministic()
     if (folder := cache_folder("torch")) is not None:
         # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
         # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
@@ -53,6 +55,18 @@ def device_of_process(devices: Devices) -> torch.device:
     # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     return device
+
+
+def _make_deterministic() -> None:
+    """Lets torch use algorithms alone that give the same bits each time, and raise where there is none.
+
+    docs.pytorch.org/docs/2.13/notes/randomness.html. Also cuDNN's choice of algorithms: torch (2.13) takes those that
+    are deterministic, and without `cudnn.benchmark` it measures none.
+    """
+    # cuBLAS sums in a workspace whose size says how; read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def timeout_of(config: Config) -> timedelta:

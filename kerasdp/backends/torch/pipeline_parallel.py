@@ -41,7 +41,7 @@ class PipelineParallel(Strategy):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.device, timeout = device_of_process(devices), timeout_of(config)
+        self.device, timeout = device_of_process(devices, config), timeout_of(config)
         self.processes = join_processes(devices, self.device, timeout)
         self.stages: StagedModels[Pipeline] = StagedModels(
             config, lambda model: Pipeline(model, self), self.shard_batch
