@@ -12,6 +12,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = BACKENDS[0]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what the tests on GPUs know; pytest reads options here and not in their folder."""
+    parser.addoption("--rehearse", action="store_true", help="tests on GPUs: run on virtual CPU devices instead")
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each installed backend in turn."""
