@@ -14,18 +14,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]
 each_backend = pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 each_count = pytest.mark.parametrize("count", [1, 2, 4, 8])
 SHORT = ("--epochs=9", "--max_steps=40", "--batch_size=64", "--optimizer=sgd(learning_rate=0.01, momentum=0.9)")
-# Farthest that the losses of 40 steps may be from those on the CPU, of their size.
+# Steps whose losses are compared with those on the CPU, and how far they may be apart. In float32 a ReLU near zero may
+# fall on the other side, after which losses part by luck (seen between virtual CPU devices: 3e-4 from the 20th step).
 FARTHEST = {
-    ("lenet", "float64"): 1e-9,
-    ("convnet", "float64"): 1e-9,
-    ("lenet", "float32"): 1e-5,
-    ("convnet", "float32"): 1e-4,
+    ("lenet", "float64"): (40, 1e-9),
+    ("convnet", "float64"): (40, 1e-9),
+    ("lenet", "float32"): (40, 1e-5),
+    ("convnet", "float32"): (10, 1e-4),
 }
 
 
 def apart(expected, received):
     assert len(expected) == len(received) > 0
-    return float((np.abs(np.subtract(expected, received)) / np.abs(expected)).max())
+    return float(np.abs(np.subtract(expected, received)).max())
 
 
 def compiled(backend, choice="on"):
@@ -53,8 +54,10 @@ def test_losses_are_those_on_the_cpu(machine, backend, count, model, precision, 
     flags = (*SHORT, f"--model={model}", f"--precision={precision}")
     expected = machine.train_on_cpu(backend, *flags, *compiled(backend, "off"))
     received = machine.train(backend, count, *flags, *compiled(backend))
-    record_property("apart", f"{apart(expected.losses, received.losses):.1e}")
-    assert apart(expected.losses, received.losses) < FARTHEST[model, precision]
+    steps, farthest = FARTHEST[model, precision]
+    record_property("apart in 40 steps", f"{apart(expected.losses, received.losses):.1e}")
+    record_property(f"in {steps}", f"{apart(expected.losses[:steps], received.losses[:steps]):.1e}")
+    assert apart(expected.losses[:steps], received.losses[:steps]) < farthest
 
 
 @each_backend
