@@ -14,6 +14,7 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
 from kerasdp.runtime import signals
+from kerasdp.runtime.cuda_packages import mixed_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.sending import SentFunction, SentResult
@@ -77,6 +78,8 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     with _native_stderr_suppressed():
         backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
         devices = backend.make_devices(settings)
+    if devices.is_accelerator and settings.verbose != 0 and (mixed := mixed_cuda_packages()):
+        print(f"warning: {mixed}", file=sys.stderr, flush=True)
     return backend.start_workers(_work, devices, settings, train, folder)
 
 

@@ -76,7 +76,7 @@ def train(
             "seconds": runner.epoch_seconds[-1],
             "loss": history["loss"][0],
             "accuracy": history["accuracy"][0],
-            "peak_memory_bytes": max(memory) if runner.devices.kind == "gpu" else sum(memory),
+            "peak_memory_bytes": max(memory) if runner.devices.is_accelerator else sum(memory),
             "growth_bytes": max(growth),
             "fit_seconds": seconds,
         }
@@ -109,7 +109,7 @@ def forward_flops(model: Any) -> float | None:
 
 def _device_name(runner: "kerasdp.Runner") -> str:
     backend = importlib.import_module(f"kerasdp.backends.{runner.config.backend}.devices")
-    return "cpu" if runner.devices.kind == "cpu" else backend.device_name()
+    return backend.device_name() if runner.devices.is_accelerator else "cpu"
 
 
 def _say(runner: "kerasdp.Runner", **values: Any) -> None:

@@ -23,8 +23,8 @@ class Config:
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`. None: that of Keras if it is imported, else $KERAS_BACKEND,
             else that of keras.json, else the first installed.
-        num_devices: devices of the run. None: all GPUs there are, or 1.
-        device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
+        num_devices: devices of the run. None: all GPUs or TPUs there are, or 1.
+        device: `"gpu"`, `"tpu"` (jax), `"cpu"`, or `"auto"`: GPUs or TPUs if there are any, else virtual CPU devices.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
         num_stages: stages of a pipeline. None: one per device.

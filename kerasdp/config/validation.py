@@ -12,7 +12,7 @@ from kerasdp.config import spec
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
-DEVICES = ("auto", "gpu", "cpu")
+DEVICES = ("auto", "gpu", "tpu", "cpu")
 STRATEGIES = ("data", "pipeline", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 BALANCES = ("time", "flops", "parameters")
