@@ -153,3 +153,8 @@ def _num_gpus(config: Config) -> int:
         return 0 if config.device == "cpu" else len(jax.devices("gpu"))
     except RuntimeError:  # what JAX says where it has no GPU platform
         return 0
+
+
+def device_name() -> str:
+    """Returns the name of the first GPU or TPU, as its maker has it."""
+    return jax.devices()[0].device_kind

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 __all__ = [
-    "begin_thread", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch",
-    "start_workers", "timeout_of",
+    "begin_thread", "device_name", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes",
+    "put_batch", "start_workers", "timeout_of",
 ]  # fmt: skip
 
 
@@ -54,19 +54,20 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
     torch.cuda.set_device(device)
     # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    # The fastest convolutions by trial, of each shape: not the same ones in each start.
+    torch.backends.cudnn.benchmark = not config.deterministic
     return device
 
 
 def _make_deterministic() -> None:
     """Lets torch use algorithms alone that give the same bits each time, and raise where there is none.
 
-    docs.pytorch.org/docs/2.13/notes/randomness.html. Also cuDNN's choice of algorithms: torch (2.13) takes those that
-    are deterministic, and without `cudnn.benchmark` it measures none.
+    docs.pytorch.org/docs/2.13/notes/randomness.html. Of cuDNN's algorithms torch (2.13) then takes those that are
+    deterministic.
     """
     # cuBLAS sums in a workspace whose size says how; read when CUDA starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def timeout_of(config: Config) -> timedelta:
@@ -131,3 +132,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _rank(devices: Devices) -> int:
     return int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+
+
+def device_name() -> str:
+    """Returns the name of the first GPU or TPU, as its maker has it."""
+    return torch.cuda.get_device_name()
