@@ -131,7 +131,9 @@ def _reader_of_batches(
 def fed(strategy: Strategy, *readers: Reader | None, state: RunState | None = None) -> Iterator[list[Any]]:
     """Returns a context in which Keras may read the batches of readers; the first one's from where `state` says."""
     feeds = [
-        None if reader is None else Feed(reader, strategy.shard_batch, None if place else state)
+        None
+        if reader is None
+        else Feed(reader, strategy.shard_batch, None if place else state, strategy.begin_reading_thread)
         for place, reader in enumerate(readers)
     ]
     with warnings.catch_warnings():

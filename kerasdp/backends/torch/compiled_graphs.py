@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.graph_passes import (
+    bring_to_device,
     fold_padding,
     keep_channels_last,
     refuse_exchanges,
@@ -148,9 +149,19 @@ class CompiledGraphs:
         fold_padding(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)
+        if self.strategy.is_gpu:
+            self._bring_to_device(graph)
         graph.meta["keeps_order"] = send_early(graph.graph)
         graph.recompile()
         return graph
+
+    def _bring_to_device(self, graph: torch.fx.GraphModule) -> None:
+        left = bring_to_device(graph, self.strategy.device)
+        if left and not self.graphs and self.strategy.processes.rank == 0:
+            report.warn(
+                f"each compiled step of {self.model.name} waits for the CPU, for {', '.join(dict.fromkeys(left))}: "
+                "make tensors by keras.ops, which computes on the GPU"
+            )
 
 
 class _Compiler:

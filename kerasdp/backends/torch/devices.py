@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 __all__ = [
-    "device_name", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch",
-    "start_workers", "timeout_of",
+    "begin_thread", "device_name", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes",
+    "put_batch", "start_workers", "timeout_of",
 ]  # fmt: skip
 
 
@@ -101,13 +101,26 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
     def put(data: Structure) -> Structure:
         return keras.tree.map_structure(to_device, data)
 
+    def put_once(data: Structure) -> Structure:
+        # Not from pinned memory, of which PyTorch (2.13) takes the next power of two, and gives nothing back.
+        return keras.tree.map_structure(lambda leaf: torch.from_numpy(np.ascontiguousarray(leaf)).to(device), data)
+
     inputs = batch.inputs
     if isinstance(inputs, CachedRows):
-        rows, kept = to_device(inputs.numbers), inputs.kept.copies(put)
+        rows, kept = to_device(inputs.numbers), inputs.kept.copies(put_once)
         inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
     else:
         inputs = put(inputs)
     return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
+
+
+def begin_thread(device: torch.device) -> None:
+    """Makes this process's GPU that of the running thread, too: a new thread's is the first GPU of the host.
+
+    What it pins would start CUDA there, which takes some hundred MB of that GPU's memory for each rank.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

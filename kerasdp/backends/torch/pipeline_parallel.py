@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.torch.devices import (
+    begin_thread,
     device_of_process,
     join_processes,
     peak_memory_bytes,
@@ -63,6 +64,10 @@ class PipelineParallel(Strategy):
 
         with keras.device("cpu"):
             yield
+
+    def begin_reading_thread(self) -> None:
+        """Lets a reading thread work with this process's GPU."""
+        begin_thread(self.device)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
