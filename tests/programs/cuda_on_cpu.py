@@ -16,6 +16,20 @@ import tempfile
 SOURCE = pathlib.Path(__file__).resolve().parents[1] / "accelerators" / "cuda_on_cpu.cpp"
 
 
+class Event:
+    """What a GPU was given before is done at once."""
+
+    def record(self, stream: None) -> None:
+        """Nothing is left to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return True
+
+
 def library() -> pathlib.Path:
     """The compiled source, from the user's cache after the first time, which takes 9 s."""
     key = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
@@ -45,9 +59,11 @@ def start() -> None:
         "set_device": None,
         "max_memory_allocated": 0,
         "_lazy_init": None,
+        "current_stream": None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    torch.cuda.Event = Event
 
 
 def _torch() -> pathlib.Path:
