@@ -133,7 +133,8 @@ class DataParallel(Strategy):
                 return run_state.skipped_logs
             batch = require_device_batch(data[0])
             if "train_step" in own:
-                logs = self._own_step(model, "train_step", batch)
+                with numbers_made_on(self.device), updating_on(self.device, model.optimizer):
+                    logs = self._own_step(model, "train_step", batch)
                 run_state.after_step(to_host(logs.get("loss")), batch.indices, {})
                 return logs
             done = None
@@ -170,8 +171,10 @@ class DataParallel(Strategy):
             batch, evaluated = require_device_batch(data[0]), run_state.evaluated
             num_rows, result = len(batch.indices), None
             if f"{name}_step" in own:
-                is_test = name == "test"
-                return self._own_step(model, "test_step", batch) if is_test else self._own_predict_step(model, batch)
+                with numbers_made_on(self.device):
+                    if name == "predict":
+                        return self._own_predict_step(model, batch)
+                    return self._own_step(model, "test_step", batch)
             if evaluated and self._compiles(model, evaluated.num_batches, num_rows == evaluated.batch_size):
                 compiled = compiled or CompiledEvaluation(self, model, steps, name)
                 result = compiled(batch)

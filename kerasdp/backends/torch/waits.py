@@ -21,7 +21,7 @@ class HostCopy:
 
     def __init__(self, value: torch.Tensor):
         """Sends it, once what the GPU was given so far is done."""
-        self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._value.copy_(value.detach(), non_blocking=True)
         self._is_sent = torch.cuda.Event()
         self._is_sent.record(torch.cuda.current_stream(value.device))
@@ -42,7 +42,7 @@ def to_host(value: Any) -> Any:
     """Returns a number that can be read later without a wait for what follows: on a GPU a `HostCopy`.
 
     Args:
-        value: a scalar tensor; what is not on a GPU (None, a Python number) is returned as it is.
+        value: a tensor of one number; what is not on a GPU (None, a Python number) is returned as it is.
     """
     return HostCopy(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
