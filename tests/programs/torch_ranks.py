@@ -13,6 +13,7 @@ import kerasdp
 
 def exchange(runner):
     import torch
+    import torch._inductor.config
     import torch.distributed as dist
 
     from kerasdp.backends.torch import sockets
@@ -38,6 +39,7 @@ def exchange(runner):
     buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
     scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
     found = {"gathered": gathered, "buckets": buckets, "scattered": scattered}
+    found["processes that compile"] = torch._inductor.config.compile_threads
     return runner.strategy.processes.all_gather_object(found)
 
 
