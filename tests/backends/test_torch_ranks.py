@@ -1,5 +1,7 @@
 """What ranks of torch exchange: small messages through sockets, gradients in buckets, batches that one reads."""
 
+import os
+
 import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
@@ -60,3 +62,7 @@ def test_values_are_handed_out_as_they_were_when_given(results):
     assert {name: sum(are_right) for name, are_right in results["scattered"].items()} == dict.fromkeys(
         ["nothing", "an error", "arrays", "strings", "many arrays", "a large array", "a large text"], 8
     )
+
+
+def test_ranks_share_the_cores_when_they_compile(results):
+    assert results["processes that compile"] == max(1, os.cpu_count() // 2)

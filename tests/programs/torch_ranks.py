@@ -13,6 +13,7 @@ import kerasdp
 
 def exchange(runner):
     import torch
+    import torch._inductor.config
     import torch.distributed as dist
 
     from kerasdp.backends.torch import sockets
@@ -39,6 +40,7 @@ def exchange(runner):
     scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
     found = {"gathered": gathered, "buckets": buckets, "scattered": scattered, "asked": asked(rank)}
     found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
+    found["processes that compile"] = torch._inductor.config.compile_threads
     return runner.strategy.processes.all_gather_object(found)
 
 
