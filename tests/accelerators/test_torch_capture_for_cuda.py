@@ -106,3 +106,21 @@ def test_steps_of_all_models(model):
     for case, found in zip(cases, results, strict=True):
         print(case["model"], case["optimizer"], case["precision"], found["train"])
         assert_on_device(found)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("batch_norm", ["sync", "replica"])
+def test_steps_of_several_ranks(batch_norm):
+    """With the collectives among the operations, and rows that do not divide."""
+    common = {"num_devices": 3, "check": "off", "batch_norm": batch_norm}
+    cases = [
+        {"model": "resnet18", "image": MODELS["resnet18"], "optimizer": CLIPPED, **common},
+        {"model": "convnet", "optimizer": "adam", "precision": "float16", **common},
+        {"model": "convnet", "gradient_precision": "bfloat16", **common},
+    ]
+    results, warnings = capture(*(cases if batch_norm == "sync" else cases[:1]))
+    assert not warnings
+    for case, found in zip(cases, results, strict=False):
+        print(case["model"], found["train"])
+        assert found["train"]["collectives"] > 0
+        assert_on_device(found)

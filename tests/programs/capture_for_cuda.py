@@ -2,12 +2,14 @@
 
 python capture_for_cuda.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
     image: shape of an image, [28, 28, 1] if it is left out
+    num_devices: if there are several, they are ranks that hold what rank 0 does
     layer: "adding" or "drawing" puts a layer before the model that computes on the CPU
     runs: whether the captured steps run, operation by operation, and on the CPU, too, or give zeros
 """
 
 import functools
 import json
+import os
 import sys
 
 import cuda_on_cpu
@@ -22,6 +24,7 @@ import kerasdp  # noqa: E402
 
 NUM_STEPS, NUM_ROWS = 3, 8
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+join_group = torch.distributed.init_process_group
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
@@ -42,6 +45,7 @@ def counts(graph):
         "numbers from the CPU": sum(is_on(value, "cpu") and value.numel() == 1 for value in constants),
         "arrays from the CPU": sum(is_on(value, "cpu") and value.numel() > 1 for value in constants),
         "numbers in memory": sum(is_on(value, "cuda") and value.numel() == 1 for value in constants),
+        "collectives": sum(getattr(node.target, "namespace", "") == "_c10d_functional" for node in values),
         "read": sum(node.target in READS for node in values),
         "copied": sum(
             node.target in COPIES
@@ -130,8 +134,9 @@ class watched:  # noqa: N801
         def compiled(graph, **_):
             if runs:
                 return graph
-            results = graph.graph.output_node().meta.get("val")
-            return lambda *_: torch.utils._pytree.tree_map(zeros, results)
+            (leaves,) = graph.graph.output_node().args
+            results = [leaf if leaf is None else zeros(leaf.meta["val"]) for leaf in leaves]
+            return lambda *_: graph.graph.process_outputs(results)
 
         self.ours = capture, put, compiled
 
@@ -146,7 +151,22 @@ class watched:  # noqa: N801
 
 def zeros(value):
     """Numbers of no meaning, on the device."""
-    return torch.zeros(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, torch.Tensor) else value
+    return torch.zeros(value.shape, dtype=value.dtype, device="cuda")
+
+
+def be_first_of(num_ranks):
+    """Lets this process be rank 0 of several, of which the others hold whatever this one does."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from kerasdp.backends.torch import devices
+    from kerasdp.runtime.heartbeat import Heartbeat
+
+    os.environ["RANK"] = "0"
+    others = {"backend": "fake", "store": FakeStore(), "world_size": num_ranks}
+    torch.distributed.init_process_group = lambda *_, **__: join_group(**others, rank=0)
+    torch.distributed.new_group = lambda *_, **__: torch.distributed.group.WORLD
+    devices.start_workers = lambda worker, *args: worker(*args)
+    Heartbeat._meet = lambda *_: None  # the others leave no mark that they have come
 
 
 def main():
@@ -156,7 +176,11 @@ def main():
         found, layer = {}, case.pop("layer", None)
         for device in ("gpu", "cpu") if runs else ("gpu",):
             work = functools.partial(train, image, runs, layer, found if device == "gpu" else {})
+            if case.setdefault("num_devices", 1) > 1:
+                be_first_of(case["num_devices"])
             found[device] = kerasdp.launch(work, backend="torch", device=device, compile="on", verbose=0, **case)
+            if case["num_devices"] > 1:
+                torch.distributed.destroy_process_group()
         results.append(found)
     print("RESULT", json.dumps(results))
 

@@ -54,6 +54,10 @@ H100 = types.SimpleNamespace(
 class Driver:
     """What triton asks of a GPU's driver before it compiles anything."""
 
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": H100.shared_memory_per_block_optin}
+    )
+
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
@@ -152,7 +156,7 @@ def main():
     for case in json.loads(sys.argv[1]):
         steps, image = [], tuple(case.pop("image", (28, 28, 1)))
         work = functools.partial(train, image, steps)
-        kerasdp.launch(work, backend="torch", device="gpu", compile="on", verbose=0, **case)
+        kerasdp.launch(work, backend="torch", device="gpu", num_devices=1, compile="on", verbose=0, **case)
         results.append(steps)
     print("RESULT", json.dumps(results))
 
