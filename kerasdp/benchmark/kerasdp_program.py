@@ -75,7 +75,7 @@ def train(
             "seconds": runner.epoch_seconds[-1],
             "loss": history["loss"][0],
             "accuracy": history["accuracy"][0],
-            "peak_memory_bytes": max(memory) if runner.devices.kind == "gpu" else sum(memory),
+            "peak_memory_bytes": max(memory) if runner.devices.is_accelerator else sum(memory),
             "growth_bytes": max(growth),
             "fit_seconds": seconds,
         }

@@ -11,6 +11,7 @@ from kerasdp.config import Config, validation
 
 FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
+OTHER_NAMES = {"devices": "gpus"}
 
 _DEFAULTS = Config()
 # Groups that belong to one recipe alone.
@@ -36,9 +37,11 @@ def _define_flags_of_devices() -> None:
         f"{', '.join(validation.BACKENDS)}. Default: $KERAS_BACKEND, else that of keras.json, else the first "
         "installed.",
     )
-    _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs, or 1. "
-            "Without a GPU: that many virtual CPU devices.")  # fmt: skip
-    _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs if there are any, else the CPU.")
+    _define(group, "gpus", number, None, "Devices to train on: GPUs, or TPUs. Default: all, or 1. "
+            "Without any: that many virtual CPU devices.")  # fmt: skip
+    _define(group, "devices", number, None, "Another name of --gpus.")
+    _define(group, "device", text, _DEFAULTS.device, "gpu, tpu (jax), cpu, or auto: GPUs or TPUs if there are any, "
+            "else the CPU.")  # fmt: skip
     _define(
         group,
         "precision",
@@ -55,7 +58,7 @@ def _define_flags_of_devices() -> None:
     _define(group, "check", text, _DEFAULTS.check, "first: before the first update on several devices, a few samples "
             "go through the model whole and split over all; the run ends if they differ. Or off.")  # fmt: skip
     _define(group, "data_on_device", text, _DEFAULTS.data_on_device, "on, off, or auto: inputs in memory stay on every "
-            "device; auto: on GPUs, up to 1 GiB.")  # fmt: skip
+            "device; auto: on GPUs and TPUs, up to 1 GiB.")  # fmt: skip
 
     group = "Models cut over several devices"
     _define(group, "strategy", text, _DEFAULTS.strategy, "What the devices share: the batch (data); the model, cut "

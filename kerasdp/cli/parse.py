@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags
 
 from kerasdp.benchmark.contenders import SHAPES
-from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, STUDY, help_text
+from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, OTHER_NAMES, STUDY, help_text
 from kerasdp.config import Config
 from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
@@ -42,7 +42,7 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
     """
     _read(
         arguments,
-        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        without=dict.fromkeys(["backend", "gpus", "devices"], "use --backends and --device_counts")
         | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
         | _of_recipes(STUDY, BENCHMARK),
     )
@@ -79,7 +79,7 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     """
     _read(
         arguments,
-        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
+        without=dict.fromkeys(["backend", "gpus", "devices"], "use --backends and --device_counts")
         | _of_recipes(STUDY)
         | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
         | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
@@ -141,6 +141,21 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
     for name, instead in without.items():
         if FLAGS[name].present:
             raise UserError(f"--{name} has no effect here: {instead}")
+    _unite_names()
+
+
+def _unite_names() -> None:
+    """Sets each flag that was given by its other name; two names with two values are one flag given twice."""
+    for other, name in OTHER_NAMES.items():
+        given, flag = FLAGS[other], FLAGS[name]
+        if not given.present:
+            continue
+        if flag.present and flag.value != given.value:
+            raise UserError(
+                f"--{other} is another name of --{name}: expected one of them. "
+                f"Received: --{name}={flag.value} --{other}={given.value}"
+            )
+        flag.value, flag.present = given.value, given.present
 
 
 def _unknown(name: str, without: dict[str, str]) -> str:
@@ -161,6 +176,7 @@ def _value(flag: str) -> Any:
 def _config(**choices: Any) -> Config:
     of_recipes = (COMPARISON, STUDY, BENCHMARK)
     values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
+    values = {name: value for name, value in values.items() if name not in OTHER_NAMES}
     values = {FIELDS_OF_FLAGS.get(name, name): value for name, value in values.items()}
     if values["workdir"] is None and not values["resume"]:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

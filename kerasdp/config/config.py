@@ -23,8 +23,8 @@ class Config:
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`. None: that of Keras if it is imported, else $KERAS_BACKEND,
             else that of keras.json, else the first installed.
-        num_devices: devices of the run. None: all GPUs there are, or 1.
-        device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
+        num_devices: devices of the run. None: all GPUs (or TPUs) there are, or 1.
+        device: `"gpu"`, `"tpu"` (with jax), `"cpu"`, or `"auto"`: what of these there is, else virtual CPU devices.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
         num_stages: stages of a pipeline. None: one per device.
@@ -38,7 +38,7 @@ class Config:
         dataset: a data set of `kerasdp.data`, or a user-defined function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
         data_on_device: whether inputs that are in memory stay on the devices while `fit` runs, so that a step sends
-            row indices only: `"on"`, `"off"`, or `"auto"`: on GPUs, up to 1 GiB. Each device then holds all.
+            row indices only: `"on"`, `"off"`, or `"auto"`: on GPUs and TPUs, up to 1 GiB. Each device then holds all.
         batch_size: samples per step, over all devices: the global batch.
         accumulate: micro-batches into which each device cuts its samples, one after the other, so that it holds the
             activations of only one; the sum of their gradients is that of the global batch. Batch norm takes its

@@ -12,7 +12,7 @@ from kerasdp.config import spec
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
-DEVICES = ("auto", "gpu", "cpu")
+DEVICES = ("auto", "gpu", "tpu", "cpu")
 STRATEGIES = ("data", "pipeline", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 BALANCES = ("time", "flops", "parameters")
@@ -122,6 +122,11 @@ def check(config: Any) -> None:
         raise UserError(
             f"--strategy=tensor: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or "
             "--strategy=data or pipeline"
+        )
+    if config.device == "tpu" and config.backend not in (None, "jax"):
+        raise UserError(
+            f"--device=tpu: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or another "
+            "--device"
         )
     _check_gradients(config)
     if config.data_on_device == "on" and config.engine != "data":

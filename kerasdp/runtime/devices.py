@@ -19,25 +19,35 @@ _WRITTEN_BY_KERAS = {
     "image_data_format": "channels_last",
 }
 
+_NONE = "no GPU found"
+# What TPUs say of themselves on the PCI bus: v2 and v3, v4, v5p, v5e, v6e, 7x (jax 0.10.2, jax/_src/hardware_utils.py).
+_GOOGLE = "0x1ae0"
+_TPUS = ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """The devices of a run.
 
     Args:
-        kind: `"gpu"` or `"cpu"`.
+        kind: `"gpu"`, `"tpu"` or `"cpu"`; with jax also what a plug-in calls its devices.
         count: number of devices, one replica each. CPU devices are virtual: parts of the one machine.
-        reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for GPUs.
+        reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for others.
     """
 
     kind: str
     count: int
     reason: str = ""
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Returns whether the devices have memory and arithmetic of their own, as GPUs and TPUs."""
+        return self.kind != "cpu"
+
     def __str__(self) -> str:
         plural = "s" if self.count > 1 else ""
-        if self.kind == "gpu":
-            return f"{self.count} GPU{plural}"
+        if self.is_accelerator:
+            return f"{self.count} {self.kind.upper()}{plural}"
         return f"{self.count} virtual CPU device{plural} ({self.reason})"
 
 
@@ -120,34 +130,58 @@ def _backend_of_file() -> str | None:
     return chosen.get("backend")
 
 
-def choose_devices(config: Config, num_gpus: int) -> Devices:
+def choose_devices(config: Config, num_found: int, kind: str = "gpu") -> Devices:
     """Returns the devices to use.
 
     Args:
         config: `num_devices` and `device` are read.
-        num_gpus: GPUs that the backend sees.
+        num_found: GPUs, or other accelerators, that the backend sees.
+        kind: what they are, as in `Devices`.
 
     Raises:
-        UserError: if there are some GPUs but fewer than asked for, or none though GPUs were asked for.
+        UserError: if there are some but fewer than asked for, or none though they were asked for.
     """
-    if config.device == "gpu" and num_gpus == 0:
-        raise UserError("--device=gpu: this backend sees no GPU; use --device=cpu for virtual CPU devices")
-    if config.device == "cpu" or num_gpus == 0:
-        reason = "as asked" if config.device == "cpu" else "no GPU found"
-        if reason != "as asked" and os.path.exists("/dev/nvidia0"):
-            # The plain packages of jax and tensorflow hold no CUDA.
-            reason = f"{config.backend} sees no GPU here: pip install 'kerasdp[{config.backend}-cuda]'"
+    if config.device not in ("auto", "cpu") and num_found == 0:
+        reason = _why_there_are_none(str(config.backend))
+        reason = f" ({reason})" if reason != _NONE else ""
+        raise UserError(
+            f"--device={config.device}: this backend sees no {config.device.upper()}{reason}; use --device=cpu for "
+            "virtual CPU devices"
+        )
+    if config.device == "cpu" or num_found == 0:
+        reason = "as asked" if config.device == "cpu" else _why_there_are_none(str(config.backend))
         devices = Devices(kind="cpu", count=config.num_devices or 1, reason=reason)
     else:
-        count = config.num_devices or num_gpus
-        if count > num_gpus:
+        count = config.num_devices or num_found
+        if count > num_found:
             raise UserError(
-                f"--gpus: there {'is' if num_gpus == 1 else 'are'} {num_gpus}. Received: {count}; "
-                f"ask for at most {num_gpus}, or use --device=cpu for virtual CPU devices"
+                f"--gpus: there {'is' if num_found == 1 else 'are'} {num_found}. Received: {count}; "
+                f"ask for at most {num_found}, or use --device=cpu for virtual CPU devices"
             )
-        devices = Devices(kind="gpu", count=count)
+        devices = Devices(kind=kind, count=count)
     config.check_replicas(config.num_replicas(devices.count))
     return devices
+
+
+def _why_there_are_none(backend: str) -> str:
+    """Says why a backend sees no accelerator: the plain packages of jax and tensorflow hold neither CUDA nor libtpu."""
+    if os.path.exists("/dev/nvidia0"):
+        return f"{backend} sees no GPU here: pip install 'kerasdp[{backend}-cuda]'"
+    if backend == "jax" and has_tpu():
+        return "jax sees no TPU here: pip install 'kerasdp[jax-tpu]', and end other programs that use it"
+    return _NONE
+
+
+def has_tpu(pci: str = "/sys/bus/pci/devices") -> bool:
+    """Returns whether a TPU is plugged in; `pci` is where Linux lists what is."""
+    for name in os.listdir(pci) if os.path.isdir(pci) else []:
+        try:
+            with open(os.path.join(pci, name, "vendor")) as vendor, open(os.path.join(pci, name, "device")) as device:
+                if vendor.read().strip() == _GOOGLE and device.read().strip() in _TPUS:
+                    return True
+        except OSError:
+            continue
+    return False
 
 
 def cache_folder(name: str) -> str | None:

@@ -158,6 +158,6 @@ def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
     choice, is_in_memory = config.data_on_device, isinstance(source, ArraySource)
     if choice == "on" and not is_in_memory:
         raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
-    if choice == "auto" and devices.kind == "gpu" and config.engine == "data":
+    if choice == "auto" and devices.is_accelerator and config.engine == "data":
         return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
     return choice == "on"

@@ -36,6 +36,17 @@ def test_flags_and_flagfile(tmp_path):
     assert (settings.learning_rate, settings.workdir, settings.tensorboard) == (0.5, "w", True)
 
 
+def test_two_names_of_one_flag():
+    assert parse_training("--devices=2").num_devices == 2
+    assert parse_training("--devices=2", "--gpus=2").num_devices == 2
+    assert parse_training().num_devices is None  # the last line's is forgotten
+    with pytest.raises(UserError) as caught:
+        parse_training("--gpus=2", "--devices=4")
+    assert str(caught.value) == (
+        "--devices is another name of --gpus: expected one of them. Received: --gpus=2 --devices=4"
+    )
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
@@ -51,6 +62,8 @@ def test_flags_and_flagfile(tmp_path):
         ("--flagfile=/nowhere/none.flags", "none.flags"),
         ("stray", "expected flags only. Received: 'stray'"),
         ("--resume", "add --workdir=FOLDER"),
+        ("--devices=0", "--gpus: expected a whole number of at least 1. Received: 0"),
+        ("--device=tpu --backend=torch", "--device: expected one of auto, gpu, tpu, cpu. Received: 'tpu --backend"),
         ("--backend=theano", "expected one of torch, jax, tensorflow"),
         ("--strategy=layers", "expected one of data, pipeline, tensor"),
     ],
@@ -77,9 +90,9 @@ def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in GROUPS.values() for name in names) == [
         "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "check", "checkpoint_every",
-        "compile", "cut_at", "data_dir", "data_on_device", "dataset", "device", "device_counts", "epochs", "export",
-        "gpus", "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate", "log_every",
-        "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers", "precision",
+        "compile", "cut_at", "data_dir", "data_on_device", "dataset", "device", "device_counts", "devices", "epochs",
+        "export", "gpus", "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate",
+        "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers", "precision",
         "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",
         "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
@@ -112,6 +125,7 @@ def test_a_comparison():
             "no flag --num_devices, and --gpus has no effect here: use --backends and --device_counts;",
         ),
         ("--gpus=2", "--gpus has no effect here"),
+        ("--devices=2", "--devices has no effect here"),
         ("--accumulate=2", "--accumulate has no effect here: what is compared differs in backend and number of"),
         ("--gradient_precision=bfloat16", "--gradient_precision has no effect here"),
         ("--strategy=pipeline", "--strategy has no effect here"),
