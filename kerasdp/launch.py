@@ -14,7 +14,7 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
 from kerasdp.runtime import signals
-from kerasdp.runtime.cuda_packages import mixed_cuda_packages
+from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.sending import SentFunction, SentResult
@@ -78,9 +78,14 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     with _native_stderr_suppressed():
         backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
         devices = backend.make_devices(settings)
-    if devices.is_accelerator and settings.verbose != 0 and (mixed := mixed_cuda_packages()):
-        print(f"warning: {mixed}", file=sys.stderr, flush=True)
+    _warn_of_cuda(devices)
     return backend.start_workers(_work, devices, settings, train, folder)
+
+
+def _warn_of_cuda(devices: Devices) -> None:
+    """Warns, where there are GPUs of NVIDIA, of libraries that two backends have installed over each other."""
+    if (devices.kind == "gpu" or os.path.exists("/dev/nvidia0")) and (clash := clash_of_cuda_packages()):
+        print(f"warning: {clash}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

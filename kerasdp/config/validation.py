@@ -123,6 +123,11 @@ def check(config: Any) -> None:
             f"--strategy=tensor: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or "
             "--strategy=data or pipeline"
         )
+    if config.device == "tpu" and config.backend not in (None, "jax"):
+        raise UserError(
+            f"--device=tpu: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or another "
+            "--device"
+        )
     _check_gradients(config)
     if config.data_on_device == "on" and config.engine != "data":
         raise UserError(f"--data_on_device=on: not together with {_engine_flag(config)}; leave out one of them")

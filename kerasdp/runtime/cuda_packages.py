@@ -1,34 +1,33 @@
-"""Finds packages of two CUDA versions in one environment, which overwrite each other's files."""
+"""Finds libraries of two versions of CUDA in one environment, which have overwritten each other."""
 
-import collections
 import importlib.metadata
 import re
-from collections.abc import Iterable
+import sys
 
-# cuDNN and NCCL lie in `nvidia/cudnn` and `nvidia/nccl` of site-packages, whatever CUDA they are for. A CUDA runtime
-# may be there twice.
-_SHARED_FOLDERS = re.compile(r"nvidia-(cudnn|nccl)-cu(\d+)", re.IGNORECASE)
+_OF_CUDA = re.compile(r"(nvidia-.+)-cu(\d\d)")
 
 
-def mixed_cuda_packages(names: Iterable[str] | None = None) -> str:
-    """Returns what to say of packages for several CUDA versions; empty if there are none.
+def clash_of_cuda_packages(path: list[str] | None = None) -> str | None:
+    """Returns a line that names packages for two versions of CUDA which share a folder; None if there are none.
+
+    `nvidia-cudnn-cu12` and `nvidia-cudnn-cu13` both write `nvidia/cudnn/lib/libcudnn.so.9`, and so do those of nccl,
+    nvshmem and cusparselt: what was installed last is what the other one's framework gets. Packages without a suffix
+    (`nvidia-cublas` and others of CUDA 13) have a folder of their own, `nvidia/cu13`.
 
     Args:
-        names: of the installed packages. None: those of this environment.
+        path: folders with installed packages. None: those of this interpreter.
     """
-    if names is None:
-        names = (distribution.metadata["Name"] or "" for distribution in importlib.metadata.distributions())
-    found = collections.defaultdict(set)
-    for name in names:
-        match = _SHARED_FOLDERS.fullmatch(name.replace("_", "-"))
-        if match:
-            found[match.group(1).lower()].add(int(match.group(2)))
-    for part, majors in sorted(found.items()):
-        if len(majors) > 1:
-            packages = " and ".join(f"nvidia-{part}-cu{major}" for major in sorted(majors))
-            versions = " and ".join(map(str, sorted(majors)))
-            return (
-                f"{packages}, of CUDA {versions}, are in one environment, where they overwrite each other's files: "
-                "install each backend into an environment of its own"
-            )
-    return ""
+    found: dict[str, dict[int, str]] = {}
+    for distribution in importlib.metadata.distributions(path=sys.path if path is None else path):
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if matched := _OF_CUDA.fullmatch(name):
+            found.setdefault(matched[1], {})[int(matched[2])] = name
+    clashes = {library: names for library, names in found.items() if len(names) > 1}
+    if not clashes:
+        return None
+    versions = sorted({version for names in clashes.values() for version in names})
+    packages = [name for library in sorted(clashes) for _, name in sorted(clashes[library].items())]
+    return (
+        f"packages of CUDA {' and '.join(map(str, versions))} have overwritten each other in this environment: "
+        f"{', '.join(packages)}; use one environment for each backend (docs/accelerators.md)"
+    )

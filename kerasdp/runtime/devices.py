@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import sys
 
 from kerasdp.config import Config
@@ -20,13 +19,18 @@ _WRITTEN_BY_KERAS = {
     "image_data_format": "channels_last",
 }
 
+_NONE = "no GPU found"
+# What TPUs say of themselves on the PCI bus: v2 and v3, v4, v5p, v5e, v6e, 7x (jax 0.10.2, jax/_src/hardware_utils.py).
+_GOOGLE = "0x1ae0"
+_TPUS = ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """The devices of a run.
 
     Args:
-        kind: `"gpu"`, `"cpu"`, or, with jax, `"tpu"` or what else its plug-ins bring.
+        kind: `"gpu"`, `"tpu"` or `"cpu"`; with jax also what a plug-in calls its devices.
         count: number of devices, one replica each. CPU devices are virtual: parts of the one machine.
         reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for others.
     """
@@ -35,16 +39,16 @@ class Devices:
     count: int
     reason: str = ""
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Returns whether the devices have memory and arithmetic of their own, as GPUs and TPUs."""
+        return self.kind != "cpu"
+
     def __str__(self) -> str:
         plural = "s" if self.count > 1 else ""
         if self.is_accelerator:
             return f"{self.count} {self.kind.upper()}{plural}"
         return f"{self.count} virtual CPU device{plural} ({self.reason})"
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Returns whether the devices have memory of their own, and work beside the CPU."""
-        return self.kind != "cpu"
 
 
 class AlreadyStartedError(Exception):
@@ -131,25 +135,21 @@ def choose_devices(config: Config, num_found: int, kind: str = "gpu") -> Devices
 
     Args:
         config: `num_devices` and `device` are read.
-        num_found: GPUs, or devices of another kind than the CPU, that the backend sees.
-        kind: of these.
+        num_found: GPUs, or other accelerators, that the backend sees.
+        kind: what they are, as in `Devices`.
 
     Raises:
-        UserError: if there are some GPUs but fewer than asked for, or none though GPUs were asked for.
+        UserError: if there are some but fewer than asked for, or none though they were asked for.
     """
-    if config.device not in ("auto", "cpu") and (num_found == 0 or config.device != kind):
-        others = f", but {num_found} of kind {kind}" if num_found else ""
+    if config.device not in ("auto", "cpu") and num_found == 0:
+        reason = _why_there_are_none(str(config.backend))
+        reason = f" ({reason})" if reason != _NONE else ""
         raise UserError(
-            f"--device={config.device}: this backend sees no {config.device.upper()}{others}; use --device=auto for "
-            "what there is, or --device=cpu for virtual CPU devices"
+            f"--device={config.device}: this backend sees no {config.device.upper()}{reason}; use --device=cpu for "
+            "virtual CPU devices"
         )
     if config.device == "cpu" or num_found == 0:
-        reason = "as asked" if config.device == "cpu" else "no GPU found"
-        if reason != "as asked" and os.path.exists("/dev/nvidia0"):
-            # The plain packages of jax and tensorflow hold no CUDA.
-            reason = f"{config.backend} sees no GPU here: pip install 'kerasdp[{config.backend}-cuda]'"
-        elif reason != "as asked" and config.backend == "jax" and os.path.exists("/dev/accel0"):
-            reason = "jax sees no TPU here: pip install 'kerasdp[jax-tpu]'"
+        reason = "as asked" if config.device == "cpu" else _why_there_are_none(str(config.backend))
         devices = Devices(kind="cpu", count=config.num_devices or 1, reason=reason)
     else:
         count = config.num_devices or num_found
@@ -163,21 +163,25 @@ def choose_devices(config: Config, num_found: int, kind: str = "gpu") -> Devices
     return devices
 
 
-def gpus_to_see(num_devices: int | None, folder: str = "/dev") -> str | None:
-    """Returns the numbers of the first NVIDIA GPUs, as `"0,1"`, if there are more of them than a run uses.
+def _why_there_are_none(backend: str) -> str:
+    """Says why a backend sees no accelerator: the plain packages of jax and tensorflow hold neither CUDA nor libtpu."""
+    if os.path.exists("/dev/nvidia0"):
+        return f"{backend} sees no GPU here: pip install 'kerasdp[{backend}-cuda]'"
+    if backend == "jax" and has_tpu():
+        return "jax sees no TPU here: pip install 'kerasdp[jax-tpu]', and end other programs that use it"
+    return _NONE
 
-    No framework is asked, since that would start it.
 
-    Args:
-        num_devices: that the run uses; None: all.
-        folder: of the devices' files.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    files = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir(folder))
-    found = files if visible is None else min(files, len([name for name in visible.split(",") if name.strip()]))
-    if num_devices is None or num_devices >= found:
-        return None
-    return ",".join(map(str, range(num_devices)))
+def has_tpu(pci: str = "/sys/bus/pci/devices") -> bool:
+    """Returns whether a TPU is plugged in; `pci` is where Linux lists what is."""
+    for name in os.listdir(pci) if os.path.isdir(pci) else []:
+        try:
+            with open(os.path.join(pci, name, "vendor")) as vendor, open(os.path.join(pci, name, "device")) as device:
+                if vendor.read().strip() == _GOOGLE and device.read().strip() in _TPUS:
+                    return True
+        except OSError:
+            continue
+    return False
 
 
 def cache_folder(name: str) -> str | None:

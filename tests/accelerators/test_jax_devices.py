@@ -1,58 +1,138 @@
-"""Which devices jax trains on, where it has others than the CPU. What JAX says of them is made up here."""
+"""How jax is started where there are GPUs, TPUs or several hosts."""
 
-import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, result_of, run
+from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.runtime import devices
+from kerasdp.runtime.devices import Devices
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
 
-PROGRAM = """
-import json, sys, types
-import jax
-from kerasdp.backends.jax import devices
-from kerasdp.config import Config
-
-case = json.loads(sys.argv[1])
-found = [types.SimpleNamespace(platform=case["platform"], id=number) for number in range(4)]
-jax.devices = lambda kind=None: found
-jax.process_count = lambda: case.get("processes", 1)
-devices.gpus_to_see = lambda count: case.get("see")
-config = Config(backend="jax", **case.get("config", {}))
-try:
-    chosen = devices.make_devices(config)
-    used = devices.start_jax(chosen, config)
-    answer = {"kind": chosen.kind, "ids": [device.id for device in used]}
-except Exception as error:
-    answer = {"error": str(error)}
-answer["precision"] = jax.config.jax_default_matmul_precision
-answer["visible"] = jax.config.values["jax_cuda_visible_devices"]
-print("RESULT " + json.dumps(answer))
+# What the driver of a machine with four GPUs answers.
+DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 4; return 0; }
 """
 
 
-def answer_to(**case):
-    return result_of(run("-c", PROGRAM, json.dumps(case)))
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A folder with a driver that has four GPUs."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True)
+    return str(folder)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu", "other"])
-def test_whatever_is_not_the_cpu_is_trained_on(platform):
-    """In float32 as such: the default of a TPU keeps seven bits of it, that of a GPU ten."""
-    found = answer_to(platform=platform, config={"num_devices": 2})
-    assert (found["kind"], found["ids"], found["precision"]) == (platform, [0, 1], "float32")
+def test_jax_sees_only_the_gpus_of_the_run(driver):
+    seen = result_of(run(PROGRAMS / "jax_devices.py", "limit", LD_LIBRARY_PATH=driver))
+    assert seen == {
+        "1": "0", "2": "0,1", "4": "all", "5": "all", "None": "all",
+        "chosen": "2,3",
+        "started before": False,
+        # This jax has no CUDA: it starts on the CPU, here and the second time.
+        "devices": "2 virtual CPU devices (no GPU found)", "of the run": "0,1",
+        "again": "1 virtual CPU device (no GPU found)",
+    }  # fmt: skip
 
 
-def test_the_cpu_is_no_accelerator():
-    found = answer_to(platform="cpu", config={"num_devices": 2})
-    assert (found["kind"], found["precision"]) == ("cpu", None)
+def test_gpus_that_an_earlier_run_left_out_need_a_new_process(driver):
+    seen = result_of(run(PROGRAMS / "jax_devices.py", "kept_for_the_cpu", LD_LIBRARY_PATH=driver))
+    assert seen == [
+        "1 virtual CPU device (as asked)", "AlreadyStartedError: JAX has already started with 0 of 4 GPUs",
+    ]  # fmt: skip
 
 
-def test_gpus_that_are_not_used_are_left_to_others():
-    assert answer_to(platform="gpu", see="0,1", config={"num_devices": 2})["visible"] == "0,1"
-    assert answer_to(platform="gpu")["visible"] == "all"
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 
 
-def test_a_pod_is_refused():
-    found = answer_to(platform="tpu", processes=4)
-    assert found["error"].startswith("expected the devices of one host. Received: those of 4, as in a TPU pod")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", DETERMINISTIC),
+        ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=true"),
+    ],
+)
+def test_flags_of_a_deterministic_run_are_known_to_xla_and_set_once(given, expected):
+    done = run(PROGRAMS / "jax_devices.py", "deterministic", XLA_FLAGS=given)
+    assert result_of(done) == [expected, 5.0]
+
+
+def test_a_run_cannot_become_deterministic_once_jax_has_started():
+    message = f"AlreadyStartedError: JAX has already started without {DETERMINISTIC}"
+    assert result_of(run(PROGRAMS / "jax_devices.py", "late", backend="jax")) == [message, ""]
+
+
+def test_float32_means_float32_on_any_accelerator():
+    seen = result_of(run(PROGRAMS / "jax_devices.py", "precisions", backend="jax"))
+    assert seen == {"cpu": "None", "gpu": "float32", "tpu": "float32"}
+
+
+def test_several_hosts_are_refused():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, str(PROGRAMS / "jax_devices.py"), "hosts"]
+    processes = [
+        subprocess.Popen(
+            [*command, number, port], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for number in ("0", "1")
+    ]  # fmt: skip
+    for process in processes:
+        stdout, stderr = process.communicate(timeout=120)
+        assert "UserError: jax.distributed: expected one process" in stdout and "Received: 2;" in stdout, stderr
+
+
+def test_a_platform_that_does_not_start_is_one_line():
+    done = run("recipes/train.py", "--backend=jax", JAX_PLATFORMS="tpu")
+    if os.path.exists("/dev/accel0") or devices.has_tpu():
+        pytest.skip("there is a TPU")
+    assert done.returncode == 2 and "error: jax cannot start: Unable to initialize backend 'tpu'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_devices_of_other_kinds():
+    assert str(Devices(kind="tpu", count=8)) == "8 TPUs" and Devices(kind="tpu", count=8).is_accelerator
+    assert not Devices(kind="cpu", count=8).is_accelerator
+    found = devices.choose_devices(Config(backend="jax"), 4, "tpu")
+    assert found == Devices(kind="tpu", count=4)
+    with pytest.raises(UserError, match="--gpus: there are 4. Received: 8; ask for at most 4"):
+        devices.choose_devices(Config(backend="jax", num_devices=8), 4, "tpu")
+    with pytest.raises(UserError, match="--device=tpu: this backend sees no TPU; use --device=cpu"):
+        devices.choose_devices(Config(backend="jax", device="tpu"), 0, "tpu")
+    for backend in ("torch", "tensorflow"):
+        with pytest.raises(UserError, match="--device=tpu: there for --backend=jax only"):
+            Config(backend=backend, device="tpu")
+
+
+def test_a_tpu_is_known_by_its_numbers_on_the_bus(tmp_path):
+    for name, vendor, device in (("0", "0x1ae0", "0x0042"), ("1", "0x10de", "0x0063")):  # a network card, a GPU
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "device").write_text(f"{device}\n")
+    assert not devices.has_tpu(str(tmp_path)) and not devices.has_tpu(str(tmp_path / "none"))
+    (tmp_path / "1" / "vendor").write_text("0x1ae0\n")
+    assert devices.has_tpu(str(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("cpu", False), ("gpu", True), ("tpu", True)])
+def test_data_stays_on_any_accelerator(kind, stays):
+    from kerasdp.data.sources import ArraySource
+    from kerasdp.training.readers import _stays_on_device
+
+    source = ArraySource(np.zeros((4, 2), "uint8"), np.zeros(4))
+    assert _stays_on_device(source, Config(), Devices(kind=kind, count=1)) == stays

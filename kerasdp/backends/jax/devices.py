@@ -13,46 +13,83 @@ from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, gpus_to_see
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
+from kerasdp.runtime.gpu_count import PLATFORMS, num_gpus
 
 if TYPE_CHECKING:
     import keras
 
     from kerasdp.data.batch import Batch
 
+# What makes GPUs repeat themselves, bit for bit (XLA's names, jaxlib 0.10.2, which ends a process at any that it does
+# not know): no sums in the order in which threads happen to come, and no kernels chosen by the time they took.
+_DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
+
+# GPUs that are there, and that JAX was started without, since the run that started it needed fewer.
+_hidden_gpus = 0
+
 
 def make_devices(config: Config) -> Devices:
-    """Makes the virtual CPU devices, and chooses the devices: asking for GPUs starts JAX, which fixes their number."""
+    """Makes the virtual CPU devices, and chooses the devices: counting them starts JAX, which fixes their number.
+
+    Raises:
+        AlreadyStartedError: if JAX has started in this process with fewer devices than the run may have.
+        UserError: if JAX cannot start, or runs on several hosts.
+    """
+    if config.deterministic:
+        make_deterministic()
     num_devices = config.num_devices or 1
     if num_devices > 1:
         # XLA's CPU devices share one pool with one thread per core, and a collective blocks its thread until the other
         # devices join in. Several collectives of one device can take all threads, and then the run hangs, until XLA
         # ends it after 60 s (jax 0.10.2; often with 4 devices on 2 cores). NPROC sets the size of that pool.
         os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * num_devices)))
-    try:
+    has_been_started = has_started()
+    if not has_been_started:
         jax.config.update("jax_num_cpu_devices", num_devices)
-        if config.device == "cpu":
-            jax.config.update("jax_platforms", "cpu")
-    except RuntimeError as error:
-        if (started := len(jax.devices("cpu"))) < num_devices:
-            raise AlreadyStartedError(f"JAX has already started with {started} CPU devices") from error
-    if config.device == "cpu":
-        return choose_devices(config, 0)
-    _leave_other_gpus_alone(config)
-    found = accelerators()
-    if jax.process_count() > 1:  # of a TPU pod, whose devices JAX shows to each of its processes
+        _choose_platforms(config)
+    elif (started := len(jax.devices("cpu"))) < num_devices:
+        raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
+    kind, num_found = _find_accelerators(config)
+    if has_been_started:
+        _check_hidden(config, num_found)
+    else:
+        _hide(config, kind, num_found)
+    if jax.process_count() > 1:
         raise UserError(
-            f"expected the devices of one host. Received: those of {jax.process_count()}, as in a TPU pod; several "
-            "hosts are not there yet on jax: use a slice of one host"
+            f"jax.distributed: expected one process, which drives all devices of its host. Received: "
+            f"{jax.process_count()}; train on one host, or with --backend=torch"
         )
-    return choose_devices(config, len(found), found[0].platform if found else "gpu")
+    return choose_devices(config, num_found, kind)
 
 
-def _leave_other_gpus_alone(config: Config) -> None:
-    """Lets JAX see as many GPUs as it is to use: it (0.10) reserves three quarters of the memory of each."""
-    numbers = gpus_to_see(config.num_devices)
-    if numbers is not None and jax.config.values["jax_cuda_visible_devices"] == "all":
-        jax.config.update("jax_cuda_visible_devices", numbers)  # no effect once JAX has started
+def has_started() -> bool:
+    """Returns whether JAX has made its devices, which fixes most of its options."""
+    num_cpu_devices = jax.config.values["jax_num_cpu_devices"]
+    try:  # JAX (0.10.2) refuses another number once it has started, and has no other public way to know
+        jax.config.update("jax_num_cpu_devices", num_cpu_devices + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    return False
+
+
+def make_deterministic() -> None:
+    """Makes equal programs give equal bits on GPUs, in this process and in those after a restart.
+
+    By way of XLA_FLAGS, in which the user's choices stay. Nothing changes on CPUs and TPUs.
+    Call before `make_devices`.
+
+    Raises:
+        AlreadyStartedError: if JAX has already started otherwise, so that only a new process can be deterministic.
+    """
+    given = os.environ.get("XLA_FLAGS", "")
+    names = [flag.partition("=")[0] for flag in given.split()]
+    missing = [f"{name}={value}" for name, value in _DETERMINISTIC.items() if name not in names]
+    if missing and has_started():
+        raise AlreadyStartedError(f"JAX has already started without {' '.join(missing)}")
+    if missing:
+        os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing])
 
 
 def start_workers(
@@ -68,9 +105,10 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
     jax.config.update("jax_enable_x64", config.precision == "float64")
     if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
         jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
-    of_run = jax.devices(devices.kind)[: devices.count]
+    of_run = _devices_of(devices.kind)[: devices.count]
     if devices.is_accelerator:
-        # float32 means float32: TF32 keeps ten bits of it, a TPU's default seven. Use --precision=bfloat16 for speed.
+        # float32 means float32: a GPU's TF32 keeps ten bits of it, a TPU's bfloat16 seven. Use --precision=bfloat16 for
+        # speed.
         jax.config.update("jax_default_matmul_precision", "float32")
     return of_run
 
@@ -165,11 +203,56 @@ def _take(arrays: Structure, rows: Tensor) -> Structure:
     return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
 
-def accelerators() -> list[jax.Device]:
-    """Returns the GPUs, TPUs or what else JAX takes before the CPU; its platform of GPUs is `"gpu"` of any maker."""
-    return [device for device in jax.devices() if device.platform != "cpu"]
+def _choose_platforms(config: Config) -> None:
+    """Lets JAX start on what the run needs only: on the host's CPU, and on as many GPUs as it uses."""
+    platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
+    if config.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return
+    if platforms and "cpu" not in platforms.split(","):  # models are made in host memory
+        jax.config.update("jax_platforms", f"{platforms},cpu")
+    for platform in PLATFORMS:
+        option = f"jax_{platform}_visible_devices"
+        num_found = num_gpus(platform) if jax.config.values[option] == "all" else 0  # else the user has chosen
+        if config.num_devices is not None and config.num_devices < num_found:
+            # JAX takes three quarters of the memory of each GPU that it sees, whether it is used or not.
+            jax.config.update(option, ",".join(str(number) for number in range(config.num_devices)))
+
+
+def _hide(config: Config, kind: str, num_found: int) -> None:
+    """Notes how many GPUs JAX was started without, for the sake of this run."""
+    global _hidden_gpus
+    if kind == "gpu" and config.num_devices == num_found or config.device == "cpu":
+        _hidden_gpus = max(0, sum(num_gpus(platform) for platform in PLATFORMS) - num_found)
+
+
+def _check_hidden(config: Config, num_found: int) -> None:
+    """Raises if the run may have GPUs that JAX was started without."""
+    if _hidden_gpus and config.device in ("auto", "gpu") and not 0 < (config.num_devices or 0) <= num_found:
+        raise AlreadyStartedError(f"JAX has already started with {num_found} of {num_found + _hidden_gpus} GPUs")
+
+
+def _find_accelerators(config: Config) -> tuple[str, int]:
+    """Returns the kind and the number of the devices that are no CPU; none if the run shall not use them."""
+    if config.device == "cpu":
+        return "cpu", 0
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"jax cannot start: {reason}; mend that, or use --device=cpu") from error
+    try:
+        found = found if config.device == "auto" else _devices_of(config.device)
+    except RuntimeError:  # what JAX says of a platform that is not there
+        return config.device, 0
+    return found[0].platform, 0 if found[0].platform == "cpu" else len(found)
+
+
+def _devices_of(kind: str) -> list[jax.Device]:
+    """Returns all devices of a kind. A plug-in may go by another name than its devices: those are JAX's default."""
+    return default if (default := jax.devices())[0].platform == kind else jax.devices(kind)
 
 
 def device_name() -> str:
     """Returns the name of the first GPU or TPU, as its maker has it."""
-    return accelerators()[0].device_kind
+    return jax.devices()[0].device_kind

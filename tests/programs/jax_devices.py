@@ -1,0 +1,87 @@
+"""Starts jax as a run does, in a process of its own, and prints what became of its options.
+
+python jax_devices.py limit | deterministic | flag | late | tpu | hosts NUMBER PORT
+"""
+
+import json
+import os
+import sys
+
+import jax
+
+from kerasdp.backends.jax import devices
+from kerasdp.config import Config
+from kerasdp.errors import RunError, from_command_line
+from kerasdp.runtime.devices import AlreadyStartedError, Devices
+
+
+def error_of(function, *arguments):
+    try:
+        return str(function(*arguments))
+    except (RunError, AlreadyStartedError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def limit():
+    """What jax may see, before it starts, for each number of devices; LD_LIBRARY_PATH has a driver with four GPUs."""
+    seen = {}
+    for count in (1, 2, 4, 5, None):
+        jax.config.update("jax_cuda_visible_devices", "all")
+        devices._choose_platforms(Config(num_devices=count))
+        seen[str(count)] = jax.config.values["jax_cuda_visible_devices"]
+    jax.config.update("jax_cuda_visible_devices", "2,3")  # the user's choice
+    devices._choose_platforms(Config(num_devices=1))
+    seen["chosen"] = jax.config.values["jax_cuda_visible_devices"]
+    jax.config.update("jax_cuda_visible_devices", "all")
+    seen["started before"] = devices.has_started()
+    seen["devices"] = str(devices.make_devices(Config(backend="jax", num_devices=2)))
+    seen["of the run"] = jax.config.values["jax_cuda_visible_devices"]
+    seen["again"] = str(devices.make_devices(Config(backend="jax", num_devices=1)))
+    return seen
+
+
+def kept_for_the_cpu():
+    """A run on the CPU, and then one in the same process that may have GPUs."""
+    first = error_of(devices.make_devices, Config(backend="jax", device="cpu"))
+    return [first, error_of(devices.make_devices, Config(backend="jax"))]
+
+
+def deterministic():
+    """The flags before and after, and the sum that jax then computes: XLA ends the process at a flag that it lacks."""
+    import numpy as np
+
+    devices.make_deterministic()
+    devices.make_deterministic()
+    devices.make_devices(Config(backend="jax", num_devices=1))
+    return [os.environ["XLA_FLAGS"], float(jax.jit(lambda x: x.sum())(np.ones(5)))]
+
+
+def late():
+    """Once jax has started."""
+    jax.devices()
+    return [error_of(devices.make_deterministic), os.environ.get("XLA_FLAGS", "")]
+
+
+def precisions():
+    """What `start_jax` sets, by kind and precision; the devices are the CPU's under another name."""
+    cpu = jax.devices()
+    devices._devices_of = lambda kind: cpu
+    found = {}
+    for kind in ("cpu", "gpu", "tpu"):
+        jax.config.update("jax_default_matmul_precision", None)
+        devices.start_jax(Devices(kind=kind, count=1), Config(backend="jax"))
+        found[kind] = str(jax.config.values["jax_default_matmul_precision"])
+    return found
+
+
+def hosts():
+    """One of two processes that jax has joined, as it does on several hosts."""
+    jax.distributed.initialize(f"localhost:{sys.argv[3]}", num_processes=2, process_id=int(sys.argv[2]))
+    found = error_of(devices.make_devices, Config(backend="jax", device="cpu"))
+    jax.distributed.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    with from_command_line():
+        print("RESULT " + json.dumps(globals()[sys.argv[1]]()))
