@@ -1,7 +1,11 @@
 """Measures or counts what the calls of a model's layers cost."""
 
+import contextlib
+import dataclasses
 import statistics
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -10,21 +14,39 @@ import numpy as np
 from kerasdp.pipeline.graph import Call, Graph
 
 
-def costs_of(graph: Graph, kind: str, batch_size: int) -> list[float]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuringDevice:
+    """A device on which time is measured.
+
+    Args:
+        holding: gives a context in which the weights of an operation are on the device, which is Keras' default one.
+        wait: waits for a tensor.
+    """
+
+    holding: Callable[[Any], AbstractContextManager[None]] = lambda operation: contextlib.nullcontext()
+    wait: Callable[[Any], Any] = keras.ops.convert_to_numpy
+
+
+# The device where the weights are.
+HERE = MeasuringDevice()
+
+
+def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevice = HERE) -> list[float]:
     """Returns the cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
 
     Args:
         graph: of a functional model.
         kind: `"time"`, `"flops"` or `"parameters"`.
         batch_size: samples with which time is measured.
+        measuring: where it is measured.
     """
     if kind == "time":
-        seconds = _seconds(graph, batch_size)
+        seconds = _seconds(graph, batch_size, measuring)
         if keras.backend.backend() == "torch":
             return seconds
         # Called one by one, as here, most of a small layer's time goes into its start, which is no part of a compiled
         # program. What more samples add is.
-        started = _seconds(graph, 1)
+        started = _seconds(graph, 1, measuring)
         added = [max(whole - start, 0.0) for whole, start in zip(seconds, started)]
         return added if any(added) else seconds
     counted: set[int] = set()
@@ -55,18 +77,22 @@ def _flops(call: Call) -> int:
     return 2 * positions * sum(int(np.prod(kernel.shape)) for kernel in kernels)
 
 
-def _seconds(graph: Graph, batch_size: int) -> list[float]:
+def _seconds(graph: Graph, batch_size: int, measuring: MeasuringDevice) -> list[float]:
     """Returns the medians of three passes, after one that compiles."""
-    values = {key: _some(tensor, batch_size) for key, tensor in graph.inputs.items()}
+    last_uses = {key: number for number, call in enumerate(graph.calls) for key, _ in call.inputs.values()}
     seconds: list[list[float]] = [[] for _ in graph.calls]
+    with measuring.holding(None):
+        values = {key: _some(tensor, batch_size) for key, tensor in graph.inputs.items()}
     for repetition in range(4):
         known = dict(values)
-        for call, measured in zip(graph.calls, seconds):
-            start = time.perf_counter()
-            for output in call.run(known):
-                keras.ops.convert_to_numpy(output)  # waits for it
-            if repetition:
-                measured.append(time.perf_counter() - start)
+        for number, (call, measured) in enumerate(zip(graph.calls, seconds)):
+            with measuring.holding(call.operation):
+                start = time.perf_counter()
+                for output in call.run(known):
+                    measuring.wait(output)
+                if repetition:
+                    measured.append(time.perf_counter() - start)
+            known = {key: value for key, value in known.items() if last_uses.get(key, 0) > number}
     return [statistics.median(measured) for measured in seconds]
 
 

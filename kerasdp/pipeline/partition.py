@@ -10,7 +10,7 @@ import numpy as np
 from kerasdp.config.validation import BALANCES
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import as_functional, distinct_names, has_mask
-from kerasdp.pipeline.cost_model import costs_of
+from kerasdp.pipeline.cost_model import HERE, MeasuringDevice, costs_of
 from kerasdp.pipeline.graph import Call, graph_of
 
 # From this share of the cost on, in one of several stages, the run says why.
@@ -69,6 +69,7 @@ def split(
     balance: str = "time",
     batch_size: int = 8,
     broadcast_from_rank0: Callable[[list[float]], list[float]] = lambda costs: costs,
+    measuring: MeasuringDevice = HERE,
 ) -> list[Stage]:
     """Cuts a model into stages.
 
@@ -83,6 +84,7 @@ def split(
         balance: what is to be equal in all stages: `"time"`, measured here, `"flops"` or `"parameters"`.
         batch_size: samples with which the time is measured.
         broadcast_from_rank0: gives all ranks the costs that rank 0 measured.
+        measuring: the device on which it measures them.
 
     Returns:
         The stages in their order.
@@ -93,7 +95,7 @@ def split(
     if balance not in BALANCES:
         raise UserError(f"balance: expected one of {', '.join(BALANCES)}. Received: {balance!r}")
     graph = _Graph(functional(model), is_opened=num_stages > 1 or cut_at is not None)
-    costs = broadcast_from_rank0(costs_of(graph.graph, balance, batch_size))
+    costs = broadcast_from_rank0(costs_of(graph.graph, balance, batch_size, measuring))
     if cut_at is None:
         places = _balanced(graph, costs, num_stages)
     else:

@@ -10,6 +10,7 @@ import keras
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import has_mask, inner_optimizer, inputs_structure, output_losses, outputs_structure
+from kerasdp.pipeline.cost_model import HERE, MeasuringDevice
 from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
 from kerasdp.portability.loss_reduction import Reduction, divides_by_what_is_left, reduction_of
 
@@ -141,9 +142,20 @@ class Plan:
 
 
 def make_plan(
-    model: keras.Model, config: Config, num_devices: int, broadcast_from_rank0: Callable[[list[float]], list[float]]
+    model: keras.Model,
+    config: Config,
+    num_devices: int,
+    broadcast_from_rank0: Callable[[list[float]], list[float]],
+    measuring: MeasuringDevice = HERE,
 ) -> Plan:
     """Cuts a built model as a run's choices say.
+
+    Args:
+        model: functional.
+        config: of the run.
+        num_devices: of the run.
+        broadcast_from_rank0: gives all ranks the costs that rank 0 measured.
+        measuring: the device on which it measures them.
 
     Raises:
         UserError: if that cannot be done.
@@ -170,6 +182,7 @@ def make_plan(
         balance=balance,
         batch_size=min(size, 32),
         broadcast_from_rank0=broadcast_from_rank0,
+        measuring=measuring,
     )
     if any(has_mask(tensor) for tensor in stages[-1].model.outputs):
         raise UserError(f"{user}: the outputs of {model.name} carry a mask, which its micro-batches would lose")

@@ -248,8 +248,11 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
     size = others * shard.num_rows
 
     def is_at(place: RowAxis) -> bool:
-        expected = np.take(whole, place.indices(size, shard.num_rows, shard.first_row, total_rows), axis=axis)
-        received = np.take(own, place.indices(size, shard.num_rows, 0, shard.rows), axis=axis)
+        at_whole, at_own = (
+            to_array(place.indices(size, shard.num_rows, first, total))  # on a GPU NumPy could not read them
+            for first, total in ((shard.first_row, total_rows), (0, shard.rows))
+        )
+        expected, received = np.take(whole, at_whole, axis=axis), np.take(own, at_own, axis=axis)
         return is_close(expected, received, tolerance)
 
     return any(is_at(RowAxis(axis, is_inner)) for is_inner in (False, True))

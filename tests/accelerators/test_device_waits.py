@@ -22,10 +22,11 @@ OTHERS = [
 NUM_WAITED = 2 * 20
 
 
-def trained(cases):
+def trained(cases, **settings):
     """What steps wait for on the device, beside the losses of the CPU."""
-    found = result_of(run(PROGRAMS / "device_waits.py", "gpu", json.dumps(cases)))
-    on_cpu = result_of(run(PROGRAMS / "device_waits.py", "cpu", json.dumps(cases), backend="torch"))
+    arguments = [json.dumps(cases), *([json.dumps(settings)] if settings else [])]
+    found = result_of(run(PROGRAMS / "device_waits.py", "gpu", *arguments))
+    on_cpu = result_of(run(PROGRAMS / "device_waits.py", "cpu", *arguments, backend="torch"))
     for case in cases:
         np.testing.assert_allclose(found[case]["losses"], on_cpu[case]["losses"], rtol=2e-6)
         assert on_cpu[case]["waited"] == 0
@@ -71,6 +72,41 @@ def test_one_replica_normalizes_by_the_kernel_of_the_device(quick):
 def test_arrays_that_stay_on_the_device_are_not_pinned(quick):
     """Pinned memory is never given back: only what comes in each step is, 5 rows of 40 bytes, or their numbers."""
     assert quick["pinned"] == {"kept": [20], "kept, again": [20], "read": [200]}
+
+
+STAGES = {"strategy": "pipeline", "num_stages": 2, "schedule": "interleaved1f1b", "split_size": 2, "balance": "time"}
+
+
+def test_no_step_of_a_pipeline_waits():
+    """Two stages on one device; what all weights share, metrics and clipping are there, too."""
+    found = trained(["global_clipnorm", "scaled"], **STAGES)
+    for case in ("global_clipnorm", "scaled"):
+        step = found[case]["fit"]
+        assert (step["read"], step["sent"]) == (0, 0)
+        assert found[case]["waited"] == NUM_WAITED
+    # Each of the eight layers of both models, in four passes: the cut is by the times of the device.
+    assert found["synchronized"] == 2 * 8 * 4
+    assert found["measured"] == [["cuda"], ["cpu"], 8]
+
+
+@pytest.mark.proof
+def test_no_step_in_micro_batches_waits():
+    found = trained(["sgd"], accumulate=2)["sgd"]
+    assert [found[name]["sent"] for name in ("fit", "evaluate", "predict")] == [0, 0, 0]
+    assert [found[name]["read"] for name in ("fit", "evaluate", "predict")] == [0, 0, 1]
+    assert found["fit"]["native_batch_norm"] == 2
+
+
+def test_reading_threads_have_the_gpu_of_their_rank(monkeypatch):
+    """A new thread's is the first one of the host."""
+    torch = pytest.importorskip("torch")
+    from kerasdp.backends.torch.devices import begin_thread
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 3)):
+        begin_thread(device)
+    assert chosen == [torch.device("cuda", 3)]
 
 
 @pytest.mark.proof

@@ -1,6 +1,6 @@
 """Trains with eager steps of torch, and counts what in a step waits for the GPU, on a CUDA device that is none.
 
-python device_waits.py DEVICE CASES: `gpu` or `cpu`, and a JSON list of names in `CASES`
+python device_waits.py DEVICE CASES [SETTINGS]: `gpu` or `cpu`, in JSON names in `CASES`, and fields of kerasdp.Config
 """
 
 import collections
@@ -21,6 +21,7 @@ import kerasdp  # noqa: E402
 
 # Steps of the runs of which the difference is taken, and samples of each.
 SHORT, LONG, NUM_ROWS = 4, 12, 4
+NUM_SYNCHRONIZED = []
 KINDS = ("read", "sent", "native_batch_norm", "_foreach_add_")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 
@@ -149,7 +150,14 @@ def train(cases, runner):
     y = numbers.randint(0, 3, len(x))
     for case in cases:
         found[case] = one_case(case, x, y, runner)
-    return found | ({"pinned": pinned(runner)} if runner.strategy.is_gpu else {})
+    if sys.argv[1] == "gpu":
+        found["pinned"], found["synchronized"] = pinned(runner), len(NUM_SYNCHRONIZED)
+    if runner.strategy.stages is not None:
+        import keras
+
+        with runner.scope():
+            found["measured"] = measured(model_of(keras, "sgd")) if sys.argv[1] == "gpu" else []
+    return found
 
 
 def one_case(case, x, y, runner):
@@ -160,7 +168,7 @@ def one_case(case, x, y, runner):
     losses, found, waited = [], {}, Event.num_waited
     size = {"batch_size": NUM_ROWS}
     calls = {"fit": lambda rows: losses.append(runner.fit(model, x[:rows], y[:rows], **size).history["loss"][0])}
-    if case == "sgd":
+    if case == "sgd" and runner.config.schedule == "gpipe":
         calls["evaluate"] = lambda rows: runner.evaluate(model, x[:rows], y[:rows], **size)
         calls["predict"] = lambda rows: runner.predict(model, x[:rows], **size)
     for name, call in calls.items():
@@ -192,11 +200,40 @@ def pinned(runner):
     return found
 
 
+def measured(model):
+    """Where a model's layers are when they are measured, where its weights are then, and how many costs there are."""
+    from kerasdp.backends.torch.measuring import measuring_on
+    from kerasdp.keras_compat import as_functional
+    from kerasdp.pipeline.cost_model import costs_of
+    from kerasdp.pipeline.graph import graph_of
+
+    seen = set()
+
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            result = operation(*args, **(kwargs or {}))
+            if operation.overloadpacket.__name__ in ("convolution", "mm", "addmm"):
+                seen.add(result.device.type)
+            return result
+
+    with Devices():
+        costs = costs_of(graph_of(as_functional(model)), "time", 4, measuring_on(torch.device("cuda", 0)))
+    return [sorted(seen), sorted({variable.value.device.type for variable in model.variables}), len(costs)]
+
+
+def imitate_cuda():
+    """More of what a build for the CPU does not have."""
+    torch.cuda.Event, torch.cuda.current_stream = Event, lambda _: None
+    torch.cuda.synchronize = lambda _: NUM_SYNCHRONIZED.append(1)
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = lambda _: torch.zeros(1), lambda *_: None
+
+
 def main():
-    device, cases = sys.argv[1], json.loads(sys.argv[2])
+    device, cases, *settings = sys.argv[1], *map(json.loads, sys.argv[2:])
     if device == "gpu":
-        torch.cuda.Event, torch.cuda.current_stream = Event, lambda _: None
-    choices = {"device": device, "num_devices": 1, "verbose": 0, "compile": "off", "log_every": 1}
+        imitate_cuda()
+    choices = {"device": device, "num_devices": 1, "verbose": 0, "log_every": 1}
+    choices |= settings[0] if settings else {"compile": "off"}
     found = kerasdp.launch(functools.partial(train, cases), backend="torch", **choices)
     print("RESULT " + json.dumps(found))
 

@@ -9,7 +9,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule, to_torch_dtype
+from kerasdp.backends.torch.waits import updating_on
 
 
 class Pipeline:
@@ -22,12 +24,14 @@ class Pipeline:
     """
 
     def __init__(self, model: Any, strategy: Any):
+        from kerasdp.backends.torch.measuring import measuring_on
         from kerasdp.keras_compat import all_layers
         from kerasdp.pipeline.plan import make_plan
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
         with strategy.scope():  # where the weights still are
-            self.plan = make_plan(model, strategy.config, strategy.num_devices, strategy.processes.broadcast_from_rank0)
+            costs_of_rank0, measuring = strategy.processes.broadcast_from_rank0, measuring_on(strategy.device)
+            self.plan = make_plan(model, strategy.config, strategy.num_devices, costs_of_rank0, measuring)
         self.group, self.replica_group = strategy.stage_group, strategy.replica_group
         self.rank_in_pipeline, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.pipeline_index, self.num_pipelines = (
@@ -40,15 +44,15 @@ class Pipeline:
             for number, stage in enumerate(self.plan.stages)
             if number % self.num_ranks == self.rank_in_pipeline
         }
-        for number in self.stages:
-            for variable in self.variables_of(number):
-                variable.value.data = variable.value.data.to(strategy.device)
         self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
             layer.activity_regularizer is not None for layer in all_layers(model)
         )
         # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
         # to train, and so never asks the optimizer for anything, gets them from one that has.
         self.shared, self.idle_source = self._shared()
+        own = [variable for number in self.stages for variable in self.variables_of(number)]
+        for variable in [*own, *self.shared, *model.metrics_variables]:
+            variable.value.data = variable.value.data.to(strategy.device)
         self.timeline: list[Any] | None = None
         self.step: PipelineStep  # that of the latest batch
         self._schedules: dict[tuple[int, int, bool], Any] = {}
@@ -72,8 +76,8 @@ class Pipeline:
         """Returns the variables of this process's stages."""
         return [variable for stage in self.stages.values() for variable in stage.model.variables]
 
-    def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Trains on the global batch; returns its loss, and Keras' logs."""
+    def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
         from kerasdp.keras_compat import weight_penalties
 
         self.model.zero_grad()
@@ -87,20 +91,22 @@ class Pipeline:
             (sum(of_weights) * step.scale).backward()
             penalty = penalty + sum(of_weights).detach()
         with torch.no_grad():
+            rate = learning_rate(self.model.optimizer)
             total_penalty = self._update(weights, penalty)
             outputs = self._outputs()
             loss = _with_penalty(self.compiled_loss(batch, outputs), total_penalty)
-            return loss, self._logs(batch, outputs, loss)
+            return loss, rate, self._logs(batch, outputs, loss)
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
         variables = [variable for stage in self.stages.values() for variable in stage.model.non_trainable_variables]
         kept = [variable.value.clone() for variable in variables]
-        dist.barrier()
-        begin = time.perf_counter()
-        self._run(batch, training=True)
-        dist.barrier()
-        seconds = time.perf_counter() - begin
+        with self.strategy.running(self.model):
+            dist.barrier()
+            begin = time.perf_counter()
+            self._run(batch, training=True)
+            dist.barrier()
+            seconds = time.perf_counter() - begin
         self.model.zero_grad()
         for variable, value in zip(variables, kept):
             variable.assign(value)
@@ -134,8 +140,9 @@ class Pipeline:
         count, size = len(micro_batches), self.size
         if self.num_pipelines == 1 and count * size == micro_batches.num_rows:
             return inputs
-        rows = torch.arange(count).unsqueeze(1) * self.plan.size + self.pipeline_index * size + torch.arange(size)
-        rows = rows.flatten().clamp(max=micro_batches.num_rows - 1).to(inputs[0].device)
+        firsts, others = (torch.arange(number, device=inputs[0].device) for number in (count, size))
+        rows = firsts.unsqueeze(1) * self.plan.size + self.pipeline_index * size + others
+        rows = rows.flatten().clamp(max=micro_batches.num_rows - 1)
         return [leaf[rows] for leaf in inputs]
 
     def _schedule(self, num_micro_batches: int, training: bool) -> Any:
@@ -194,11 +201,12 @@ class Pipeline:
             if limit:
                 factor = limit / total.sqrt().clamp(min=limit)
                 gradients = [None if gradient is None else gradient * factor for gradient in gradients]
-            if is_scaled and not total.isfinite():  # an overflow in one stage is one in all
-                gradients = [gradient if gradient is None else torch.full_like(gradient, torch.nan)
+            if is_scaled:  # an overflow in one stage is one in all
+                is_finite, nan = total.isfinite(), total.new_full((), torch.nan)
+                gradients = [None if gradient is None else torch.where(is_finite, gradient, nan.to(gradient.dtype))
                              for gradient in gradients]  # fmt: skip
         if any(gradient is not None for gradient in gradients):
-            with updating_some(optimizer, weights):
+            with updating_on(self.strategy.device, optimizer), updating_some(optimizer, weights):
                 optimizer.apply(gradients, weights)
         if self.idle_source is not None:
             for variable in self.shared:

@@ -19,6 +19,7 @@ from kerasdp.backends.torch.devices import (
 )
 from kerasdp.backends.torch.pipeline_engine import Pipeline
 from kerasdp.backends.torch.processes import differing_variables
+from kerasdp.backends.torch.waits import numbers_made_on, to_host
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
@@ -65,6 +66,17 @@ class PipelineParallel(Strategy):
         with keras.device("cpu"):
             yield
 
+    @contextlib.contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Returns the context around Keras' `fit`, `evaluate` and `predict`: what Keras makes is on the device.
+
+        The training function, in which they are called, has that of `scope`, in which Keras computes on the CPU.
+        """
+        import keras
+
+        with keras.device(str(self.device)):
+            yield
+
     def begin_reading_thread(self) -> None:
         """Lets a reading thread work with this process's GPU."""
         begin_thread(self.device)
@@ -83,15 +95,22 @@ class PipelineParallel(Strategy):
             if data[0] is SKIPPED:
                 return run_state.skipped_logs
             batch = require_device_batch(data[0])
-            loss, logs = pipeline.train_step(batch)
-            run_state.after_step(loss, batch.indices, {})
+            with numbers_made_on(self.device):
+                loss, rate, logs = pipeline.train_step(batch)
+            run_state.after_step(to_host(loss), batch.indices, {}, to_host(rate))
             return logs
 
-        return StepFunctions(
-            train=train_function,
-            test=torch.no_grad()(lambda data: pipeline.test_step(require_device_batch(data[0]))),
-            predict=torch.no_grad()(lambda data: pipeline.predict_step(require_device_batch(data[0]))),
-        )
+        @torch.no_grad()
+        def test_function(data: Any) -> dict[str, Any]:
+            with numbers_made_on(self.device):
+                return pipeline.test_step(require_device_batch(data[0]))
+
+        @torch.no_grad()
+        def predict_function(data: Any) -> Any:
+            with numbers_made_on(self.device):
+                return pipeline.predict_step(require_device_batch(data[0]))
+
+        return StepFunctions(train=train_function, test=test_function, predict=predict_function)
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""
