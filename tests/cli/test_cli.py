@@ -92,8 +92,8 @@ def test_the_flags_are_these():
         "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "check", "checkpoint_every",
         "compile", "cut_at", "data_dir", "data_on_device", "dataset", "device", "device_counts", "devices", "epochs",
         "export", "gpus", "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate",
-        "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers", "precision",
-        "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",
+        "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers",
+        "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",
         "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
 
