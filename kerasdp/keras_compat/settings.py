@@ -13,8 +13,8 @@ import numpy as np
 from keras.src.backend.common import dtypes, global_state
 from keras.src.utils import module_utils
 
-# What of Keras' state is a run's choice: which devices hold a variable, and its precision.
-_OF_RUN = ("distribution", "dtype_policy")
+# What of Keras' state is a run's choice: which devices hold a variable, its precision, and how attention is computed.
+_OF_RUN = ("distribution", "dtype_policy", "flash_attention")
 
 
 def keep_messages_of(kind: type[Exception]) -> None:
@@ -39,6 +39,17 @@ def set_precision(precision: str) -> None:
     whole = precision in ("float32", "float64")
     keras.config.set_floatx(precision if whole else "float32")
     keras.config.set_dtype_policy(precision if whole else f"mixed_{precision}")
+
+
+def set_attention(device_kind: str) -> None:
+    """Makes attention on TPUs what it is elsewhere; `device_kind` is that of `Devices`.
+
+    Keras 3.15 on jax takes a kernel for TPUs (splash attention) by itself. Without a mask that one is causal, with one
+    it uses the first sample's for all, on several devices it does not compile ("Mosaic kernels cannot be automatically
+    partitioned"), nor with bfloat16 where products of float32 are exact. A layer that asks for it still gets it.
+    """
+    if device_kind == "tpu":
+        keras.config.disable_flash_attention()
 
 
 def _convert_numbers_in_full(in_full: bool) -> None:

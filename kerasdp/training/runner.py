@@ -14,7 +14,7 @@ from kerasdp.data.feed import Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
-from kerasdp.keras_compat import keep_messages_of, kept_by_clear_session, set_precision, set_seed
+from kerasdp.keras_compat import keep_messages_of, kept_by_clear_session, set_attention, set_precision, set_seed
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -55,6 +55,7 @@ class Runner:
         keep_messages_of(RunError)
         set_seed(config.seed)
         set_precision(config.precision)
+        set_attention(devices.kind)
 
     @property
     def num_replicas(self) -> int:

@@ -80,6 +80,15 @@ def test_float32_means_float32_on_any_accelerator():
     assert seen == {"cpu": "None", "gpu": "float32", "tpu": "float32"}
 
 
+def test_a_run_on_tpus():
+    seen = result_of(run(PROGRAMS / "jax_devices.py", "as_tpus", backend="jax"))
+    assert seen == {
+        "devices": "2 TPUs", "kind": "tpu", "precision": "float32",
+        # Keras' kernel for TPUs computes something else.
+        "flash attention": False,
+    }  # fmt: skip
+
+
 def test_several_hosts_are_refused():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

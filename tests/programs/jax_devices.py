@@ -1,6 +1,6 @@
 """Starts jax as a run does, in a process of its own, and prints what became of its options.
 
-python jax_devices.py limit | deterministic | flag | late | tpu | hosts NUMBER PORT
+python jax_devices.py limit | kept_for_the_cpu | deterministic | late | precisions | as_tpus | hosts NUMBER PORT
 """
 
 import json
@@ -72,6 +72,32 @@ def precisions():
         devices.start_jax(Devices(kind=kind, count=1), Config(backend="jax"))
         found[kind] = str(jax.config.values["jax_default_matmul_precision"])
     return found
+
+
+def as_tpus():
+    """A run on two virtual CPU devices that it takes for TPUs."""
+    import numpy as np
+
+    import kerasdp
+
+    def train(runner):
+        import keras
+
+        keras.utils.clear_session()
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        runner.fit(model, np.ones((8, 4), "float32"), np.zeros((8, 2)), batch_size=4)
+        return {
+            "devices": str(runner.devices), "kind": runner.devices.kind,
+            "flash attention": keras.config.is_flash_attention_enabled(),
+            "precision": str(jax.config.values["jax_default_matmul_precision"]),
+        }  # fmt: skip
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    cpus = jax.devices("cpu")
+    devices._devices_of = lambda kind: cpus
+    devices.make_devices = lambda config: Devices(kind="tpu", count=2)
+    return kerasdp.launch(train, backend="jax", num_devices=2, verbose=0)
 
 
 def hosts():

@@ -107,10 +107,15 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
         jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
     of_run = _devices_of(devices.kind)[: devices.count]
     if devices.is_accelerator:
-        # float32 means float32: a GPU's TF32 keeps ten bits of it, a TPU's bfloat16 seven. Use --precision=bfloat16 for
-        # speed.
-        jax.config.update("jax_default_matmul_precision", "float32")
+        set_precision_of_products()
     return of_run
+
+
+def set_precision_of_products() -> None:
+    """Makes products of matrices and convolutions as precise as their inputs, on accelerators."""
+    # float32 means float32: a GPU's TF32 keeps ten bits of it, a TPU's bfloat16 seven. Use --precision=bfloat16 for
+    # speed: inputs of 16 bits are multiplied as fast as without this (jax 0.10.2, compiled for v5e and H100).
+    jax.config.update("jax_default_matmul_precision", "float32")
 
 
 def device_names(devices: Sequence[jax.Device]) -> list[str]:

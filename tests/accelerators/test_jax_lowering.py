@@ -1,0 +1,212 @@
+"""What jax is given for GPUs and TPUs: the real steps of training, lowered for them, and compiled where that can be.
+
+The proofs compile with XLA's own compilers for four H100 and four TPU v5e; `programs/targets.py` says which wheels.
+"""
+
+import collections
+import functools
+import importlib.util
+import json
+import operator
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
+
+DATA = {"model": "convnet", "strategy": "data", "optimizer": "adam"}
+TENSOR = {"model": "gpt", "strategy": "tensor"}
+PIPELINE = {"model": "pooling", "strategy": "pipeline", "num_stages": 2}
+QUICK = [DATA, TENSOR, PIPELINE]
+MORE = [
+    *({"model": name, "strategy": "data"} for name in ("mlp", "lenet", "resnet18", "gpt", "pooling")),
+    {"model": "convnet", "strategy": "data", "precision": "bfloat16"},
+    {"model": "convnet", "strategy": "data", "batch_norm": "replica"},
+    {"model": "convnet", "strategy": "tensor", "optimizer": "adam"},
+    {"model": "convnet", "strategy": "pipeline", "num_stages": 4},
+    {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "schedule": "1f1b"},
+    {"model": "pooling", "strategy": "data", "accumulate": 2},
+]
+# Nothing of the kit's own goes by way of a library or of the host: XLA chooses the libraries when it compiles.
+KNOWN_CALLS = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
+# Of these wheels' compilers: cuDNN, cuBLAS and cub on GPUs; hints to itself on TPUs.
+COMPILERS = {"cuda": "jax_cuda13_plugin", "tpu": "libtpu"}
+
+
+@functools.cache
+def lowered(*cases, compiled_for=("cpu",)):
+    texts = [json.dumps(json.loads(case) | {"compile": list(compiled_for)}) for case in cases]
+    backend = None if len(compiled_for) > 1 else "jax"  # the wheels' plug-ins are found when jax is imported
+    extra = {} if backend else {"JAX_PLATFORMS": "cpu"}
+    return result_of(run(PROGRAMS / "lower_jax.py", *texts, backend=backend, timeout=1500, **extra))
+
+
+def name_of(case):
+    return "-".join(str(value) for value in case.values())
+
+
+def found_for(case, cases=QUICK, **options):
+    texts = [json.dumps(other) for other in cases]
+    return lowered(*texts, **options)[cases.index(case)]
+
+
+each_quick = pytest.mark.parametrize("case", QUICK, ids=name_of)
+each = pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE)], ids=name_of
+)
+
+
+def of(case):
+    return found_for(case) if case in QUICK else found_for(case, [case])
+
+
+def platforms_of(found):
+    for program in found["programs"]:
+        assert set(program["platforms"]) == {"cuda", "tpu"}
+        for platform, facts in program["platforms"].items():
+            yield program["name"], platform, facts
+
+
+@each
+def test_nothing_but_arithmetic_in_the_precision_that_was_asked_for(case):
+    seen = collections.Counter()
+    for name, platform, facts in platforms_of(of(case)):
+        place = (name, platform)
+        assert "f64" not in facts["types"], place
+        assert set(facts["calls"]) <= KNOWN_CALLS, place
+        hosts = {"infeed", "outfeed", "send", "recv"} & {op.removeprefix("stablehlo.") for op in facts["ops"]}
+        assert not hosts, place
+        for product, count in facts["products"].items():
+            seen[product.partition(" ")[2]] += count
+    # bfloat16 is multiplied as fast with this, and there is nothing more exact for it.
+    kind = "bf16" if case.get("precision") == "bfloat16" else "f32"
+    assert set(seen) == {f"{kind} {kind}: HIGHEST HIGHEST"}
+
+
+@each
+def test_state_is_donated_and_split_as_planned(case):
+    found = of(case)
+    counts = found["model"]
+    steps = {"train_step"} if case["strategy"] != "pipeline" and "accumulate" not in case else {"update", "finish"}
+    assert steps <= {program["name"] for program in found["programs"]}
+    for name, platform, facts in platforms_of(found):
+        arguments, place = facts["arguments"], (name, platform)
+        donated = [argument for argument in arguments if argument["donated"]]
+        if name == "train_step":
+            state = sum(counts[kind] for kind in ("num_trainable", "num_non_trainable", "num_slots", "num_metrics"))
+            assert len(donated) == state, place
+            batch = [argument["sharding"] for argument in arguments if not argument["donated"]]
+            assert len(batch) == 2, place  # what does not matter for the weights, as the numbers of rows, is left out
+            axis = "batch" if case["strategy"] == "data" else ""
+            assert [axes[0] for axes in batch] == [axis] * 2, place
+            assert not any(any(axes[1:]) for axes in batch), place
+            split = [argument["sharding"] for argument in donated if any(argument["sharding"] or [])]
+            if case["strategy"] == "data":
+                assert not split, place
+            else:
+                assert all(axes[-1] == "model" and not any(axes[:-1]) for axes in split), place
+                assert len(split) >= 2 * counts["num_trainable"], place  # each weight here divides, and its slot
+        if name == "update":  # weights, momentum, step and rate; not the gradients
+            gradients = len(arguments) - len(donated)
+            assert gradients and len(donated) == 2 * gradients + 2, place
+        if name == "finish":  # all but the scale
+            assert len(donated) == len(arguments) - 1, place
+        if name == "accumulate":  # the sums
+            assert len(donated) == counts["num_trainable"], place
+
+
+def sent_by(found, platform="cpu", names=None):
+    """Bytes of each kind of collective, and how many."""
+    total = collections.Counter()
+    for program in found["programs"]:
+        if names is None or program["name"] in names:
+            for kind, (count, size) in program["compiled"][platform]["sent"].items():
+                total[kind] += size
+                total[f"{kind}s"] += count
+    return total
+
+
+def most_for_data(case, model):
+    """The gradients and loss and metric; batch norm's sums backwards, and of each device its statistics forwards."""
+    channels = {"convnet": 68}.get(case["model"], 0) if case.get("batch_norm") != "replica" else 0
+    return {"all-reduce": model["gradients"] + 8 + 4 * channels, "all-gather": 4 * 2 * 4 * channels}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [DATA, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE
+             if case["strategy"] == "data" and case["model"] in ("mlp", "lenet", "gpt", "pooling")
+             and "accumulate" not in case)],
+    ids=name_of,
+)  # fmt: skip
+def test_devices_send_the_gradients_and_little_else(case):
+    found = of(case)
+    sent, most = sent_by(found), most_for_data(case, found["model"])
+    print(name_of(case), dict(sent), most)
+    assert set(sent) <= {"all-reduce", "all-reduces", "all-gather", "all-gathers"}
+    assert sent["all-reduce"] == most["all-reduce"] and sent["all-gather"] == most["all-gather"]
+
+
+def test_with_cut_weights_devices_send_activations():
+    found = of(TENSOR)
+    sent = sent_by(found)
+    whole = sum(found["model"]["activations"])
+    print(name_of(TENSOR), dict(sent), whole)
+    # Each layer's outputs once forwards and once backwards; a weight is never sent.
+    assert whole / 2 < sent["all-gather"] + sent["all-reduce"] < 2 * whole
+
+
+def test_pipelines_send_the_gradients_once_for_each_micro_batch():
+    found = of(PIPELINE)
+    # Two programs a stage: the first micro-batch's begins the sum. Each is called with two pipelines side by side.
+    backward = sent_by(found, names=["backward"])
+    print(name_of(PIPELINE), dict(backward), found["model"]["gradients"])
+    assert backward["all-reduce"] == 2 * found["model"]["gradients"]
+    assert set(backward) == {"all-reduce", "all-reduces"}
+    rest = sent_by(found, names={program["name"] for program in found["programs"]} - {"backward"})
+    outputs = 32 * 12 * 4
+    assert sum(rest[kind] for kind in rest if not kind.endswith("s")) <= 4 * outputs
+
+
+compilers = pytest.mark.parametrize("platform", [
+    pytest.param(name, marks=pytest.mark.skipif(
+        importlib.util.find_spec(wheel) is None, reason=f"{wheel} is not installed (tests/programs/targets.py)",
+    )) for name, wheel in COMPILERS.items()
+])  # fmt: skip
+COMPILED = [DATA, {"model": "gpt", "strategy": "data"}, {"model": "resnet18", "strategy": "data"}, TENSOR, PIPELINE]
+
+
+@pytest.mark.proof
+@compilers
+@pytest.mark.parametrize("case", COMPILED, ids=name_of)
+def test_compilers_of_gpus_and_tpus_send_as_much(case, platform):
+    found = found_for(case, [case], compiled_for=("cpu", platform))
+    here, there = sent_by(found), sent_by(found, platform)
+    print(name_of(case), platform, dict(here), dict(there))
+    if case["strategy"] == "data":
+        assert there["all-reduce"] == here["all-reduce"]
+        assert set(there) == set(here)
+    taken = [program["compiled"][platform] for program in found["programs"] if program["name"] == "train_step"]
+    for step in taken:  # the state is updated where it is
+        assert step["aliased"] > 0.9 * step["taken"]
+        assert not any("callback" in call for call in step["algorithms"])
+
+
+@pytest.mark.proof
+@compilers
+def test_deterministic_steps_compile(platform):
+    """Gradients of max pooling and of embeddings scatter, which XLA refuses where it has no deterministic way."""
+    flags = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+    cases = [{"model": name, "strategy": "data", "platforms": [], "compile": [platform]} for name in ("pooling", "gpt")]
+    done = run(PROGRAMS / "lower_jax.py", *map(json.dumps, cases), timeout=600, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    sent = [sent_by(found, platform)["all-reduce"] for found in result_of(done)]
+    assert all(map(operator.gt, sent, [17_000, 17_000]))
+
+
+@pytest.mark.proof
+@compilers
+def test_attention_on_several_devices_compiles(platform):
+    """Keras' kernel for TPUs would not: hence it is off there."""
+    done = run(PROGRAMS / "attention_there.py", platform, timeout=600, JAX_PLATFORMS="cpu", KERAS_BACKEND="jax")
+    assert result_of(done) == {"float32": "compiled", "bfloat16": "compiled"}
