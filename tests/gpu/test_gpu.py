@@ -82,6 +82,14 @@ def test_no_step_waits_for_the_device(machine, backend, count, model, choice):
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
 
+def test_no_stage_of_torch_waits_for_the_device(machine):
+    """Those of jax send a few numbers for each micro-batch, for which nobody waits; the guard would refuse them."""
+    machine.need("torch", 2)
+    settings = {"model": "lenet", "strategy": "pipeline", "balance": "flops"}
+    program = [PROGRAMS / "gpu_waits.py", "torch", 2, machine.device, json.dumps(settings)]
+    assert result_of(run(*program, timeout=900))["steps"] == 40
+
+
 def test_a_step_of_torch_is_one_cuda_graph(machine):
     machine.need("torch")
     machine.need_gpu("a CUDA graph")
