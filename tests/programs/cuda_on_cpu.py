@@ -16,6 +16,25 @@ import tempfile
 SOURCE = pathlib.Path(__file__).resolve().parents[1] / "accelerators" / "cuda_on_cpu.cpp"
 
 
+class Event:
+    """In place of `torch.cuda.Event`, which a build for the CPU does not have; counts how often one is waited for."""
+
+    num_waited = 0
+
+    def __init__(self, **_):
+        self.is_recorded = False
+
+    def record(self, stream=None):
+        self.is_recorded = True
+
+    def query(self):
+        return self.is_recorded
+
+    def synchronize(self):
+        assert self.is_recorded
+        Event.num_waited += 1
+
+
 def library() -> pathlib.Path:
     """The compiled source, from the user's cache after the first time, which takes 9 s."""
     key = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
@@ -45,7 +64,9 @@ def start() -> None:
         "set_device": None,
         "max_memory_allocated": 0,
         "_lazy_init": None,
+        "current_stream": None,
     }
+    torch.cuda.Event = Event
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
