@@ -17,17 +17,22 @@ SOURCE = pathlib.Path(__file__).resolve().parents[1] / "accelerators" / "cuda_on
 
 
 class Event:
-    """What a GPU was given before is done at once."""
+    """In place of `torch.cuda.Event`, which a build for the CPU does not have; counts how often one is waited for."""
 
-    def record(self, stream: None) -> None:
-        """Nothing is left to wait for."""
+    num_waited = 0
 
-    def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+    def __init__(self, **_):
+        self.is_recorded = False
 
-    def query(self) -> bool:
-        """Whether it is done."""
-        return True
+    def record(self, stream=None):
+        self.is_recorded = True
+
+    def query(self):
+        return self.is_recorded
+
+    def synchronize(self):
+        assert self.is_recorded
+        Event.num_waited += 1
 
 
 def library() -> pathlib.Path:
@@ -54,17 +59,16 @@ def start() -> None:
     assert torch.version.cuda is None, "expected a build of torch without CUDA"
     answers = {
         "is_available": True,
-        "device_count": 8,
-        "get_device_capability": (9, 0),
+        "device_count": 1,
         "current_device": 0,
         "set_device": None,
         "max_memory_allocated": 0,
         "_lazy_init": None,
         "current_stream": None,
     }
+    torch.cuda.Event = Event
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    torch.cuda.Event = Event
 
 
 def _torch() -> pathlib.Path:

@@ -26,25 +26,6 @@ KINDS = ("read", "sent", "native_batch_norm", "_foreach_add_")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 
 
-class Event:
-    """In place of `torch.cuda.Event`, which a build for the CPU does not have."""
-
-    num_waited = 0
-
-    def __init__(self, **_):
-        self.is_recorded = False
-
-    def record(self, stream=None):
-        self.is_recorded = True
-
-    def query(self):
-        return self.is_recorded
-
-    def synchronize(self):
-        assert self.is_recorded
-        Event.num_waited += 1
-
-
 class Waits(TorchDispatchMode):
     """Counts operations that end when the device has done all that it was given."""
 
@@ -165,7 +146,7 @@ def one_case(case, x, y, runner):
 
     with runner.scope():
         model = model_of(keras, case)
-    losses, found, waited = [], {}, Event.num_waited
+    losses, found, waited = [], {}, cuda_on_cpu.Event.num_waited
     size = {"batch_size": NUM_ROWS}
     calls = {"fit": lambda rows: losses.append(runner.fit(model, x[:rows], y[:rows], **size).history["loss"][0])}
     if case == "sgd" and runner.config.schedule == "gpipe":
@@ -178,7 +159,7 @@ def one_case(case, x, y, runner):
                 call(steps * NUM_ROWS)
             counts.append(waits.counts)
         found[name] = {kind: (counts[2][kind] - counts[1][kind]) / (LONG - SHORT) for kind in KINDS}
-    return found | {"losses": losses, "waited": Event.num_waited - waited}
+    return found | {"losses": losses, "waited": cuda_on_cpu.Event.num_waited - waited}
 
 
 def pinned(runner):
@@ -223,7 +204,6 @@ def measured(model):
 
 def imitate_cuda():
     """More of what a build for the CPU does not have."""
-    torch.cuda.Event, torch.cuda.current_stream = Event, lambda _: None
     torch.cuda.synchronize = lambda _: NUM_SYNCHRONIZED.append(1)
     torch.cuda.get_rng_state, torch.cuda.set_rng_state = lambda _: torch.zeros(1), lambda *_: None
 
