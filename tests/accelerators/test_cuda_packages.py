@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+import types
 import warnings
 
 import pytest
 
+from kerasdp.config import Config
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import Devices
 
@@ -37,8 +39,13 @@ def test_packages_of_two_versions(names, expected, tmp_path):
 
 def test_a_run_on_gpus_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*install(tmp_path, CUDA_12 + CUDA_13), *sys.path])
+    # A backend with a GPU.
+    backend = types.SimpleNamespace(
+        make_devices=lambda settings: Devices(kind="gpu", count=1), start_workers=lambda *arguments: "started"
+    )
+    monkeypatch.setattr(launch.importlib, "import_module", lambda name: backend)
     with pytest.warns(UserWarning) as caught:
-        launch._warn_of_cuda(Devices(kind="gpu", count=1))
+        assert launch._start(Config(backend="torch"), print) == "started"
     assert [str(warning.message) for warning in caught] == [LINE]
     monkeypatch.setattr("os.path.exists", lambda path: False)
     with warnings.catch_warnings():
