@@ -2,9 +2,11 @@
 
 import importlib
 import sys
+import types
 
 import pytest
 
+from kerasdp.config import Config
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import Devices
 
@@ -36,7 +38,12 @@ def test_packages_of_two_versions(names, expected, tmp_path):
 
 def test_a_run_on_gpus_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*install(tmp_path, CUDA_12 + CUDA_13), *sys.path])
-    launch._warn_of_cuda(Devices(kind="gpu", count=1))
+    # A backend with a GPU.
+    backend = types.SimpleNamespace(
+        make_devices=lambda settings: Devices(kind="gpu", count=1), start_workers=lambda *arguments: "started"
+    )
+    monkeypatch.setattr(launch.importlib, "import_module", lambda name: backend)
+    assert launch._start(Config(backend="torch"), print) == "started"
     assert capsys.readouterr().err == f"warning: {LINE}\n"
     monkeypatch.setattr("os.path.exists", lambda path: False)
     launch._warn_of_cuda(Devices(kind="tpu", count=1))  # which has no use for CUDA
