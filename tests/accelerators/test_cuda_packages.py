@@ -42,8 +42,9 @@ def test_a_run_on_gpus_says_so(tmp_path, monkeypatch, capsys):
     backend = types.SimpleNamespace(
         make_devices=lambda settings: Devices(kind="gpu", count=1), start_workers=lambda *arguments: "started"
     )
-    monkeypatch.setattr(launch.importlib, "import_module", lambda name: backend)
-    assert launch._start(Config(backend="torch"), print) == "started"
+    with monkeypatch.context() as patched:
+        patched.setattr(launch.importlib, "import_module", lambda name: backend)
+        assert launch._start(Config(backend="torch"), print) == "started"
     assert capsys.readouterr().err == f"warning: {LINE}\n"
     monkeypatch.setattr("os.path.exists", lambda path: False)
     launch._warn_of_cuda(Devices(kind="tpu", count=1))  # which has no use for CUDA
