@@ -82,11 +82,12 @@ def test_no_step_waits_for_the_device(machine, backend, count, model, choice):
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
 
-def test_no_stage_of_torch_waits_for_the_device(machine):
-    """Those of jax send a few numbers for each micro-batch, for which nobody waits; the guard would refuse them."""
-    machine.need("torch", 2)
-    settings = {"model": "lenet", "strategy": "pipeline", "balance": "flops"}
-    program = [PROGRAMS / "gpu_waits.py", "torch", 2, machine.device, json.dumps(settings)]
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_stage_waits_for_the_device(machine, backend, schedule):
+    machine.need(backend, 2)
+    settings = {"model": "lenet", "strategy": "pipeline", "balance": "flops", "schedule": schedule}
+    program = [PROGRAMS / "gpu_waits.py", backend, 2, machine.device, json.dumps(settings)]
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
 

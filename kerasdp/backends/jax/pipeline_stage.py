@@ -83,14 +83,27 @@ class StageProgram:
         self.joined = jax.jit(lambda outputs: [jnp.concatenate(leaves) for leaves in zip(*outputs)])
         self._measured = jax.jit(self._measure)
         self.backward = jax.jit(self._backward, donate_argnums=2)
+        self.times = jax.jit(lambda share, value: share * value)
+        self.total = jax.jit(lambda values: sum(values, jnp.zeros(())))
+        self._constants: dict[Any, Tensor] = {}
 
     def sharding_for(self, num_rows: int) -> NamedSharding:
         """Returns the sharding of a tensor of so many rows: split over the devices if they divide, else copied."""
         return self.copied if num_rows % self.num_devices else self.split
 
-    def cut(self, data: Structure, rows: slice) -> Structure:
-        """Returns rows of targets or weights."""
-        return jax.tree.map(lambda leaf: leaf[rows], data)
+    def put(self, data: Structure, rows: slice = slice(None)) -> Structure:
+        """Brings rows of targets or weights, in NumPy arrays, to the stage's devices."""
+        return jax.device_put(jax.tree.map(lambda leaf: leaf[rows], data), self.copied)
+
+    def constant(self, value: float | np.generic) -> Tensor:
+        """Returns a number that programs are called with, on the stage's devices: the same few in each step.
+
+        A Python number takes the type of what it is multiplied with there, too.
+        """
+        key = type(value), value
+        if key not in self._constants:
+            self._constants[key] = jax.device_put(value, self.copied)
+        return self._constants[key]
 
     def _clone_optimizer(self, optimizer: "keras.Optimizer") -> None:
         """Makes an optimizer of this stage's weights; the whole model's optimizer holds its values."""
@@ -126,7 +139,7 @@ class StageProgram:
         """Returns the factor of the loss that keeps small gradients from being lost in float16."""
         if self.scale_index is not None:
             return slots[self.scale_index]
-        return np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0)
+        return self.constant(np.float32(getattr(self.optimizer, "loss_scale_factor", None) or 1.0))
 
     def _call(self, trainable: Any, non_trainable: Any, inputs: Any, first_row: Any, training: bool) -> Any:
         from kerasdp.portability.row_search import row_axes_of
@@ -161,8 +174,8 @@ class StageProgram:
     def _backward(self, pullback: Any, gradients: Any, sums: Any, share: Any, scale: Any) -> tuple[Any, Any]:
         """Adds to the gradients of the weights; returns those of the inputs, too (zero-sized for integers).
 
-        `share`: of the micro-batch's penalty in that of the batch; a Python number, which takes the type of what it is
-        multiplied with. `scale`: of the loss, float32.
+        `share`: of the micro-batch's penalty in that of the batch, made of a Python number. `scale`: of the loss,
+        float32.
         """
         given = [gradient for gradient in gradients if gradient is not None]
         found = pullback((given, share * jnp.asarray(scale, jnp.zeros(()).dtype)))
@@ -176,7 +189,7 @@ class StageProgram:
     ) -> Any:  # fmt: skip
         """Computes outputs and penalty of a micro-batch with the whole model; adds its gradients to `sums`.
 
-        `shares`: the weights of the micro-batch's loss and penalty in those of the batch; Python numbers.
+        `shares`: the weights of the micro-batch's loss and penalty in those of the batch, made of Python numbers.
         """
         import keras
 
@@ -255,7 +268,7 @@ class StageProgram:
         """Computes the loss with all penalties, Keras' logs, and the new values of the metrics."""
         penalties = [jax.device_put(penalty, self.copied) for penalty in penalties]
         metrics = jax.device_put(list(metrics), self.copied)
-        return self._measured(outputs, penalties, batch.targets, batch.sample_weight, metrics)
+        return self._measured(outputs, penalties, *self.put((batch.targets, batch.sample_weight)), metrics)
 
     def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
         import keras

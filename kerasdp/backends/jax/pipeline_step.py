@@ -96,11 +96,12 @@ class PipelineStep:
         for index, seed in zip(program.seeds, self.seeds[program.number]):
             values[1][index] = seed
         outputs, penalty, pullback, values[1] = program.forward(
-            values[0], values[1], inputs, np.int32(self.micro_batches.rows(number).start)
+            values[0], values[1], inputs, program.constant(np.int32(self.micro_batches.rows(number).start))
         )
         values[1] = list(values[1])
         self.pullbacks[program.number][number] = pullback
-        self.penalties_of[program.number].append((self.micro_batches.share_of_rows(number), penalty))
+        share = program.constant(self.micro_batches.share_of_rows(number))
+        self.penalties_of[program.number].append(program.times(share, penalty))
         self.activations[program.number + 1][number].set_result(outputs)
         if program.is_last:
             self._measure(program, number)
@@ -110,18 +111,18 @@ class PipelineStep:
         """Runs forward, loss and backward in one program, which keeps less in memory than two."""
         inputs, begin = self._received(program, self.activations[program.number], number)
         micro_batches, values = self.micro_batches, self.values[program.number]
-        rows, share = micro_batches.rows(number), micro_batches.share_of_rows(number)
+        rows, share = micro_batches.rows(number), program.constant(micro_batches.share_of_rows(number))
         for index, seed in zip(program.seeds, self.seeds[program.number]):
             values[1][index] = seed
         if self.sums[program.number] is None:
             self.sums[program.number] = program.zeros(values[0])
         outputs, penalty, values[1], self.sums[program.number] = program.accumulate(
-            values[0], values[1], inputs, *program.cut((self.batch.targets, self.batch.sample_weight), rows),
-            np.int32(rows.start), (self.shares[number], share), program.loss_scale(values[2]),
-            self.sums[program.number],
+            values[0], values[1], inputs, *program.put((self.batch.targets, self.batch.sample_weight), rows),
+            program.constant(np.int32(rows.start)), (program.constant(self.shares[number]), share),
+            program.loss_scale(values[2]), self.sums[program.number],
         )  # fmt: skip
         values[1] = list(values[1])
-        self.penalties_of[program.number].append((share, penalty))
+        self.penalties_of[program.number].append(program.times(share, penalty))
         self.activations[program.number + 1][number].set_result(outputs)
         return begin, self.sums[program.number]
 
@@ -129,29 +130,28 @@ class PipelineStep:
         inputs, begin = self._received(program, self.activations[program.number], number)
         trainable, non_trainable, _ = self.values[program.number]
         outputs, penalty = program.infer(trainable, non_trainable, inputs)
-        self.penalties_of[program.number].append((self.micro_batches.share_of_rows(number), penalty))
+        share = program.constant(self.micro_batches.share_of_rows(number))
+        self.penalties_of[program.number].append(program.times(share, penalty))
         self.activations[program.number + 1][number].set_result(outputs)
         return begin, outputs
 
     def _measure(self, program: StageProgram, number: int) -> None:
         """Computes the gradient of the loss: of all micro-batches once the last one is there, or of each one."""
-        targets, weights = self.batch.targets, self.batch.sample_weight
-        scale = program.loss_scale(self.values[program.number][2])
+        data, scale = (self.batch.targets, self.batch.sample_weight), program.loss_scale(self.values[program.number][2])
         if not self.is_whole:
-            rows = self.micro_batches.rows(number)
-            targets, weights = program.cut((targets, weights), rows)
-            outputs = [self.activations[-1][number].result()]
-            (gradients,) = program.gradients(outputs, targets, weights, self.shares[number], scale)
+            outputs, share = [self.activations[-1][number].result()], program.constant(self.shares[number])
+            (gradients,) = program.gradients(outputs, *program.put(data, self.micro_batches.rows(number)), share, scale)
             self.gradients[program.number][number].set_result(gradients)
         elif number == len(self.micro_batches) - 1:
-            gradients = program.gradients(self._all_outputs(), targets, weights, 1.0, scale)
+            gradients = program.gradients(self._all_outputs(), *program.put(data), program.constant(1.0), scale)
             for future, gradient in zip(self.gradients[program.number], gradients):
                 future.set_result(gradient)
 
     def _backward(self, program: StageProgram, number: int) -> tuple[float, Any]:
         gradients, begin = self._received(program, self.gradients[program.number], number)
         pullback = self.pullbacks[program.number].pop(number)
-        share, scale = self.micro_batches.share_of_rows(number), program.loss_scale(self.values[program.number][2])
+        share = program.constant(self.micro_batches.share_of_rows(number))
+        scale = program.loss_scale(self.values[program.number][2])
         self.sums[program.number], passed_on = program.backward(
             pullback, gradients, self.sums[program.number], share, scale
         )
@@ -165,8 +165,8 @@ class PipelineStep:
         self.totals[program.number].set_result(totals)
         totals = [jax.device_put(future.result(), program.copied) for future in self.totals]
         trainable, slots = program.update(trainable, slots, gradients, totals)
-        penalties = [penalty, *(share * value for share, value in self.penalties_of[program.number])]
-        self.updated[program.number] = trainable, non_trainable, slots, sum(penalties)
+        penalties = program.total([penalty, *self.penalties_of[program.number]])
+        self.updated[program.number] = trainable, non_trainable, slots, penalties
         return 0.0, None
 
     def _all_outputs(self) -> list[Any]:
@@ -178,7 +178,7 @@ class PipelineStep:
 
     def penalties(self) -> list[Any]:
         """Returns the activity penalties of all micro-batches."""
-        return [share * value for values in self.penalties_of for share, value in values]
+        return [value for values in self.penalties_of for value in values]
 
 
 class _OtherFailed(Exception):
