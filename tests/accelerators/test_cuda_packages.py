@@ -47,7 +47,7 @@ def test_a_run_on_gpus_says_so(tmp_path, monkeypatch):
     with pytest.warns(UserWarning) as caught:
         assert launch._start(Config(backend="torch"), print) == "started"
     assert [str(warning.message) for warning in caught] == [LINE]
-    monkeypatch.setattr("os.path.exists", lambda path: False)
+    monkeypatch.setattr(launch.os.path, "exists", lambda path: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         launch._warn_of_cuda(Devices(kind="tpu", count=1))  # which has no use for CUDA
