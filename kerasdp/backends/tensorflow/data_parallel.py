@@ -17,6 +17,7 @@ from kerasdp.backends.steps import (
     train_on_next_batches,
 )
 from kerasdp.backends.tensorflow import collectives, private
+from kerasdp.backends.tensorflow.cached_rows import keep_on_device, take_rows
 from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.several_steps import several
@@ -77,24 +78,22 @@ class DataParallel(Strategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
-        import keras
-
-        def copy(data: Structure) -> list[Structure]:
-            return [put_on_device(data, name) for name in self.device_names]
 
         def split(data: Structure) -> list[Structure]:
             return [put_on_device(self._shard_of(data, rank), name) for rank, name in enumerate(self.device_names)]
 
-        def take(name: str, arrays: Structure, rows: tf.Tensor) -> Structure:
-            with tf.device(name):
-                return keras.tree.map_structure(lambda leaf: tf.gather(leaf, rows), arrays)
-
         if isinstance(batch.inputs, CachedRows):
-            cached = batch.inputs.kept.copies(copy)
-            inputs = list(map(take, self.device_names, cached, split(batch.inputs.numbers)))
+            cached, numbers = batch.inputs.kept.copies(self._keep), batch.inputs.numbers
+            inputs = [
+                take_rows(arrays, self._shard_of(numbers, rank), name)
+                for rank, (arrays, name) in enumerate(zip(cached, self.device_names))
+            ]
         else:
             inputs = split(batch.inputs)
         return DeviceBatch(inputs, split(batch.targets), split(batch.sample_weight), batch.indices)
+
+    def _keep(self, arrays: Structure) -> list[Structure]:
+        return [keep_on_device(arrays, name) for name in self.device_names]
 
     def _shard_of(self, data: Structure, rank: int) -> Structure:
         """Returns a replica's rows of arrays, whose rows divide by the replicas."""
