@@ -8,6 +8,8 @@ The rule, and why:
 
 - Scalars and vectors of up to `MOST_ON_HOST` numbers may live on the host where they were made there: shapes, loop
   counters, paddings. A tensor has no more axes, and data of a batch has more numbers.
+- int32 of a batch (tokens, classes) comes in host memory, where TensorFlow keeps it, and goes to the device where
+  something there uses it: what is made of it alone may be made on the host. Nothing may come back.
 - What follows from constants and static shapes alone is folded before the graph runs, however large.
 - Handles of variables and lists (resource, variant) are pointers of the host.
 - What is compiled by XLA (`_XlaMustCompile`, Keras' `jit_compile`) needs no kernels. But the graph around it keeps
@@ -32,10 +34,17 @@ OF_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
 
 
 class Value(NamedTuple):
-    """What is known of a tensor: whether it is folded to a constant, and whether it is in host memory."""
+    """What is known of a tensor.
+
+    Attributes:
+        is_constant: whether it is folded to a constant.
+        is_on_host: whether it is in host memory.
+        has_come: whether it is made of nothing but what came to the step in host memory.
+    """
 
     is_constant: bool
     is_on_host: bool
+    has_come: bool = False
 
 
 class Kernels:
@@ -129,17 +138,20 @@ class Judge:
 
     def graph(self, name: str):
         """The graph of a function that TensorFlow knows."""
-        if name not in _graphs:
-            _graphs[name] = function_def_to_graph.function_def_to_graph(context.context().get_function_def(name))
+        definition, known = context.context().get_function_def(name), _graphs.get(name)
+        # The graph of a loop is changed when its gradient is made, and a new function is made of it.
+        if (
+            known is None
+            or len(known.outputs) != len(definition.signature.output_arg)
+            or any(tensor.graph is not known for tensor in known.outputs)
+        ):
+            _graphs[name] = function_def_to_graph.function_def_to_graph(definition)
         return _graphs[name]
 
     def root(self, name: str) -> None:
         """Judges a function that was called eagerly."""
         definition, graph = context.context().get_function_def(name), self.graph(name)
-        values = [Value(False, tensor.dtype == tf.int32) for tensor in graph.inputs]
-        for tensor, value in zip(graph.inputs, values, strict=True):
-            if value.is_on_host and size_of(tensor) > MOST_ON_HOST:
-                self.note("int32 argument", "_Arg", "int32", size_of(tensor))
+        values = [Value(False, tensor.dtype == tf.int32, tensor.dtype == tf.int32) for tensor in graph.inputs]
         if definition.attr["_XlaMustCompile"].b:
             self.count("compiled step")
         else:
@@ -149,13 +161,17 @@ class Judge:
         """Judges a function that is called with such values; returns what it gives."""
         graph = self.graph(name)
         known = {tensor.ref(): value for tensor, value in zip(graph.inputs, values, strict=True)}
-        inputs = {tensor.op for tensor in graph.inputs}
-        for op in graph.get_operations():
-            if op not in inputs:
-                for tensor, value in zip(
-                    op.outputs, self.operation(op, [known[t.ref()] for t in op.inputs]), strict=True
-                ):
-                    known[tensor.ref()] = value
+        left = [op for op in graph.get_operations() if not any(tensor.ref() in known for tensor in op.outputs)]
+        while left:  # the gradient of a loop adds inputs to it that were made later
+            waiting = []
+            for op in left:
+                if all(tensor.ref() in known for tensor in op.inputs):
+                    values = self.operation(op, [known[tensor.ref()] for tensor in op.inputs])
+                    known |= {tensor.ref(): value for tensor, value in zip(op.outputs, values, strict=True)}
+                else:
+                    waiting.append(op)
+            assert len(waiting) < len(left)
+            left = waiting
         return [known[tensor.ref()] for tensor in graph.outputs]
 
     def operation(self, op, values: list[Value]) -> list[Value]:
@@ -166,7 +182,8 @@ class Judge:
             if self.must_compile(op, name):
                 self.count("compiled call")
                 for tensor, value in zip((*op.inputs, *op.outputs), (*values, *by_type), strict=True):
-                    if tensor.dtype == tf.int32 and not value.is_constant and size_of(tensor) > MOST_ON_HOST:
+                    is_free = value.is_constant or value.has_come
+                    if tensor.dtype == tf.int32 and not is_free and size_of(tensor) > MOST_ON_HOST:
                         self.note("int32 at a compiled function", short(name), "int32", size_of(tensor))
                 return by_type
             return self.function(name, values)
@@ -188,6 +205,8 @@ class Judge:
         of_constants = not op.op_def.is_stateful and bool(values) and all(value.is_constant for value in values)
         if op.type == "Const" or of_static or of_constants:
             return [Value(True, True)] * len(op.outputs)
+        if op.type == "Identity":  # which is left out
+            return values
         if op.type in ("NoOp", "PlaceholderWithDefault"):  # of a pipeline's row numbers, as good as constants
             return [Value(False, tensor.dtype == tf.int32) for tensor in op.outputs]
         self.count(op.type)
@@ -202,16 +221,17 @@ class Judge:
             names = expanded(arguments, op.get_attr)
             sides.append([(t, on_host is None or name in on_host) for t, name in zip(tensors, names, strict=True)])
         for (tensor, wants_host), value in zip(sides[0], values, strict=True):
-            if not wants_host or value.is_constant or tensor.dtype in HANDLES:
+            if not wants_host or value.is_constant or value.has_come or tensor.dtype in HANDLES:
                 continue
             if size_of(tensor) > MOST_ON_HOST:
                 self.note(kind, op.type, words, size_of(tensor))
             else:
                 self.scalar_for_host(op, tensor, value)
+        has_come = all(value.is_constant or value.has_come for value in values)
         for tensor, is_host in sides[1]:
-            if is_host and tensor.dtype not in HANDLES and size_of(tensor) > MOST_ON_HOST:
+            if is_host and not has_come and tensor.dtype not in HANDLES and size_of(tensor) > MOST_ON_HOST:
                 self.note(kind, op.type, words, size_of(tensor))
-        return [Value(False, is_host) for _, is_host in sides[1]]
+        return [Value(False, is_host, is_host and has_come) for _, is_host in sides[1]]
 
     def scalar_for_host(self, op, tensor, value: Value) -> None:
         """Counts a small tensor that the device has made, and the host waits for."""
