@@ -79,7 +79,7 @@ class Loop:
             # A collective blocks its thread: with a pool of a thread a core several devices may hang.
             os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * args.devices)))
         self.devices = jax.devices("cpu" if args.device == "cpu" else None)[: args.devices]
-        if self.devices[0].platform == "gpu":
+        if self.devices[0].platform != "cpu":
             jax.config.update("jax_default_matmul_precision", "float32")
         mesh = Mesh(np.array(self.devices), ("batch",))
         self.split, copied = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
@@ -110,7 +110,7 @@ def main() -> None:
     traffic = protocol.traffic_of(args, "jax")
     loop = Loop(args)
     device = loop.devices[0]
-    name = device.device_kind if device.platform == "gpu" else "cpu"
+    name = "cpu" if device.platform == "cpu" else device.device_kind
     protocol.serve(loop.repeat, args.steps, parameters=loop.num_parameters, device=name, traffic=traffic)
 
 

@@ -100,7 +100,7 @@ def choose_device(args: Any) -> str:
         if args.device == "cpu":
             jax.config.update("jax_platforms", "cpu")
         device = jax.devices()[0]
-        return device.device_kind if device.platform == "gpu" else "cpu"
+        return "cpu" if device.platform == "cpu" else device.device_kind
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")

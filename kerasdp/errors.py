@@ -5,12 +5,12 @@ import os
 import re
 from collections.abc import Iterator
 
-# Flags that are named otherwise than their field of `Config`.
-FIELDS_OF_FLAGS = {"gpus": "num_devices", "stages": "num_stages"}
+# Flags that are named otherwise than their field of `Config`. Of two names the last one stands in messages.
+FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices", "stages": "num_stages"}
 
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
-_SWITCHES = ("resume", "tensorboard")
+_SWITCHES = ("deterministic", "resume", "tensorboard")
 _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from kerasdp import config
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError
 from kerasdp.runtime import signals
+from kerasdp.runtime.cuda_packages import mixed_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.sending import SentFunction, SentResult
@@ -76,6 +78,8 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     with _native_stderr_suppressed():
         backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
         devices = backend.make_devices(settings)
+    if devices.is_accelerator and settings.verbose != 0 and (mixed := mixed_cuda_packages()):
+        print(f"warning: {mixed}", file=sys.stderr, flush=True)
     return backend.start_workers(_work, devices, settings, train, folder)
 
 
@@ -112,7 +116,8 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         heartbeat = Heartbeat(folder, processes.rank, processes.num_processes, tell_after)
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
-        with heartbeat.of_run(), runner.training_function(), _only_prints_of(processes.rank == 0):
+        one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
+        with heartbeat.of_run(), runner.training_function(), one_prints, refused:
             result = train(runner)
         if folder is None:
             return result
@@ -121,6 +126,21 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         if hasattr(result, "set_model"):
             result.set_model(None)  # a Keras `History` holds its model
         return SentResult(result)
+
+
+@contextlib.contextmanager
+def _operations_refused(is_deterministic: bool) -> Iterator[None]:
+    """Says in a line what torch or TensorFlow raise of an operation that has no deterministic algorithm."""
+    try:
+        yield
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if "determinis" in line]
+        if not is_deterministic or isinstance(error, RunError) or not lines:
+            raise
+        # Keras (3.15) writes some of it in bold. What follows the first sentence is for authors of kernels.
+        reason = re.sub(r"\x1b\[\d*m", "", lines[0]).strip().partition(". ")[0].partition(", but you")[0]
+        instead = "do without that operation, or leave --deterministic out"
+        raise UserError(f"--deterministic: {reason}; {instead}") from error
 
 
 @contextlib.contextmanager

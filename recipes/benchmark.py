@@ -11,7 +11,8 @@ train in turn, --steps_per_round steps each, --rounds times, so that whatever el
 
 Expected: a table with images a second (the median of the rounds, the lowest and the highest), the time to the first
 step, which compiles, and the peak memory; the ratio of kerasdp to each peer; which backend is fastest. The same is in
-benchmark.json and in charts in --workdir. On GPUs also the share of the chip's peak performance.
+benchmark.json and in charts in --workdir. On GPUs and TPUs also the model FLOPs
+utilization (MFU): the operations that the model needs over what the chip could do in that time.
 
 All train with SGD, random images, and, on several devices, batch norm on each device's shard of a batch, as the
 frameworks do by default; --batch_norm=sync is for those that can, and measures kerasdp against itself without it (the

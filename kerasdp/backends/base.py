@@ -219,6 +219,10 @@ class Strategy(Protocol):
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings a batch to the devices of this process. Called in a reading thread."""
 
+    def begin_reading_thread(self) -> None:
+        """Prepares a thread that is to read batches, and to call `shard_batch`, before it does."""
+        return
+
     def adapt(self, feed: "Feed") -> Iterable[Any]:
         """Returns what Keras' `fit` is to iterate over in place of the feed."""
         return feed

@@ -8,6 +8,7 @@ time out.
 """
 
 import functools
+import importlib
 import json
 import os
 import sys
@@ -75,7 +76,7 @@ def train(
             "seconds": runner.epoch_seconds[-1],
             "loss": history["loss"][0],
             "accuracy": history["accuracy"][0],
-            "peak_memory_bytes": max(memory) if runner.devices.kind == "gpu" else sum(memory),
+            "peak_memory_bytes": max(memory) if runner.devices.is_accelerator else sum(memory),
             "growth_bytes": max(growth),
             "fit_seconds": seconds,
         }
@@ -89,7 +90,7 @@ def train(
     sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}
     _say(
         runner, ready=True, seconds_to_first_step=seconds, parameters=parameters, flops=forward_flops(model),
-        device=runner.devices.kind, **sent,
+        device=_device_name(runner), **sent,
     )  # fmt: skip
     for _ in _lines(folder, runner.strategy.processes.rank):
         runner.strategy.processes.any_rank(False)  # all ranks begin together
@@ -104,6 +105,11 @@ def forward_flops(model: Any) -> float | None:
 
     known = as_functional(model)
     return None if known is None else sum(costs_of(graph_of(known), "flops", 1))
+
+
+def _device_name(runner: "kerasdp.Runner") -> str:
+    backend = importlib.import_module(f"kerasdp.backends.{runner.config.backend}.devices")
+    return backend.device_name() if runner.devices.is_accelerator else "cpu"
 
 
 def _say(runner: "kerasdp.Runner", **values: Any) -> None:

@@ -4,11 +4,11 @@ import contextlib
 import json
 import os
 import platform
-import subprocess
 import time
 from typing import Any
 
 from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
+from kerasdp.benchmark.peaks import peak_of
 from kerasdp.benchmark.results import Measured, spread
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
@@ -16,12 +16,6 @@ from kerasdp.errors import RunError
 from kerasdp.reporting import report
 from kerasdp.runtime.devices import is_installed
 
-# Operations a second at best, by a part of the GPU's name: float32 without TF32, bfloat16 dense (NVIDIA's data sheets).
-PEAKS = {
-    "B200": (80e12, 2250e12), "H200": (67e12, 989e12), "H100 PCIe": (51e12, 756e12), "H100": (67e12, 989e12),
-    "A100": (19.5e12, 312e12), "L40S": (91.6e12, 362e12), "L40": (90.5e12, 181e12),
-    "A10": (31.2e12, 125e12), "L4": (30.3e12, 121e12),
-}  # fmt: skip
 SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
 
 
@@ -59,10 +53,16 @@ def speedups(measured: list[Measured]) -> dict[str, dict[int, dict[str, float]]]
     return found
 
 
-def share_of_peak(measured: Measured, flops: float | None, gpu: str, precision: str) -> float | None:
-    """Operations of training steps (three times those of the forward pass) a second over what the GPUs could do."""
-    peak = next((peaks[precision == "bfloat16"] for name, peaks in PEAKS.items() if name in gpu), None)
-    if flops is None or peak is None or not measured.rates or measured.ready.get("device") == "cpu":
+def utilization(measured: Measured, flops: float | None, precision: str) -> float | None:
+    """Returns the model FLOPs utilization, from 0 to 1; None where it is not known.
+
+    Args:
+        measured: of a contender.
+        flops: operations of a sample's forward pass. A training step has three times as many.
+        precision: in which it trained.
+    """
+    peak = peak_of(measured.ready.get("device", "cpu"), precision)
+    if flops is None or peak is None or not measured.rates:
         return None
     return 3 * flops * measured.rate / (peak * measured.num_devices)
 
@@ -134,9 +134,10 @@ def compare(
     if all(measured.error for measured in found):
         raise RunError(f"none of the contenders could be measured: {found[0].error}")
     flops = next((one.ready["flops"] for one in found if one.ready.get("flops")), None)
-    gpu = gpu_name() if any(one.ready.get("device", "cpu") != "cpu" for one in found) else ""
+    named = (one.ready.get("device", "cpu") for one in found)
+    gpu = next((name for name in named if name != "cpu"), "")
     for measured in found:
-        measured.share_of_peak = share_of_peak(measured, flops, gpu, config.precision)
+        measured.mfu = utilization(measured, flops, config.precision)
     print("\n".join(table(config, found, rounds, steps, gpu)), flush=True)
     if config.workdir is not None:
         write(config.workdir, config, found, rounds, steps, gpu)
@@ -152,7 +153,7 @@ def table(config: Config, measured: list[Measured], rounds: int, steps: int, gpu
         f"{model} | batch {config.batch_size} | {config.precision}{norm} | {gpu or f'{os.cpu_count()} CPU cores'} | "
         f"{rounds} rounds of {steps} steps",
         f"{'':28} {'images/s':>10} {'lowest .. highest':>23} {'to 1st step':>13} {'peak MiB':>9} {'60,000 in':>12}"
-        + (" of peak" if gpu else ""),
+        + (f"{'MFU':>9}" if gpu else ""),
         *map(str, measured),
     ]
     compared = ratios(measured)
@@ -202,12 +203,3 @@ def write(workdir: str, config: Config, measured: list[Measured], rounds: int, s
         scaling = [one for one in done if one.name in several]
         charts.draw_scaling(scaling, os.path.join(workdir, "scaling.png"))
     print(f"pictures and benchmark.json in {workdir}")
-
-
-def gpu_name() -> str:
-    """Returns the first GPU's name, as its driver reports it."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "GPU"

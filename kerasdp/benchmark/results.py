@@ -20,7 +20,7 @@ class Measured:
         ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
         last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
         rates: samples a second, of each round.
-        share_of_peak: of the operations that the GPUs could do at best; None where that is not known.
+        mfu: model FLOPs utilization (`kerasdp.benchmark.peaks`), from 0 to 1; None where it is not known.
         error: why it could not be measured; empty if it could.
     """
 
@@ -31,7 +31,7 @@ class Measured:
     rates: list[float] = dataclasses.field(default_factory=list)
     ready: dict[str, Any] = dataclasses.field(default_factory=dict)
     last: dict[str, Any] = dataclasses.field(default_factory=dict)
-    share_of_peak: float | None = None
+    mfu: float | None = None
     error: str = ""
 
     @property
@@ -56,7 +56,7 @@ class Measured:
         if self.error:
             return f"{name:28} {self.error}"
         low, high = min(self.rates), max(self.rates)
-        share = f" {self.share_of_peak:8.1%}" if self.share_of_peak is not None else ""
+        share = f" {self.mfu:8.1%}" if self.mfu is not None else ""
         return (
             f"{name:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
             f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"

@@ -36,9 +36,13 @@ def _define_flags_of_devices() -> None:
         f"{', '.join(validation.BACKENDS)}. Default: $KERAS_BACKEND, else that of keras.json, else the first "
         "installed.",
     )
-    _define(group, "gpus", number, None, "Devices to train on. Default: all GPUs, or 1. "
-            "Without a GPU: that many virtual CPU devices.")  # fmt: skip
-    _define(group, "device", text, _DEFAULTS.device, "gpu, cpu, or auto: GPUs if there are any, else the CPU.")
+    _define(group, "gpus", number, None, "Devices to train on: GPUs, TPUs, or, where there are none, that many virtual "
+            "CPU devices. Default: all GPUs or TPUs, or 1.")  # fmt: skip
+    flags.DEFINE_alias("devices", "gpus", flag_values=FLAGS)
+    FLAGS["devices"].help = "Another name of --gpus."
+    GROUPS[group].append("devices")
+    _define(group, "device", text, _DEFAULTS.device, "gpu, tpu (jax), cpu, or auto: GPUs or TPUs if there are "
+            "any, else the CPU.")  # fmt: skip
     _define(
         group,
         "precision",
@@ -110,6 +114,8 @@ def _define_flags_of_training() -> None:
     _define(group, "batch_norm", text, _DEFAULTS.batch_norm, "Statistics over the global batch (sync) or over each "
             "replica's shard of it (replica).")  # fmt: skip
     _define(group, "seed", number, _DEFAULTS.seed, "Seed of initial weights, sample order and dropout.")
+    _define(group, "deterministic", flags.DEFINE_boolean, _DEFAULTS.deterministic, "Repeated or resumed on GPUs of the "
+            "same kind and number, the run is equal bit by bit, as it always is on the CPU; slower.")  # fmt: skip
 
 
 def _define_flags_of_files() -> None:

@@ -23,8 +23,8 @@ class Config:
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`. None: that of Keras if it is imported, else $KERAS_BACKEND,
             else that of keras.json, else the first installed.
-        num_devices: devices of the run. None: all GPUs there are, or 1.
-        device: `"gpu"`, `"cpu"`, or `"auto"`: GPUs where there are any, else virtual CPU devices.
+        num_devices: devices of the run. None: all GPUs or TPUs there are, or 1.
+        device: `"gpu"`, `"tpu"` (jax), `"cpu"`, or `"auto"`: GPUs or TPUs if there are any, else virtual CPU devices.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
         num_stages: stages of a pipeline. None: one per device.
@@ -61,6 +61,8 @@ class Config:
         check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
             split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
         seed: seed of initial weights, sample order and dropout.
+        deterministic: whether a run repeated, or resumed, on GPUs of the same kind and number is equal bit by bit, as
+            it always is on the CPU; slower. What the backend cannot do so ends the run.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
         verbose: 0 nothing, 1 progress bar, 2 a line per epoch; None: a bar in a terminal, else lines.
@@ -108,6 +110,7 @@ class Config:
     check: str = "first"
     gradient_precision: str = "float32"
     seed: int = 0
+    deterministic: bool = False
     workdir: str | None = None
     log_every: int = 10
     verbose: int | None = None

@@ -12,7 +12,7 @@ from kerasdp.config import spec
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
-DEVICES = ("auto", "gpu", "cpu")
+DEVICES = ("auto", "gpu", "tpu", "cpu")
 STRATEGIES = ("data", "pipeline", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 BALANCES = ("time", "flops", "parameters")
@@ -66,7 +66,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
     "data_dir": ("a folder", lambda path: True),
-    **dict.fromkeys(("tensorboard", "resume"), ("True or False", lambda switch: True)),
+    **dict.fromkeys(("deterministic", "tensorboard", "resume"), ("True or False", lambda switch: True)),
 }  # fmt: skip
 _PATHS = ("workdir", "data_dir", "export")
 # Fields that data parallelism has no use for.

@@ -21,12 +21,19 @@ Reader = SampleReader | BatchReader
 class Feed:
     """The batches of the epoch that is running, read and brought to the devices ahead of their use."""
 
-    def __init__(self, reader: Reader, shard_batch: Callable[[Batch], Any], run_state: RunState | None = None):
+    def __init__(
+        self,
+        reader: Reader,
+        shard_batch: Callable[[Batch], Any],
+        run_state: RunState | None = None,
+        begin_thread: Callable[[], None] = lambda: None,
+    ):
         """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
 
-        `shard_batch` brings a batch to this process's devices; it is called in a reading thread.
+        `shard_batch` brings a batch to this process's devices; it is called in a reading thread, of which each calls
+        `begin_thread` before it reads.
         """
-        self.reader, self.shard_batch = reader, shard_batch
+        self.reader, self.shard_batch, self._begin_thread = reader, shard_batch, begin_thread
         self.num_batches = reader.num_batches
         # Keras makes iterators earlier than it uses them, so it is read at the first `next`.
         self.run_state = RunState() if run_state is None else run_state
@@ -48,7 +55,7 @@ class Feed:
     def _batches(self) -> Generator[Any, None, None]:
         start = self.run_state.num_skipped
         yield from itertools.repeat(SKIPPED, start - self.run_state.num_uncounted)
-        threads, number = _Threads(self.reader.num_threads), start
+        threads, number = _Threads(self.reader.num_threads, self._begin_thread), start
         ahead: collections.deque[Future[Any]] = collections.deque()
         try:
             reads = enumerate(self.reader.epoch(self.run_state.epoch, start), start)
@@ -87,8 +94,9 @@ class _Threads:
     The threads of `concurrent.futures` and their work are awaited at a program's end (Python 3.11 to 3.14).
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, begin: Callable[[], None]):
         self._tasks: SimpleQueue[Any] = SimpleQueue()
+        self._begin = begin
         self._threads = [Thread(target=self._work, daemon=True, name="reading") for _ in range(count)]
         for thread in self._threads:
             thread.start()
@@ -110,11 +118,15 @@ class _Threads:
             thread.join()
 
     def _work(self) -> None:
+        is_begun = False
         while (task := self._tasks.get()) is not None:
             future, function, args = task
             if not future.set_running_or_notify_cancel():
                 continue
             try:
+                if not is_begun:
+                    self._begin()
+                is_begun = True
                 future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)

@@ -22,6 +22,7 @@ from kerasdp.keras_compat.layers import (
     weight_penalties,
     with_mask,
 )
+from kerasdp.keras_compat.loss_scaling import deciding_on_device
 from kerasdp.keras_compat.models import (
     as_functional,
     build_compiled,
@@ -113,6 +114,7 @@ __all__ = [
     "compute_loss",
     "copy_decay_exclusions",
     "creating_weights",
+    "deciding_on_device",
     "distinct_names",
     "give_seed_generator",
     "given_seed_generator",

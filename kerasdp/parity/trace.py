@@ -48,7 +48,7 @@ class Job:
         seed: of initial weights, order and random layers.
         batch_norm: `"sync"` or `"replica"`.
         class_weight: as for `model.fit`.
-        device: `"cpu"`, `"gpu"` or `"auto"`.
+        device: `"cpu"`, `"gpu"`, `"tpu"` or `"auto"`.
         compile: as in `kerasdp.Config`, of torch.
     """
 

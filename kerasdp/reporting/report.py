@@ -22,7 +22,7 @@ class Facts:
     Args:
         config: its choices.
         devices: the devices in words.
-        device_kind: `"gpu"` or `"cpu"`.
+        device_kind: `"gpu"`, `"tpu"` or `"cpu"`.
         num_devices: over all processes.
         num_replicas: of the model.
         num_processes: worker processes.

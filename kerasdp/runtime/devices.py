@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 
 from kerasdp.config import Config
@@ -25,9 +26,9 @@ class Devices:
     """The devices of a run.
 
     Args:
-        kind: `"gpu"` or `"cpu"`.
+        kind: `"gpu"`, `"cpu"`, or, with jax, `"tpu"` or what else its plug-ins bring.
         count: number of devices, one replica each. CPU devices are virtual: parts of the one machine.
-        reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for GPUs.
+        reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for others.
     """
 
     kind: str
@@ -36,9 +37,14 @@ class Devices:
 
     def __str__(self) -> str:
         plural = "s" if self.count > 1 else ""
-        if self.kind == "gpu":
-            return f"{self.count} GPU{plural}"
+        if self.is_accelerator:
+            return f"{self.count} {self.kind.upper()}{plural}"
         return f"{self.count} virtual CPU device{plural} ({self.reason})"
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Returns whether the devices have memory of their own, and work beside the CPU."""
+        return self.kind != "cpu"
 
 
 class AlreadyStartedError(Exception):
@@ -120,34 +126,58 @@ def _backend_of_file() -> str | None:
     return chosen.get("backend")
 
 
-def choose_devices(config: Config, num_gpus: int) -> Devices:
+def choose_devices(config: Config, num_found: int, kind: str = "gpu") -> Devices:
     """Returns the devices to use.
 
     Args:
         config: `num_devices` and `device` are read.
-        num_gpus: GPUs that the backend sees.
+        num_found: GPUs, or devices of another kind than the CPU, that the backend sees.
+        kind: of these.
 
     Raises:
         UserError: if there are some GPUs but fewer than asked for, or none though GPUs were asked for.
     """
-    if config.device == "gpu" and num_gpus == 0:
-        raise UserError("--device=gpu: this backend sees no GPU; use --device=cpu for virtual CPU devices")
-    if config.device == "cpu" or num_gpus == 0:
+    if config.device not in ("auto", "cpu") and (num_found == 0 or config.device != kind):
+        others = f", but {num_found} of kind {kind}" if num_found else ""
+        raise UserError(
+            f"--device={config.device}: this backend sees no {config.device.upper()}{others}; use --device=auto for "
+            "what there is, or --device=cpu for virtual CPU devices"
+        )
+    if config.device == "cpu" or num_found == 0:
         reason = "as asked" if config.device == "cpu" else "no GPU found"
         if reason != "as asked" and os.path.exists("/dev/nvidia0"):
             # The plain packages of jax and tensorflow hold no CUDA.
             reason = f"{config.backend} sees no GPU here: pip install 'kerasdp[{config.backend}-cuda]'"
+        elif reason != "as asked" and config.backend == "jax" and os.path.exists("/dev/accel0"):
+            reason = "jax sees no TPU here: pip install 'kerasdp[jax-tpu]'"
         devices = Devices(kind="cpu", count=config.num_devices or 1, reason=reason)
     else:
-        count = config.num_devices or num_gpus
-        if count > num_gpus:
+        count = config.num_devices or num_found
+        if count > num_found:
             raise UserError(
-                f"--gpus: there {'is' if num_gpus == 1 else 'are'} {num_gpus}. Received: {count}; "
-                f"ask for at most {num_gpus}, or use --device=cpu for virtual CPU devices"
+                f"--gpus: there {'is' if num_found == 1 else 'are'} {num_found}. Received: {count}; "
+                f"ask for at most {num_found}, or use --device=cpu for virtual CPU devices"
             )
-        devices = Devices(kind="gpu", count=count)
+        devices = Devices(kind=kind, count=count)
     config.check_replicas(config.num_replicas(devices.count))
     return devices
+
+
+def gpus_to_see(num_devices: int | None, folder: str = "/dev") -> str | None:
+    """Returns the numbers of the first NVIDIA GPUs, as `"0,1"`, if there are more of them than a run uses.
+
+    No framework is asked, since that would start it.
+
+    Args:
+        num_devices: that the run uses; None: all.
+        folder: of the devices' files.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    files = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir(folder))
+    found = files if visible is None else min(files, len([name for name in visible.split(",") if name.strip()]))
+    if num_devices is None or num_devices >= found:
+        return None
+    return ",".join(map(str, range(num_devices)))
 
 
 def cache_folder(name: str) -> str | None:

@@ -14,7 +14,7 @@ class RankSync:
     """
 
     def __init__(self, processes: Processes, *, each_step: bool):
-        """`each_step`: whether a callback may stop within an epoch; to ask the ranks is to wait for the device."""
+        """`each_step`: whether a callback may stop within an epoch; to ask is to wait for the last rank's host."""
         self.processes, self.each_step = processes, each_step
 
     def after_step(self, model: keras.Model) -> None:

@@ -131,7 +131,9 @@ def _reader_of_batches(
 def fed(strategy: Strategy, *readers: Reader | None, state: RunState | None = None) -> Iterator[list[Any]]:
     """Returns a context in which Keras may read the batches of readers; the first one's from where `state` says."""
     feeds = [
-        None if reader is None else Feed(reader, strategy.shard_batch, None if place else state)
+        None
+        if reader is None
+        else Feed(reader, strategy.shard_batch, None if place else state, strategy.begin_reading_thread)
         for place, reader in enumerate(readers)
     ]
     with warnings.catch_warnings():
@@ -158,6 +160,6 @@ def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
     choice, is_in_memory = config.data_on_device, isinstance(source, ArraySource)
     if choice == "on" and not is_in_memory:
         raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")
-    if choice == "auto" and devices.kind == "gpu" and config.engine == "data":
+    if choice == "auto" and devices.is_accelerator and config.engine == "data":
         return is_in_memory and source.num_bytes <= MOST_ON_DEVICE
     return choice == "on"

@@ -13,13 +13,14 @@ X, WEIGHTS = 3 + RANDOM.randn(6, 4, 5), RANDOM.randn(6, 4, 5)
 SCALE, OFFSET = 1 + RANDOM.rand(4), RANDOM.rand(4)
 
 
-def by_torch(is_own):
+def by_torch(is_own, is_native=False):
+    """`is_native`: as on a GPU."""
     torch = pytest.importorskip("torch")
-    from kerasdp.backends.torch.batch_norm import normalize
+    from kerasdp.backends.torch.batch_norm import normalize, normalize_natively
 
     x, scale, offset = (torch.tensor(array, requires_grad=True) for array in (X, SCALE, OFFSET))
     if is_own:
-        outputs = normalize(x, 1, scale, offset, EPSILON)[0]
+        outputs = (normalize_natively if is_native else normalize)(x, 1, scale, offset, EPSILON)[0]
     else:
         variance, mean = torch.var_mean(x, (0, 2), correction=0, keepdim=True)
         outputs = (x - mean) * torch.rsqrt(variance + EPSILON) * scale[:, None] + offset[:, None]
@@ -79,10 +80,36 @@ def by_jax(is_own, groups=1):
         return [np.asarray(array) for array in jax.tree.leaves(compute(*values))]
 
 
-@pytest.mark.parametrize("compute", [by_torch, by_tensorflow, by_jax, functools.partial(by_jax, groups=3)])
+NATIVE = functools.partial(by_torch, is_native=True)
+
+
+@pytest.mark.parametrize("compute", [by_torch, NATIVE, by_tensorflow, by_jax, functools.partial(by_jax, groups=3)])
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((6, 5, 4, 3), 3), ((6, 3, 5, 4), 1), ((7, 3), 1), ((6, 5, 3), 2), ((6, 3, 5), 1), ((2, 3, 4, 5, 3), 4)],
+)
+def test_the_kernel_of_a_gpu_gives_the_same(shape, axis):
+    """Outputs, mean and variance, wherever the channels are; in types that are computed in float32, too."""
+    torch = pytest.importorskip("torch")
+    from kerasdp.backends.torch.batch_norm import normalize, normalize_natively
+
+    x = torch.tensor(3 + np.random.RandomState(0).randn(*shape))
+    scale, offset = torch.tensor(SCALE[:3]), torch.tensor(OFFSET[:3])
+    for arguments in ((scale, offset), (None, offset), (scale, None)):
+        found, expected = (function(x, axis, *arguments, EPSILON) for function in (normalize_natively, normalize))
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    found, expected = (
+        function(x.bfloat16(), axis, scale.float(), None, EPSILON) for function in (normalize_natively, normalize)
+    )
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32]
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)
 
 
 class Exchange:

@@ -172,3 +172,23 @@ def test_compiling_may_begin_anew(monkeypatch):
     with pytest.raises(RuntimeError, match="begin anew"):
         compiler(None, [])
     assert compiler(None, []) == "compiled"
+
+
+@pytest.mark.parametrize(
+    ("is_gpu", "num_replicas", "deterministic", "expected"),
+    [
+        (False, 2, True, set()),
+        (True, 1, False, {"triton.cudagraphs"}),
+        (True, 1, True, {"triton.cudagraphs", "deterministic"}),
+        (True, 2, False, {"deterministic"}),
+    ],
+)
+def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, deterministic, expected):
+    """On GPUs: what Inductor times would decide what a resumed run, or another rank, computes."""
+    own = strategy()
+    own.is_gpu, own.num_replicas = is_gpu, num_replicas
+    own.config = Config(backend="torch", deterministic=deterministic)
+    options = compiled_graphs.inductor_options(own, False)
+    assert {name for name, is_on in options.items() if is_on} == expected
+    known = torch._inductor.config.get_config_copy()
+    assert options.keys() <= known.keys()

@@ -57,6 +57,18 @@ def test_what_is_compiled_and_what_is_not():
     assert "variables are assigned that are not the model's" in warnings[1]
 
 
+def test_float16_is_compiled():
+    """The loss's scale begins too large, falls, and grows, as in Keras; steps that overflow are left out."""
+    cases = [{"layer": "scaled", "precision": "float16", "compile": mode} for mode in ("off", "on")]
+    (eager, compiled), errors = results_of("compiled.py", cases, backend="torch")
+    assert "warning" not in errors
+    assert compiled["state"] == eager["state"]
+    assert compiled["iterations"] == eager["iterations"] < 16
+    np.testing.assert_allclose(compiled["losses"], eager["losses"], rtol=2e-3)  # of float16, which has 11 bits
+    for own, other in zip(compiled["weights"], eager["weights"], strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-3)
+
+
 def test_padding_is_folded_into_convolutions():
     """Of a residual net with `ZeroPadding2D`: in a compiled step nothing is padded, and it learns the same."""
     results = result_of(run(PROGRAMS / "padded.py", backend="torch", OMP_NUM_THREADS="1"))

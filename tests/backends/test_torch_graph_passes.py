@@ -80,3 +80,36 @@ def test_without_messages_nothing_is_moved():
 
     graph = make_fx(lambda x: x.sin().sum(), tracing_mode="fake")(torch.ones(3))
     assert not send_early(graph.graph)
+
+
+def test_numbers_become_part_of_the_kernels():
+    """Of each type, exactly; also one that is changed in place. What is read but not made in the step stays."""
+    torch = pytest.importorskip("torch")
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from kerasdp.backends.torch.graph_passes import bring_to_device
+
+    table = torch.tensor([3.0])
+
+    def step(x):
+        count = torch.tensor(1)
+        count.add_(2)
+        small = x * 0.1 + torch.tensor(0.1) / torch.tensor([1e-7], dtype=torch.float64)
+        half = x * torch.tensor(0.1, dtype=torch.bfloat16)
+        array = x + torch.tensor([1.0, float("inf"), -0.0])
+        torch.tensor(5.0) + 1  # which nobody uses
+        return small, half, array / torch.tensor(-0.0), x + count, x + torch.tensor(True), x * table
+
+    x = torch.randn(3)
+    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    assert bring_to_device(graph, x.device) == []
+    graph.graph.lint()
+    graph.recompile()
+    constants = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
+    assert sorted(constant.numel() for constant in constants) == [1, 3]
+    table[0] = 4.0
+    for own, expected in zip(graph(x), step(x), strict=True):
+        assert own.dtype == expected.dtype
+        torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+    first = graph(x)[3]
+    assert torch.equal(graph(x)[3], first)  # the number that is changed begins anew in each step

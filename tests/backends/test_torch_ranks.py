@@ -1,5 +1,7 @@
 """What ranks of torch exchange: small messages through sockets, gradients in buckets, batches that one reads."""
 
+import os
+
 import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
@@ -43,8 +45,24 @@ def test_gradients_are_averaged(results, case):
     assert (found["exchanges"] > 1) == (case == "many buckets")
 
 
+def test_any_rank_is_asked_without_a_gpu(results):
+    """Between the hosts, where ranks have GPUs that these do not have."""
+    assert results["asked"] == [False, True, True]
+
+
+def test_statistics_have_a_group_of_their_own_on_gpus(results):
+    """So that they do not come after the gradients; the losses are the same."""
+    (losses, *others), (same_losses, *own) = results["statistics"]
+    assert others == [1, True, False] and own == [1, True, True]
+    assert losses == same_losses
+
+
 def test_values_are_handed_out_as_they_were_when_given(results):
     """A generator may fill its arrays anew for its next batch, while this one is under way."""
     assert {name: sum(are_right) for name, are_right in results["scattered"].items()} == dict.fromkeys(
         ["nothing", "an error", "arrays", "strings", "many arrays", "a large array", "a large text"], 8
     )
+
+
+def test_ranks_share_the_cores_when_they_compile(results):
+    assert results["processes that compile"] == max(1, os.cpu_count() // 2)

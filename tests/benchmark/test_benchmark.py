@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kerasdp.benchmark import contenders, measure
+from kerasdp.benchmark.peaks import peak_of
 from kerasdp.cli import parse as cli
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
@@ -56,13 +57,46 @@ def test_speedups_and_the_fastest():
     ]
 
 
-def test_share_of_peak():
+def test_model_flops_utilization():
     found = measured("torch", "torch", [1000.0], num_devices=2, ready={"device": "NVIDIA H200"})
-    assert measure.share_of_peak(found, 989e9 / 3, "NVIDIA H200", "bfloat16") == pytest.approx(0.5)
-    assert measure.share_of_peak(found, 989e9 / 3, "an unknown GPU", "bfloat16") is None
-    assert measure.share_of_peak(found, None, "NVIDIA H200", "bfloat16") is None
+    assert measure.utilization(found, 989e9 / 3, "bfloat16") == pytest.approx(0.5)
+    assert measure.utilization(found, 67e9 / 3, "float32") == pytest.approx(0.5)
+    assert measure.utilization(found, None, "bfloat16") is None
     found.ready["device"] = "cpu"
-    assert measure.share_of_peak(found, 989e9 / 3, "NVIDIA H200", "bfloat16") is None
+    assert measure.utilization(found, 989e9 / 3, "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "float32", "bfloat16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 67e12, 989e12),
+        ("NVIDIA H100 PCIe", 51e12, 756e12),
+        ("NVIDIA H100 NVL", 60e12, 835e12),
+        ("NVIDIA A100-SXM4-40GB", 19.5e12, 312e12),
+        ("NVIDIA A100 80GB PCIe", 19.5e12, 312e12),
+        ("NVIDIA A10G", 31.5e12, 70e12),
+        ("NVIDIA A10", 31.2e12, 125e12),
+        ("NVIDIA L4", 30.3e12, 121e12),
+        ("NVIDIA L40S", 91.6e12, 362e12),
+        ("Tesla T4", 8.1e12, None),
+        ("Tesla V100-SXM2-16GB", 15.7e12, None),
+        ("NVIDIA GeForce RTX 4090", 82.6e12, 165.2e12),
+        ("TPU v4", None, 275e12),
+        ("TPU v5 lite", None, 197e12),
+        ("TPU v5p", None, 459e12),
+        # Others that have a known name within theirs.
+        ("NVIDIA RTX A1000 Laptop GPU", None, None),
+        ("NVIDIA RTX A1000", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("NVIDIA H20", None, None),
+        ("NVIDIA RTX 4000 SFF Ada Generation", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_peaks_are_of_whole_names(device, float32, bfloat16):
+    assert (peak_of(device, "float32"), peak_of(device, "bfloat16")) == (float32, bfloat16)
 
 
 def test_who_takes_part():

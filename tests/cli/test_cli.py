@@ -36,6 +36,15 @@ def test_flags_and_flagfile(tmp_path):
     assert (settings.learning_rate, settings.workdir, settings.tensorboard) == (0.5, "w", True)
 
 
+def test_devices_is_another_name_of_gpus(tmp_path):
+    file = tmp_path / "some.flags"
+    file.write_text("--gpus=2\n")
+    assert parse_training("--devices=4").num_devices == 4
+    assert parse_training(f"--flagfile={file}", "--devices=4").num_devices == 4
+    with pytest.raises(UserError, match="has no effect here: use --backends and --device_counts"):
+        parse_comparison(["parity.py", "--devices=4"])
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
@@ -77,11 +86,11 @@ def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in GROUPS.values() for name in names) == [
         "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "check", "checkpoint_every",
-        "compile", "cut_at", "data_dir", "data_on_device", "dataset", "device", "device_counts", "epochs", "export",
-        "gpus", "gradient_precision", "hang_timeout", "keep", "kernel_initializer", "learning_rate", "log_every",
-        "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "peers", "precision",
-        "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",
-        "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
+        "compile", "cut_at", "data_dir", "data_on_device", "dataset", "deterministic", "device", "device_counts",
+        "devices", "epochs", "export", "gpus", "gradient_precision", "hang_timeout", "keep", "kernel_initializer",
+        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
+        "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
+        "split_sizes", "stages", "steps_per_round", "strategy", "tensorboard", "verbose", "workdir",
     ]  # fmt: skip
 
 

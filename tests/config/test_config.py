@@ -32,7 +32,7 @@ from kerasdp.errors import UserError
         ({"optimizer": "sgd(momentum"}, "--optimizer: expected a name, or a name with arguments"),
         ({"precision": "int8"}, "--precision"),
         ({"batch_norm": "local"}, "--batch_norm"),
-        ({"device": "tpu"}, "--device"),
+        ({"device": "xpu"}, "--device"),
         ({"verbose": 3}, "--verbose"),
         ({"strategy": "model"}, "--strategy: expected one of data, pipeline, tensor. Received: 'model'"),
         (

@@ -3,7 +3,7 @@
 python compiled.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
     layer: "plain", "reading" (Python asks for a number), "foreign" (assigns a variable that is not the model's),
         "slower" (a callback changes the rate), "frozen" (a callback freezes a layer), "swapping" (variables change
-        places)
+        places), "scaled" (float16, whose first losses are scaled until they overflow)
     no_compiler_on_rank: the rank, if there is one, that finds no C++ compiler
 """
 
@@ -62,12 +62,22 @@ def train(kind, no_compiler_on_rank, runner):
         layers = [keras.layers.Dense(8, "gelu"), Counting(name="counting"), keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input((6,)), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+        optimizer = keras.optimizers.Adam(0.01)
+        if kind == "scaled":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**20, dynamic_growth_steps=3)
+        model.compile(optimizer, loss, metrics=["accuracy"])
     numbers = np.random.RandomState(0)
     x, y = numbers.rand(61, 6).astype("float32"), numbers.randint(0, 3, 61)
     losses = StepLosses(runner)
     history = runner.fit(model, x, y, epochs=4, callbacks=[losses, Slower()]).history
-    return {"losses": losses.values, "accuracy": history["accuracy"], "calls": calls}
+    found = {"losses": losses.values, "accuracy": history["accuracy"], "calls": calls}
+    if kind == "scaled":
+        found |= {
+            "state": [float(variable) for variable in (optimizer.dynamic_scale, optimizer.step_counter)],
+            "iterations": int(optimizer.iterations),
+            "weights": [weight.tolist() for weight in model.get_weights()],
+        }
+    return found
 
 
 def main():

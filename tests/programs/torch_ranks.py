@@ -13,6 +13,7 @@ import kerasdp
 
 def exchange(runner):
     import torch
+    import torch._inductor.config
     import torch.distributed as dist
 
     from kerasdp.backends.torch import sockets
@@ -37,8 +38,52 @@ def exchange(runner):
     gathered["by tag"] = [receive(*message, 2).tolist() for message in (other, first, second)]
     buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
     scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
-    found = {"gathered": gathered, "buckets": buckets, "scattered": scattered}
+    found = {"gathered": gathered, "buckets": buckets, "scattered": scattered, "asked": asked(rank)}
+    found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
+    found["processes that compile"] = torch._inductor.config.compile_threads
     return runner.strategy.processes.all_gather_object(found)
+
+
+def asked(rank):
+    """What ranks with GPUs answer where there are none: whether any of them wants to stop."""
+    from datetime import timedelta
+
+    import torch
+
+    from kerasdp.backends.torch.processes import ProcessGroup
+
+    processes = ProcessGroup(rank, 2, torch.device("cuda", rank), timedelta(seconds=60))
+    return [processes.any_rank(flag) for flag in (False, rank == 1, True)]
+
+
+def trained(runner, has_own):
+    """Losses of a net with batch norm, and in how many groups it has gathered something."""
+    import keras
+
+    from kerasdp.backends.torch import collectives
+    from kerasdp.keras_compat import set_seed
+
+    groups, gather = set(), collectives.all_gather_stacked
+    collectives.all_gather_stacked = lambda tensor, group=None: groups.add(group) or gather(tensor, group)
+    set_seed(0)
+    layers = [keras.Input((5,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    with runner.scope():
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    x = np.random.RandomState(0).rand(24, 5).astype("float32")
+    strategy, make = runner.strategy, runner.strategy.step_functions
+
+    def step_functions(*args):
+        strategy.is_gpu = has_own  # but not when it trains
+        try:
+            return make(*args)
+        finally:
+            strategy.is_gpu = False
+
+    strategy.step_functions = step_functions
+    losses = runner.fit(model, x, x.sum(1), batch_size=7, epochs=3).history["loss"]
+    strategy.step_functions, collectives.all_gather_stacked = make, gather
+    return losses, len(groups), groups == {strategy.statistics_group}, strategy.statistics_group is not None
 
 
 # Values that differ between the ranks: in one message, or in several.

@@ -9,7 +9,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
-from kerasdp.runtime import devices
+from kerasdp.runtime import cuda_packages, devices
 from kerasdp.runtime.devices import Devices
 
 
@@ -111,12 +111,61 @@ def test_choice_of_devices(asked, device, num_gpus, expected):
     [
         (4, "auto", 2, "--gpus: there are 2. Received: 4"),
         (2, "gpu", 1, "--gpus: there is 1. Received: 2"),
-        (1, "gpu", 0, "sees no GPU"),
+        (1, "gpu", 0, "sees no GPU; use --device=auto"),
+        (1, "tpu", 2, "sees no TPU, but 2 of kind gpu; use --device=auto"),
     ],
 )
 def test_devices_that_are_not_there(asked, device, num_gpus, words):
     with pytest.raises(UserError, match=words):
         devices.choose_devices(Config(num_devices=asked, device=device), num_gpus)
+
+
+def test_any_accelerator_counts():
+    found = devices.choose_devices(Config(), 4, "tpu")
+    assert found == Devices(kind="tpu", count=4)
+    assert str(found) == "4 TPUs"
+    assert devices.choose_devices(Config(device="tpu", num_devices=1), 4, "tpu").count == 1
+    with pytest.raises(UserError, match="sees no GPU, but 4 of kind tpu"):
+        devices.choose_devices(Config(device="gpu"), 4, "tpu")
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "asked", "expected"),
+    [
+        (["nvidia0", "nvidia1", "nvidia2", "nvidiactl"], None, 2, "0,1"),
+        (["nvidia0", "nvidia1"], None, 2, None),
+        (["nvidia0", "nvidia1"], None, None, None),
+        (["nvidia0", "nvidia1", "nvidia2"], "2,0", 1, "0"),  # numbers among those that are visible
+        (["nvidia0", "nvidia1", "nvidia2"], "2", 1, None),
+        (["null"], None, 1, None),
+    ],
+)
+def test_gpus_that_a_run_does_not_use_are_not_seen(files, visible, asked, expected, tmp_path, monkeypatch):
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.gpus_to_see(asked, str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (["nvidia-cudnn-cu12", "nvidia_cudnn_cu13"], "nvidia-cudnn-cu12 and nvidia-cudnn-cu13, of CUDA 12 and 13"),
+        (["nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-cu12"], "nvidia-nccl-cu12 and nvidia-nccl-cu13, of"),
+        (["nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"], ""),
+        ([], ""),
+    ],
+)
+def test_two_cuda_versions_in_one_environment(installed, words, tmp_path, monkeypatch):
+    for name in installed:
+        folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    message = cuda_packages.mixed_cuda_packages()
+    assert message.startswith(words) if words else message == ""
 
 
 def test_all_gpus_must_get_a_sample():

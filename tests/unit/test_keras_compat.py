@@ -49,6 +49,19 @@ def test_optimizers_have(model, name):
         assert hasattr(model.optimizer, name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_common_apply", "_stateful_handle_finite_grads", "_stateful_handle_non_finite_grads", "step_counter",
+        "dynamic_scale", "_overwrite_variable_with_gradient",
+    ],
+)  # fmt: skip
+def test_optimizers_that_scale_the_loss_have(model, name):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build(model.trainable_variables)
+    assert hasattr(optimizer, name)
+
+
 @pytest.mark.parametrize("name", ["_exclude_from_weight_decay", "_exclude_from_weight_decay_cache"])
 def test_optimizers_remember_what_does_not_decay(model, name):
     optimizer = keras.optimizers.AdamW()

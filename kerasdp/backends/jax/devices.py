@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
+from kerasdp.errors import UserError
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, gpus_to_see
 
 if TYPE_CHECKING:
     import keras
@@ -35,7 +36,23 @@ def make_devices(config: Config) -> Devices:
     except RuntimeError as error:
         if (started := len(jax.devices("cpu"))) < num_devices:
             raise AlreadyStartedError(f"JAX has already started with {started} CPU devices") from error
-    return choose_devices(config, _num_gpus(config))
+    if config.device == "cpu":
+        return choose_devices(config, 0)
+    _leave_other_gpus_alone(config)
+    found = accelerators()
+    if jax.process_count() > 1:  # of a TPU pod, whose devices JAX shows to each of its processes
+        raise UserError(
+            f"expected the devices of one host. Received: those of {jax.process_count()}, as in a TPU pod; several "
+            "hosts are not there yet on jax: use a slice of one host"
+        )
+    return choose_devices(config, len(found), found[0].platform if found else "gpu")
+
+
+def _leave_other_gpus_alone(config: Config) -> None:
+    """Lets JAX see as many GPUs as it is to use: it (0.10) reserves three quarters of the memory of each."""
+    numbers = gpus_to_see(config.num_devices)
+    if numbers is not None and jax.config.values["jax_cuda_visible_devices"] == "all":
+        jax.config.update("jax_cuda_visible_devices", numbers)  # no effect once JAX has started
 
 
 def start_workers(
@@ -52,8 +69,8 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
     if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
         jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
     of_run = jax.devices(devices.kind)[: devices.count]
-    if devices.kind == "gpu":
-        # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
+    if devices.is_accelerator:
+        # float32 means float32: TF32 keeps ten bits of it, a TPU's default seven. Use --precision=bfloat16 for speed.
         jax.config.update("jax_default_matmul_precision", "float32")
     return of_run
 
@@ -148,8 +165,11 @@ def _take(arrays: Structure, rows: Tensor) -> Structure:
     return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
 
-def _num_gpus(config: Config) -> int:
-    try:
-        return 0 if config.device == "cpu" else len(jax.devices("gpu"))
-    except RuntimeError:  # what JAX says where it has no GPU platform
-        return 0
+def accelerators() -> list[jax.Device]:
+    """Returns the GPUs, TPUs or what else JAX takes before the CPU; its platform of GPUs is `"gpu"` of any maker."""
+    return [device for device in jax.devices() if device.platform != "cpu"]
+
+
+def device_name() -> str:
+    """Returns the name of the first GPU or TPU, as its maker has it."""
+    return accelerators()[0].device_kind

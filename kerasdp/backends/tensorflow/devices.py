@@ -82,3 +82,9 @@ def start_workers(
 ) -> Any:
     """Calls `worker(devices, settings, train, folder)` in this process, which drives all devices."""
     return worker(devices, settings, train, folder)
+
+
+def device_name() -> str:
+    """Returns the name of the first GPU or TPU, as its maker has it."""
+    gpu = tf.config.get_visible_devices("GPU")[0]
+    return tf.config.experimental.get_device_details(gpu)["device_name"]

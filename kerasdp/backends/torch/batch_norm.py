@@ -20,8 +20,9 @@ def normalize(
 ) -> tuple[Any, Any, Any]:
     """Normalizes `x` as Keras' layer does on torch (3.15), fused.
 
-    Not torch's own kernel: on the CPU (2.13), for images with their channels last, it sums number by number, so that
-    mean, variance and gradients of 61 images of 28x28 are wrong by 1e-5; here by 2e-7, and by 2e-6 in a captured step.
+    Not torch's own kernel, but on a GPU: on the CPU (2.13), for images with their channels last, it sums number by
+    number, so that mean, variance and gradients of 61 images of 28x28 are wrong by 1e-5; here by 2e-7, and by 2e-6 in a
+    captured step, which fuses what is here by itself.
 
     Args:
         x: of at least two axes; float16 and bfloat16 are computed in float32.
@@ -39,7 +40,25 @@ def normalize(
     """
     if gather is not None:
         return _NormalizeTogether.apply(x, scale, offset, axis, epsilon, num_rows, gather, weight)
+    if x.is_cuda and x.numel() and not is_being_captured(x):
+        return normalize_natively(x, axis, scale, offset, epsilon)
     return _Normalize.apply(x, scale, offset, axis, epsilon)
+
+
+def normalize_natively(x: Any, axis: int, scale: Any, offset: Any, epsilon: float) -> tuple[Any, Any, Any]:
+    """Normalizes `x`, which has rows, by torch's own kernels: in two passes on a GPU, where `_Normalize` takes ten.
+
+    Arguments and results: as of `normalize`.
+    """
+    is_flat = x.dim() not in (4, 5) and axis == x.dim() - 1
+    # With four or five axes, channels that lie last are a memory format of torch's; with two they lie last anyway.
+    channels_second = x.reshape(-1, x.shape[-1]) if is_flat else x.movedim(axis, 1)
+    dtype = _wide(x).dtype
+    weight, bias = (None if each is None else each.to(dtype) for each in (scale, offset))
+    outputs, mean, inverse = torch.native_batch_norm(channels_second, weight, bias, None, None, True, 0.0, epsilon)
+    # Wrong by the round-off of variance and epsilon, whose sum it is used in.
+    variance = (inverse.square().reciprocal() - epsilon).clamp(min=0)
+    return outputs.reshape(x.shape) if is_flat else outputs.movedim(1, axis), mean, variance
 
 
 class _Normalize(torch.autograd.Function):

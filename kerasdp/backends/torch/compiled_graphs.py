@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.graph_passes import (
+    bring_to_device,
     fold_padding,
     keep_channels_last,
     refuse_exchanges,
@@ -106,13 +107,7 @@ class CompiledGraphs:
         if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
             return None
-        # Inductor (2.13) takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
-        options = {"layout_optimization": False}
-        if self.strategy.is_gpu and self.strategy.num_replicas == 1:
-            options["triton.cudagraphs"] = True
-        if graph.meta["keeps_order"]:  # it would send late, and receive at once
-            options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
-        compiler = _Compiler(processes, options)
+        compiler = _Compiler(processes, inductor_options(self.strategy, graph.meta["keeps_order"]))
         compiled = torch.compile(graph, backend=compiler, dynamic=False, fullgraph=True)
         try:
             result = self._run(compiled, data)
@@ -148,9 +143,34 @@ class CompiledGraphs:
         fold_padding(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)
+        if self.strategy.is_gpu:
+            self._bring_to_device(graph)
         graph.meta["keeps_order"] = send_early(graph.graph)
         graph.recompile()
         return graph
+
+    def _bring_to_device(self, graph: torch.fx.GraphModule) -> None:
+        left = bring_to_device(graph, self.strategy.device)
+        if left and not self.graphs and self.strategy.processes.rank == 0:
+            report.warn(
+                f"each compiled step of {self.model.name} waits for the CPU, for {', '.join(dict.fromkeys(left))}: "
+                "make tensors by keras.ops, which computes on the GPU"
+            )
+
+
+def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
+    """Returns what Inductor (2.13) is told; `keeps_order`: whether a step exchanges messages in an order of its own."""
+    # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
+    options = {"layout_optimization": False}
+    if strategy.is_gpu and strategy.num_replicas == 1:
+        options["triton.cudagraphs"] = True
+    if strategy.is_gpu and (strategy.num_replicas > 1 or strategy.config.deterministic):
+        # It times several ways to sum, and to multiply with padding, and takes the fastest: another one in a resumed
+        # run, or on another rank, whose weights would differ from then on.
+        options["deterministic"] = True
+    if keeps_order:  # it would send late, and receive at once
+        options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    return options
 
 
 class _Compiler:

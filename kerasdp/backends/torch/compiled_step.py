@@ -35,7 +35,7 @@ class CompiledTraining:
         import keras
 
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
-        from kerasdp.keras_compat import updating_one_by_one
+        from kerasdp.keras_compat import deciding_on_device, updating_one_by_one
 
         model, strategy = self.model, self.strategy
         inputs, targets, sample_weight = data
@@ -70,7 +70,8 @@ class CompiledTraining:
             whole.move_statistics()
             seen = observed(detail, gradients, found)
             rate = learning_rate(model.optimizer)
-            model.optimizer.apply(gradients, variables)
+            with deciding_on_device(model.optimizer):
+                model.optimizer.apply(gradients, variables)
             logs = whole.update_metrics(loss)
         _write(self.variables, values, passes, updates)
         return loss, rate, logs, seen

@@ -1,5 +1,6 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,6 +10,7 @@ from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strateg
 from kerasdp.backends.steps import TrainedWeights, learning_rate, require_device_batch
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.devices import (
+    begin_thread,
     device_of_process,
     join_processes,
     peak_memory_bytes,
@@ -17,6 +19,7 @@ from kerasdp.backends.torch.devices import (
 )
 from kerasdp.backends.torch.distributed_model import distributed, reduce_others
 from kerasdp.backends.torch.processes import differing_variables
+from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED, replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
@@ -32,21 +35,44 @@ _WORTH_COMPILING = 1000
 
 
 class DataParallel(Strategy):
-    """A replica of the model in each process. See `kerasdp.backends.base.Strategy`."""
+    """A replica of the model in each process. See `kerasdp.backends.base.Strategy`.
+
+    Attributes:
+        statistics_group: the processes, in a group for what batch norms exchange; None: that of the run.
+    """
+
+    statistics_group: Any = None
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
         self.num_devices = self.num_replicas = devices.count
         self.config = config
         self.splits_batches = self.num_replicas > 1
-        self.device = device_of_process(devices)
+        self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, timeout_of(config))
         self.shard = self.processes.rank, devices.count
 
+    def begin_reading_thread(self) -> None:
+        """Lets a reading thread work with this process's GPU."""
+        begin_thread(self.device)
+
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""
         return put_batch(batch, self.device)
+
+    def open_statistics_group(self, model: Any) -> None:
+        """Opens a group of its own for the statistics of a model's batch norms, if there are any to exchange.
+
+        NCCL's messages of one group follow each other: statistics, for which the next layer waits, would come after up
+        to 25 MiB of gradients that were given before.
+        """
+        from kerasdp.keras_compat import all_layers
+        from kerasdp.portability.layers import BatchNormalization
+
+        exchange = (isinstance(layer, BatchNormalization) and layer.statistics == "sync" for layer in all_layers(model))
+        if self.num_replicas > 1 and self.statistics_group is None and any(exchange):
+            self.statistics_group = torch.distributed.new_group(timeout=timeout_of(self.config))
 
     def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
@@ -61,7 +87,7 @@ class DataParallel(Strategy):
             self.num_replicas,
             replica_rows(num_rows, self.num_replicas),
             row_axes=(row_axes := row_axes_of(model, step)),
-            gather=gather_statistics,
+            gather=functools.partial(gather_statistics, group=self.statistics_group),
             gather_rows=lambda rows: self.gather(rows, num_rows),
             moving=[],
             adds=AddedLosses(row_axes.adding) if step == "call" else keep,
@@ -95,6 +121,8 @@ class DataParallel(Strategy):
         from kerasdp.backends.torch.train_step import ShardSteps
         from kerasdp.keras_compat import own_steps
 
+        if self.is_gpu:
+            self.open_statistics_group(model)
         own = own_steps(model)
         steps, weights = ShardSteps(model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
@@ -105,8 +133,9 @@ class DataParallel(Strategy):
                 return run_state.skipped_logs
             batch = require_device_batch(data[0])
             if "train_step" in own:
-                logs = self._own_step(model, "train_step", batch)
-                run_state.after_step(logs.get("loss"), batch.indices, {})
+                with numbers_made_on(self.device), updating_on(self.device, model.optimizer):
+                    logs = self._own_step(model, "train_step", batch)
+                run_state.after_step(to_host(logs.get("loss")), batch.indices, {})
                 return logs
             done = None
             if self._compiles(model, run_state.num_steps, len(batch.indices) == run_state.batch_size):
@@ -117,9 +146,10 @@ class DataParallel(Strategy):
                 if parallel_for != (trained := weights.key()):
                     parallel = None
                     parallel, parallel_for = distributed(self, model, batch), trained
-                done = self._train_eagerly(model, parallel, steps, batch, run_state.detail)
+                with numbers_made_on(self.device):
+                    done = self._train_eagerly(model, parallel, steps, batch, run_state.detail)
             loss, rate, logs, seen = done
-            run_state.after_step(loss, batch.indices, seen, rate)
+            run_state.after_step(to_host(loss), batch.indices, seen, to_host(rate))
             return logs
 
         evaluations = {name: self._evaluation_function(name, model, run_state, steps) for name in ("test", "predict")}
@@ -141,12 +171,17 @@ class DataParallel(Strategy):
             batch, evaluated = require_device_batch(data[0]), run_state.evaluated
             num_rows, result = len(batch.indices), None
             if f"{name}_step" in own:
-                is_test = name == "test"
-                return self._own_step(model, "test_step", batch) if is_test else self._own_predict_step(model, batch)
+                with numbers_made_on(self.device):
+                    if name == "predict":
+                        return self._own_predict_step(model, batch)
+                    return self._own_step(model, "test_step", batch)
             if evaluated and self._compiles(model, evaluated.num_batches, num_rows == evaluated.batch_size):
                 compiled = compiled or CompiledEvaluation(self, model, steps, name)
                 result = compiled(batch)
-            return getattr(steps, name)(batch, self.context(model, num_rows)) if result is None else result
+            if result is not None:
+                return result
+            with numbers_made_on(self.device):
+                return getattr(steps, name)(batch, self.context(model, num_rows))
 
         return evaluate
 
@@ -207,7 +242,8 @@ class DataParallel(Strategy):
             whole.move_statistics()
             seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
             rate = learning_rate(model.optimizer)
-            model.optimizer.apply(gradients, variables)
+            with updating_on(self.device, model.optimizer):
+                model.optimizer.apply(gradients, variables)
             logs = whole.update_metrics(loss)
         return loss, rate, logs, seen
 

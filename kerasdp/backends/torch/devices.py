@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 __all__ = [
-    "device_of_process", "join_processes", "make_devices", "peak_memory_bytes", "put_batch", "start_workers",
-    "timeout_of",
+    "begin_thread", "device_name", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes",
+    "put_batch", "start_workers", "timeout_of",
 ]  # fmt: skip
 
 
@@ -37,8 +37,10 @@ def make_devices(config: Config) -> Devices:
     return choose_devices(config, torch.cuda.device_count())
 
 
-def device_of_process(devices: Devices) -> torch.device:
+def device_of_process(devices: Devices, config: Config) -> torch.device:
     """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
+    if config.deterministic:
+        _make_deterministic()
     if (folder := cache_folder("torch")) is not None:
         # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
         # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
@@ -52,7 +54,20 @@ def device_of_process(devices: Devices) -> torch.device:
     torch.cuda.set_device(device)
     # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    # The fastest convolutions by trial, of each shape: not the same ones in each start.
+    torch.backends.cudnn.benchmark = not config.deterministic
     return device
+
+
+def _make_deterministic() -> None:
+    """Lets torch use algorithms alone that give the same bits each time, and raise where there is none.
+
+    docs.pytorch.org/docs/2.13/notes/randomness.html. Of cuDNN's algorithms torch (2.13) then takes those that are
+    deterministic.
+    """
+    # cuBLAS sums in a workspace whose size says how; read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def timeout_of(config: Config) -> timedelta:
@@ -86,13 +101,26 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
     def put(data: Structure) -> Structure:
         return keras.tree.map_structure(to_device, data)
 
+    def put_once(data: Structure) -> Structure:
+        # Not from pinned memory, of which PyTorch (2.13) takes the next power of two, and gives nothing back.
+        return keras.tree.map_structure(lambda leaf: torch.from_numpy(np.ascontiguousarray(leaf)).to(device), data)
+
     inputs = batch.inputs
     if isinstance(inputs, CachedRows):
-        rows, kept = to_device(inputs.numbers), inputs.kept.copies(put)
+        rows, kept = to_device(inputs.numbers), inputs.kept.copies(put_once)
         inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
     else:
         inputs = put(inputs)
     return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
+
+
+def begin_thread(device: torch.device) -> None:
+    """Makes this process's GPU that of the running thread, too: a new thread's is the first GPU of the host.
+
+    What it pins would start CUDA there, which takes some hundred MB of that GPU's memory for each rank.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -104,3 +132,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _rank(devices: Devices) -> int:
     return int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+
+
+def device_name() -> str:
+    """Returns the name of the first GPU or TPU, as its maker has it."""
+    return torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""Rewrites a captured step: removes what Keras (3.15) adds around convolutions. The results stay the same."""
+"""Rewrites a captured step: removes what Keras (3.15) adds. The results stay the same."""
 
 import operator
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from kerasdp.backends.torch import sockets  # noqa: F401  # defines torch.ops.kerasdp
 from kerasdp.backends.torch.private import force_strides
 
 _aten = torch.ops.aten
@@ -27,6 +28,94 @@ def refuse_exchanges(graph: Graph) -> None:
             source = source.args[0]
         if source.op == "placeholder" and source is not node.args[0]:
             raise ValueError("a variable is assigned the value of another")
+
+
+def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[str]:
+    """Brings what a step has on the CPU to its GPU; returns the names of nodes that stay, for which each step waits.
+
+    Keras (3.15) makes tensors of numbers and NumPy arrays in each call. A capture (torch 2.13) keeps numbers on the
+    GPU, where kernels read each from memory: here they become part of the kernels. It keeps arrays on the CPU, and
+    copies them in each step: here they are copied once.
+    """
+    left = []
+    for found in _groups_on_cpu(module) if device.type != "cpu" else ():
+        if all(_can_move(module, node) for node in found):
+            for node in found:
+                _move(module, node, device)
+        else:
+            left += [str(node.target) for node in found if node.users]
+    for copy in module.graph.find_nodes(op="call_function", target=_aten.lift_fresh_copy.default):
+        constant = _constant_of(module, copy.args[0])
+        if constant is not None and constant.numel() == 1 and constant.device.type == device.type:
+            arguments = list(constant.shape), constant.item()
+            with module.graph.inserting_before(copy):
+                options: dict[str, Any] = {"dtype": constant.dtype, "device": device}
+                number = module.graph.call_function(_aten.full.default, arguments, options)
+            number.meta = dict(copy.meta)
+            copy.replace_all_uses_with(number)
+            module.graph.erase_node(copy)
+    module.graph.eliminate_dead_code(_has_effect)
+    return left
+
+
+def _groups_on_cpu(module: torch.fx.GraphModule) -> list[list[Node]]:
+    """Returns the nodes whose results are on the CPU, in groups that use one another's."""
+    ahead = {node for node in module.graph.nodes if any(value.device.type == "cpu" for value in _values(module, node))}
+    groups = []
+    for first in module.graph.nodes:
+        if first in ahead:
+            ahead.remove(first)
+            group = [first]
+            for node in group:  # which grows meanwhile
+                near = {other for other in (*node.all_input_nodes, *node.users) if other in ahead}
+                ahead -= near
+                group += near
+            groups.append(group)
+    return groups
+
+
+def _values(module: torch.fx.GraphModule, node: Any) -> list[torch.Tensor]:
+    """Returns the tensors that a node gives, without numbers in them unless they are constants."""
+    value = getattr(module, node.target) if node.op == "get_attr" else node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _constant_of(module: torch.fx.GraphModule, node: Any) -> torch.Tensor | None:
+    """Returns the tensor that a node stands for if it was made in the step; None if not, since it may change."""
+    if node.op != "get_attr" or any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
+        return None
+    return next(iter(_values(module, node)), None)
+
+
+def _can_move(module: torch.fx.GraphModule, node: Node) -> bool:
+    """Returns whether a node on the CPU gives the same elsewhere: it draws nothing, and brings nothing there."""
+    if node.op == "get_attr":
+        return _constant_of(module, node) is not None
+    target: Any = node.target
+    if target is operator.getitem:
+        return True
+    if node.op != "call_function" or getattr(target, "namespace", "") != "aten":
+        return False
+    sources = [value for source in node.all_input_nodes for value in _values(module, source)]
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return not is_random and all(value.device.type == "cpu" for value in sources)
+
+
+def _move(module: torch.fx.GraphModule, node: Any, device: torch.device) -> None:
+    if node.op == "get_attr":
+        setattr(module, node.target, getattr(module, node.target).to(device))
+    elif "device" in node.kwargs:
+        node.update_kwarg("device", device)
+    if "val" in node.meta:
+        moved = [value.to(device) for value in _values(module, node)]
+        node.meta["val"] = moved if isinstance(node.meta["val"], (list, tuple)) else moved[0]
+
+
+def _has_effect(node: Node) -> bool:
+    """Returns whether a node may do more than give a result: of operations that are not torch's, nothing is known."""
+    is_torchs = getattr(node.target, "namespace", "") in ("aten", "prims") or node.target is operator.getitem
+    return node.is_impure() or (node.op == "call_function" and not is_torchs)
 
 
 def remove_layout_round_trips(graph: Graph) -> None:

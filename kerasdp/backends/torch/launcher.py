@@ -48,8 +48,9 @@ def start_workers(
         return worker(devices, settings, train, folder)
     # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # The processes share the cores; torch would give each of them all.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices.count)))
+    # The processes share the cores; torch would give each of them all, and Inductor (2.13) up to 32 processes besides.
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // devices.count)))
     # It logs every failure with its whole traceback; the one that matters is raised below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)

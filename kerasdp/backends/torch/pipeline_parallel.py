@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy
 from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.torch.devices import (
+    begin_thread,
     device_of_process,
     join_processes,
     peak_memory_bytes,
@@ -41,7 +42,7 @@ class PipelineParallel(Strategy):
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.device, timeout = device_of_process(devices), timeout_of(config)
+        self.device, timeout = device_of_process(devices, config), timeout_of(config)
         self.processes = join_processes(devices, self.device, timeout)
         self.stages: StagedModels[Pipeline] = StagedModels(
             config, lambda model: Pipeline(model, self), self.shard_batch
@@ -63,6 +64,10 @@ class PipelineParallel(Strategy):
 
         with keras.device("cpu"):
             yield
+
+    def begin_reading_thread(self) -> None:
+        """Lets a reading thread work with this process's GPU."""
+        begin_thread(self.device)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""

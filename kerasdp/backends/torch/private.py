@@ -1,6 +1,7 @@
 """Holds all private names of torch in use."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,28 @@ def is_being_captured(tensor: torch.Tensor) -> bool:
     Torch 2.13: `FakeTensor`. The public `torch.compiler.is_compiling` knows of `torch.compile`, not of `make_fx`.
     """
     return isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def foreach_add_of_tensors() -> Iterator[None]:
+    """Lets `torch._foreach_add_` multiply by an `alpha` that is a tensor, without reading it.
+
+    Torch 2.13: it takes a Python number, for which it reads the tensor, and so waits for the device. Keras' (3.15) SGD
+    and Adadelta give it the learning rate. No public name.
+    """
+    original = torch._foreach_add_
+
+    def add_(tensors: Any, others: Any, *, alpha: Any = 1) -> None:
+        if isinstance(alpha, torch.Tensor):
+            others, alpha = torch._foreach_mul(others, alpha), 1
+        # Only of lists there is an `alpha`.
+        original(tensors, others, alpha=alpha) if isinstance(others, (list, tuple)) else original(tensors, others)
+
+    torch._foreach_add_ = add_  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._foreach_add_ = original
 
 
 def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:

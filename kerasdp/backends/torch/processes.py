@@ -48,11 +48,8 @@ class ProcessGroup:
 
     def all_reduce_max_delayed(self, number: int) -> int:
         """See `Processes`."""
-        if self._host_group is None:
-            # Among the hosts, so that no GPU has to be waited for either.
-            self._host_group = dist.new_group(backend="gloo", timeout=self.timeout)
         tensor, last = torch.tensor(number), self._last
-        self._last = tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self._host_group, async_op=True)
+        self._last = tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self._among_hosts(), async_op=True)
         if last is None:
             return 0
         last[1].wait()
@@ -60,9 +57,15 @@ class ProcessGroup:
 
     def any_rank(self, flag: bool) -> bool:
         """See `Processes`."""
-        tensor = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        tensor = torch.tensor(float(flag))
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, None if self.device.type == "cpu" else self._among_hosts())
         return bool(tensor.item())
+
+    def _among_hosts(self) -> Any:
+        """Returns a group whose messages wait for no GPU; NCCL's come after all that the GPU was given before."""
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._host_group
 
     def open_scatter(self) -> Scatter:
         """See `Processes`."""

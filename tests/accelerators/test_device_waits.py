@@ -1,0 +1,83 @@
+"""The promise: an eager step of torch lets the host run ahead of a GPU: it reads nothing from it, nor waits to send.
+
+On a CUDA device that is none: its memory and its kernels are the CPU's (`cuda_on_cpu.cpp`).
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.accelerators.test_torch_capture_for_cuda import why_not
+from tests.helpers import PROGRAMS, result_of, run
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+QUICK = ["sgd", "adam", "global_clipnorm", "scaled", "own step"]
+OTHERS = [
+    "nesterov", "plain", "decay", "clipnorm", "clipvalue", "weight_decay", "average", "accumulating", "amsgrad",
+    "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "lion", "ftrl", "lamb", "muon", "adafactor",
+]  # fmt: skip
+# Of both losses and rates, which are written for each step here, and in three runs of 4, 4 and 12 steps.
+NUM_WAITED = 2 * 20
+
+
+def trained(cases):
+    """What steps wait for on the device, beside the losses of the CPU."""
+    found = result_of(run(PROGRAMS / "device_waits.py", "gpu", json.dumps(cases)))
+    on_cpu = result_of(run(PROGRAMS / "device_waits.py", "cpu", json.dumps(cases), backend="torch"))
+    for case in cases:
+        np.testing.assert_allclose(found[case]["losses"], on_cpu[case]["losses"], rtol=2e-6)
+        assert on_cpu[case]["waited"] == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return trained(QUICK)
+
+
+@pytest.mark.parametrize("case", QUICK[:-1])
+def test_no_step_of_training_waits(quick, case):
+    """Without the mends a step with SGD reads three numbers, and sends 32; with clipping 36."""
+    step = quick[case]["fit"]
+    assert (step["read"], step["sent"]) == (0, 0)
+    assert quick[case]["waited"] == NUM_WAITED  # losses and rates come by themselves, and are waited for one by one
+
+
+def test_user_defined_steps_wait_for_the_rate_of_a_line_alone(quick):
+    """They do not tell it, so it is read for each line of `steps.jsonl`, here of each step."""
+    step = quick["own step"]["fit"]
+    assert (step["read"], step["sent"]) == (1, 0)
+    assert quick["own step"]["waited"] == NUM_WAITED / 2
+
+
+def test_no_step_of_evaluation_and_prediction_waits(quick):
+    evaluated, predicted = quick["sgd"]["evaluate"], quick["sgd"]["predict"]
+    assert evaluated["read"] == evaluated["sent"] == predicted["sent"] == 0
+    assert predicted["read"] == 1  # Keras takes the outputs of all batches when the last one is done
+
+
+def test_updates_are_those_of_all_weights_in_one_call(quick):
+    """As on the CPU: SGD with momentum takes two calls for all weights, Adam three."""
+    assert quick["sgd"]["fit"]["_foreach_add_"] == 2
+    assert quick["adam"]["fit"]["_foreach_add_"] == 3
+
+
+def test_one_replica_normalizes_by_the_kernel_of_the_device(quick):
+    assert quick["sgd"]["fit"]["native_batch_norm"] == 1
+
+
+def test_arrays_that_stay_on_the_device_are_not_pinned(quick):
+    """Pinned memory is never given back: only what comes in each step is, 5 rows of 40 bytes, or their numbers."""
+    assert quick["pinned"] == {"kept": [20], "kept, again": [20], "read": [200]}
+
+
+@pytest.mark.proof
+def test_no_step_waits_whatever_the_optimizer():
+    found = trained(OTHERS)
+    for case in OTHERS:
+        step = found[case]["fit"]
+        print(case, step)
+        # Whether it is time to update cannot be asked otherwise.
+        assert (step["read"], step["sent"]) == (case == "accumulating", 0), case

@@ -1,0 +1,108 @@
+"""The promise: a compiled step on a GPU holds nothing of the CPU, so that no step waits for a copy from there.
+
+On a CUDA device that is none: its memory and its kernels are the CPU's (`cuda_on_cpu.cpp`).
+"""
+
+import importlib.util
+import itertools
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+
+def why_not():
+    """Why there cannot be such a device here; nothing if there can. Imports no torch."""
+    if "torch" not in BACKENDS:
+        return "the captured step is torch's"
+    if any((pathlib.Path(importlib.util.find_spec("torch").origin).parent / "lib").glob("*torch_cuda*")):
+        return "this torch has a CUDA of its own: python -m pytest -m gpu"
+    return "" if shutil.which("g++") else "needs g++, to make a CUDA device that is none"
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+SGD, CLIPPED = (f"sgd(learning_rate=0.01, momentum=0.9{more})" for more in ("", ", global_clipnorm=1.0"))
+MODELS = {
+    "mlp": (28, 28, 1),
+    "lenet": (28, 28, 1),
+    "convnet": (28, 28, 1),
+    "resnet18": (32, 32, 3),
+    "resnet50": (32, 32, 3),
+}
+OPTIMIZERS = (SGD, "adam", "adamw(weight_decay=0.01)", CLIPPED)
+NOTHING = {"on the CPU": 0, "numbers in memory": 0, "read": 0, "copied": 0}
+
+
+def capture(*cases):
+    done = run(PROGRAMS / "capture_for_cuda.py", json.dumps(cases), timeout=1800)
+    return result_of(done), [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+
+
+def assert_on_device(found):
+    for step in ("train", "test", "predict"):
+        assert {name: found[step][name] for name in NOTHING} == NOTHING, step
+
+
+def assert_sent(batches, num_bytes):
+    """In a step of training, evaluation and prediction: so many arrays, nobody waits, and no more bytes than that."""
+    assert len(batches) == 9
+    for place, (num_arrays, most) in zip((2, 5, 8), num_bytes, strict=True):
+        assert batches[place] == {"read": 0, "sent": num_arrays, "waited for": 0, "bytes": most}
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """What a few cases give, by name, and the warnings: one process, whose start takes most of the time."""
+    cases = {
+        "convnet": {"model": "convnet", "optimizer": "adam", "runs": True},
+        "half": {"model": "lenet", "optimizer": CLIPPED, "precision": "float16", "data_on_device": "off"},
+        "adding": {"model": "mlp", "layer": "adding", "runs": True},
+        "drawing": {"model": "mlp", "layer": "drawing"},
+    }
+    results, warnings = capture(*cases.values())
+    return dict(zip(cases, results, strict=True)), warnings
+
+
+def test_steps_are_the_devices_alone(quick):
+    """Dropout, float16 with a loss that is scaled: no number is on the CPU, or read from there."""
+    found, _ = quick
+    for name in ("convnet", "half", "adding"):
+        assert_on_device(found[name])
+    for name in ("convnet", "adding"):  # by the same kernels: bit by bit
+        assert found[name]["gpu"] == found[name]["cpu"]
+
+
+def test_batches_are_sent_without_a_wait(quick):
+    """Of data that stay on the device, the numbers of the rows."""
+    found, _ = quick
+    image, label, number = 28 * 28, 8, 4
+    whole = [(2, 8 * (image + label)), (1, 8 * image)]
+    assert_sent(found["convnet"]["batches"], [(2, 8 * (number + label)), *whole])
+    assert_sent(found["half"]["batches"], [(2, 8 * (image + label)), *whole])
+
+
+def test_what_stays_on_the_cpu_is_named(quick):
+    """Random numbers, which the device would draw otherwise."""
+    found, warnings = quick
+    assert found["drawing"]["train"]["on the CPU"] == found["drawing"]["train"]["copied"] == 1
+    assert len(warnings) == 3 and all("waits for the CPU, for aten.rand" in line for line in warnings)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_of_all_models(model):
+    choices = [(optimizer, "float32") for optimizer in OPTIMIZERS]
+    choices += itertools.product((SGD, "adam"), ("float16", "bfloat16"))
+    cases = [
+        {"model": model, "image": MODELS[model], "optimizer": optimizer, "precision": precision}
+        for optimizer, precision in choices
+    ]
+    results, warnings = capture(*cases)
+    assert not warnings
+    for case, found in zip(cases, results, strict=True):
+        print(case["model"], case["optimizer"], case["precision"], found["train"])
+        assert_on_device(found)

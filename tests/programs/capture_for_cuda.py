@@ -1,0 +1,165 @@
+"""Trains, evaluates and predicts on a CUDA device that is none, and prints what the compiled steps hold.
+
+python capture_for_cuda.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
+    image: shape of an image, [28, 28, 1] if it is left out
+    layer: "adding" or "drawing" puts a layer before the model that computes on the CPU
+    runs: whether the captured steps run, operation by operation, and on the CPU, too, or give zeros
+"""
+
+import functools
+import json
+import sys
+
+import cuda_on_cpu
+import numpy as np
+
+cuda_on_cpu.start()
+
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import kerasdp  # noqa: E402
+
+NUM_STEPS, NUM_ROWS = 3, 8
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+def is_on(value, kind):
+    return isinstance(value, torch.Tensor) and value.device.type == kind
+
+
+def counts(graph):
+    """What of a captured step is on the CPU, or comes from there."""
+    values = {
+        node: getattr(graph, node.target) if node.op == "get_attr" else node.meta.get("val")
+        for node in graph.graph.nodes
+    }
+    constants = [value for node, value in values.items() if node.op == "get_attr"]
+    return {
+        "nodes": len(values),
+        "on the CPU": sum(is_on(value, "cpu") for value in values.values()),
+        "numbers from the CPU": sum(is_on(value, "cpu") and value.numel() == 1 for value in constants),
+        "arrays from the CPU": sum(is_on(value, "cpu") and value.numel() > 1 for value in constants),
+        "numbers in memory": sum(is_on(value, "cuda") and value.numel() == 1 for value in constants),
+        "read": sum(node.target in READS for node in values),
+        "copied": sum(
+            node.target in COPIES
+            and is_on(value, "cuda")
+            and any(is_on(values.get(source), "cpu") for source in node.all_input_nodes)
+            for node, value in values.items()
+        ),
+    }
+
+
+class Waits(TorchDispatchMode):
+    """Counts what Python waits for, and what is sent, in operations that run one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {"read": 0, "sent": 0, "waited for": 0, "bytes": 0}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        source = args[1] if operation is torch.ops.aten.copy_.default else args[0] if args else None
+        self.found["read"] += operation in READS
+        if operation in COPIES and is_on(result, "cuda") and is_on(source, "cpu"):
+            self.found["sent"] += 1
+            self.found["waited for"] += not (kwargs or {}).get("non_blocking", False)
+            self.found["bytes"] += source.nbytes
+        return result
+
+
+def on_the_cpu(kind):
+    """A layer that is written without a thought for GPUs."""
+    import keras
+
+    class OnTheCPU(keras.layers.Layer):
+        def call(self, inputs):
+            if kind == "drawing":  # numbers that a GPU would draw otherwise
+                noise = torch.rand(inputs.shape[-1])
+            else:
+                noise = torch.arange(inputs.shape[-1]) * 2 + torch.as_tensor(np.float32([1.0]))
+            return keras.ops.cast(inputs, "float32") + noise.to(inputs.device)
+
+    return OnTheCPU()
+
+
+def train(image, runs, layer, found, runner):
+    """A few steps of each kind; losses, outputs, and in `found` what the steps hold."""
+    import keras
+    from learn_classes import StepLosses
+
+    numbers = np.random.RandomState(0)
+    x = numbers.randint(0, 256, (NUM_STEPS * NUM_ROWS, *image)).astype("uint8")
+    y = numbers.randint(0, 10, len(x))
+    with runner.scope():
+        model = kerasdp.build_model(runner.config, image, 10)
+        if layer:
+            model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
+    losses = StepLosses(runner)
+    with watched(found, runs):
+        runner.fit(model, x, y, batch_size=NUM_ROWS, callbacks=[losses])
+        evaluated = runner.evaluate(model, x, y, batch_size=NUM_ROWS)
+        outputs = runner.predict(model, x, batch_size=NUM_ROWS)
+    return {"losses": losses.values, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
+
+
+class watched:  # noqa: N801
+    """Looks at the steps that are captured, instead of compiling them, and at the batches that are sent."""
+
+    def __init__(self, found, runs):
+        from kerasdp.backends.torch import compiled_graphs, data_parallel
+
+        self.places = [(compiled_graphs.CompiledGraphs, "_captured"), (data_parallel, "put_batch"), (torch, "compile")]
+        self.kept = captured, put_batch, _ = [getattr(*place) for place in self.places]
+
+        def capture(graphs, *args):
+            graph = captured(graphs, *args)
+            found[graphs.name] = counts(graph)
+            return graph
+
+        def put(*args):
+            with Waits() as waits:
+                batch = put_batch(*args)
+            found.setdefault("batches", []).append(waits.found)
+            return batch
+
+        def compiled(graph, **_):
+            if runs:
+                return graph
+            results = graph.graph.output_node().meta.get("val")
+            return lambda *_: torch.utils._pytree.tree_map(zeros, results)
+
+        self.ours = capture, put, compiled
+
+    def __enter__(self):
+        for place, value in zip(self.places, self.ours, strict=True):
+            setattr(*place, value)
+
+    def __exit__(self, *_):
+        for place, value in zip(self.places, self.kept, strict=True):
+            setattr(*place, value)
+
+
+def zeros(value):
+    """Numbers of no meaning, on the device."""
+    return torch.zeros(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, torch.Tensor) else value
+
+
+def main():
+    results = []
+    for case in json.loads(sys.argv[1]):
+        image, runs = tuple(case.pop("image", (28, 28, 1))), case.pop("runs", False)
+        found, layer = {}, case.pop("layer", None)
+        for device in ("gpu", "cpu") if runs else ("gpu",):
+            work = functools.partial(train, image, runs, layer, found if device == "gpu" else {})
+            found[device] = kerasdp.launch(work, backend="torch", device=device, compile="on", verbose=0, **case)
+        results.append(found)
+    print("RESULT", json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
