@@ -27,6 +27,8 @@ from tensorflow.python.framework import function_def_to_graph, kernels, op_def_r
 
 MOST_ON_HOST = 8
 HANDLES = (tf.resource, tf.variant)
+# What NCCL sums for TensorFlow (`NcclManager::AddParticipant`), whatever the operation takes.
+NCCL = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch")}
 LOOPS = ("While", "StatelessWhile")
@@ -210,6 +212,8 @@ class Judge:
         if op.type in ("NoOp", "PlaceholderWithDefault"):  # of a pipeline's row numbers, as good as constants
             return [Value(False, tensor.dtype == tf.int32) for tensor in op.outputs]
         self.count(op.type)
+        if op.type.startswith("Collective") and op.get_attr("T") not in NCCL:
+            self.note("not for NCCL", op.type, op.get_attr("T").name, max(map(size_of, op.outputs)))
         types = types_of(op.op_def, op.get_attr)
         words = "/".join("+".join(dict.fromkeys(tf.as_dtype(t).name for t in each)) for each in types.values())
         on_host = None if op.device.endswith(self.host) and self.host else Kernels.host_arguments(op.type, types)
@@ -250,7 +254,7 @@ class Judge:
         attribute = op.node_def.attr.get("_XlaMustCompile")
         return bool(attribute and attribute.b) or context.context().get_function_def(name).attr["_XlaMustCompile"].b
 
-    def eager(self, kind: str, inputs, attributes: dict) -> None:
+    def eager(self, kind: str, inputs, attributes: dict, outputs) -> None:
         """Judges an operation that ran outside of all graphs."""
         op_def = op_def_registry.get(kind)
         types = types_of(op_def, attributes.__getitem__)
@@ -259,8 +263,13 @@ class Judge:
         self.count(f"eager {kind}")
         names = expanded(op_def.input_arg, attributes.__getitem__)
         for tensor, name in zip(inputs, names, strict=True):
-            if tensor.dtype not in HANDLES and size_of(tensor) > MOST_ON_HOST and (on_host is None or name in on_host):
-                self.note("eager, no kernel" if on_host is None else "eager, host memory", kind, words, size_of(tensor))
+            size = size_of(tensor)
+            if tensor.dtype in HANDLES or size <= MOST_ON_HOST:
+                continue
+            if on_host is None or name in on_host:
+                self.note("eager, no kernel" if on_host is None else "eager, host memory", kind, words, size)
+            elif tensor.dtype == tf.int32 and size > max(map(size_of, outputs)):
+                self.note("eager, from host memory", kind, words, size)  # where it stays: again in each step
 
 
 def short(name: str) -> str:

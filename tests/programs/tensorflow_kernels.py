@@ -19,6 +19,7 @@ from tensorflow.python.framework import op_callbacks
 
 import kerasdp
 from kerasdp.backends.tensorflow import data_parallel, devices, pipeline_parallel
+from kerasdp.backends.tensorflow.deterministic import require_deterministic
 
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
 ADAM = "adam(global_clipnorm=1.0)"
@@ -62,7 +63,7 @@ class Watch:
         if not gpu_kernels.Judge.is_function(kind):
             pairs = dict(zip(attributes[::2], attributes[1::2], strict=True)) if attributes else {}
             with self.lock:
-                self.eager.append((kind, list(inputs), pairs))
+                self.eager.append((kind, list(inputs), pairs, list(outputs)))
 
     def of_graphs(self):
         """Notes each graph that is called."""
@@ -167,10 +168,44 @@ def judge(watch: Watch, case: str, count: int) -> dict:
     judged = gpu_kernels.Judge("CPU:0" if count > 1 else "")
     for name in sorted(watch.roots):
         judged.root(name)
-    for kind, inputs, attributes in watch.eager:
-        judged.eager(kind, inputs, attributes)
+        require_deterministic(judged.graph(name), is_compiled=False)  # the kit's models have nothing that it refuses
+    for each in watch.eager:
+        judged.eager(*each)
     found = [[*key, count, most] for key, (count, most) in sorted(judged.found.items())]
     return {"roots": sorted(map(gpu_kernels.short, watch.roots)), "found": found, "seen": judged.seen}
+
+
+def faults() -> dict:
+    """Judges small functions that would go through the host, each in its way."""
+    images, floats = tf.zeros((4, 5), tf.uint8), tf.ones((4, 5))
+    words = tf.function(lambda x: tf.cast(x, tf.int32), jit_compile=True)
+
+    def chosen(x):
+        return tf.cond(tf.reduce_all(x > 0), lambda: x * 2, lambda: x * 3)
+
+    cases = {
+        "stack": (lambda x: tf.stack([x, x]), images),
+        "border": (lambda x: tf.reshape(words(x), [-1]), floats),
+        "reshape": (lambda x: tf.reshape(tf.argmax(x, 1, tf.int32)[:, None] * tf.ones((1, 5), tf.int32), [-1]), floats),
+        "cond": (chosen, floats),
+        "host": (on_host, floats),
+        "fine": (lambda x: tf.nn.relu(x @ tf.transpose(x)), floats),
+    }
+    found = {}
+    for name, (function, argument) in cases.items():
+        judged = gpu_kernels.Judge()
+        judged.root(tf.function(function, autograph=False).get_concrete_function(argument).name.decode())
+        found[name] = sorted({(kind, operation) for kind, operation, _ in judged.found})
+    judged, types = gpu_kernels.Judge(), {"Tparams": tf.uint8, "Tindices": tf.int32, "Taxis": tf.int32}
+    judged.eager("GatherV2", [images, tf.zeros((9,), tf.int32), tf.constant(0)], types, [tf.zeros((9, 5), tf.uint8)])
+    found["eager"] = sorted({(kind, operation) for kind, operation, _ in judged.found})
+    return found
+
+
+def on_host(x):
+    """Works on the host, whatever there is."""
+    with tf.device("CPU:0"):
+        return tf.exp(x)
 
 
 def main():
@@ -180,7 +215,7 @@ def main():
     count, *cases = sys.argv[1:]
     watch = Watch()
     as_on_gpus(watch)
-    print("RESULT", json.dumps({case: judge(watch, case, int(count)) for case in cases}))
+    print("RESULT", json.dumps({case: judge(watch, case, int(count)) for case in cases} | {"faults": faults()}))
 
 
 if __name__ == "__main__":

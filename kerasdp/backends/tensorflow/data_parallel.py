@@ -18,6 +18,7 @@ from kerasdp.backends.steps import (
 )
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.cached_rows import keep_on_device, take_rows
+from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.several_steps import several
@@ -49,6 +50,8 @@ class DataParallel(Strategy):
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
+        self.must_be_deterministic = config.deterministic and devices.is_accelerator
+        collectives.require_sum(config.gradient_precision, devices)
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
@@ -121,12 +124,8 @@ class DataParallel(Strategy):
             return outputs
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
-            # TensorFlow (2.21) gathers no other types on the CPU; these hold all values of bfloat16, uint8, bool...
-            wide = rows
-            if rows.dtype not in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
-                wide = tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int32)
             size = num_rows * (rows.shape[0] // replica_rows(num_rows, self.num_replicas))
-            whole = tf.cast(collectives.gather_rows(wide)[:size], rows.dtype)
+            whole = tf.cast(collectives.gather_rows(collectives.sendable(rows))[:size], rows.dtype)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
             return tf.ensure_shape(whole, (size, *rows.shape[1:]))
 
@@ -253,6 +252,8 @@ class DataParallel(Strategy):
                 graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
                 graphs[key] = graph.get_concrete_function(*data)
+                if self.must_be_deterministic:
+                    require_deterministic(graphs[key].graph, bool(model.jit_compile))
                 results = graphs[key](*data)
                 give_back_memory()
                 return results
