@@ -253,7 +253,7 @@ class DataParallel(Strategy):
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
                 graphs[key] = graph.get_concrete_function(*data)
                 if self.must_be_deterministic:
-                    require_deterministic(graphs[key].graph, bool(model.jit_compile))
+                    require_deterministic(graphs[key].graph)
                 results = graphs[key](*data)
                 give_back_memory()
                 return results

@@ -11,30 +11,27 @@ _OPERATIONS = frozenset({
     "FakeQuantWithMinMaxVarsPerChannelGradient", "MaxPoolGradWithArgmax", "ResizeNearestNeighborGrad",
     "SparseTensorDenseMatMul",
 })  # fmt: skip
-# Likewise, where XLA compiles a function. For their sake Keras' `jit_compile="auto"` (3.15) is then "off".
+# Likewise, in functions that XLA compiles. For their sake Keras (3.15) then leaves XLA off for whole steps.
 _COMPILED = frozenset({"MaxPool3DGrad", "MaxPoolGrad", "MaxPoolGradV2"})
 
 
 def make_deterministic() -> None:
     """Lets TensorFlow and XLA use algorithms alone that give the same bits each time, until the process ends.
 
-    Keras (3.15) then leaves XLA off where `jit_compile` is "auto". What the kit itself compiles (batch norm, masks, an
-    optimizer's update) XLA still does: TensorFlow (2.21) passes `xla_gpu_deterministic_ops` on to it.
+    What the kit itself compiles (batch norm, masks, an optimizer's update) XLA still does: TensorFlow (2.21) passes
+    `xla_gpu_deterministic_ops` on to it.
     """
     tf.config.experimental.enable_op_determinism()
 
 
-def require_deterministic(graph: tf.Graph, is_compiled: bool) -> None:
-    """Raises `UserError` if a graph, or a function that it calls, has operations that cannot on GPUs.
-
-    `is_compiled`: whether XLA compiles all of it.
-    """
+def require_deterministic(graph: tf.Graph) -> None:
+    """Raises `UserError` if a graph, or a function that it calls, has operations that cannot on GPUs."""
     definition = graph.as_graph_def()
-    parts = [(definition.node, is_compiled)]
-    parts += [(each.node_def, is_compiled or each.attr["_XlaMustCompile"].b) for each in definition.library.function]
-    for nodes, is_part_compiled in parts:
+    parts = [(definition.node, False)]
+    parts += [(each.node_def, each.attr["_XlaMustCompile"].b) for each in definition.library.function]
+    for nodes, is_compiled in parts:
         for node in nodes:
-            if node.op in _OPERATIONS or (is_part_compiled and node.op in _COMPILED):
+            if node.op in _OPERATIONS or (is_compiled and node.op in _COMPILED):
                 cure = "leave jit_compile out" if node.op in _COMPILED else "do without that operation"
                 raise UserError(
                     f"--deterministic: {node.op} ({node.name}) has no deterministic implementation on GPUs; {cure}, "

@@ -101,7 +101,7 @@ class PipelineParallel(Strategy):
             key = tuple((leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data) if leaf is not None)
             if key not in known:
                 known.add(key)
-                require_deterministic(graph.get_concrete_function(*data).graph, bool(compiled))
+                require_deterministic(graph.get_concrete_function(*data).graph)
             return graph(*data)
 
         return checked
