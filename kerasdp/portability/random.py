@@ -5,15 +5,11 @@ the same numbers for its shard of the batch. Here a counter-based generator is a
 where `i` is the sample's row in the GLOBAL batch: a replica that holds samples 32 to 63 draws what one device
 would draw for them.
 
-The generator is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3;
-SC 2011, doi:10.1145/2063384.2063405), in the int32 operations that torch, JAX and TensorFlow share: they wrap
-around on all three, where unsigned ones are missing (torch 2.13: no shift of uint32).
+The generator is that of `kerasdp.portability.threefry`.
 """
 
 import contextlib
 import contextvars
-import functools
-import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,40 +20,9 @@ from keras import ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import is_in_layer_call, next_seed, wrap_draws
-from kerasdp.portability import replica_context
+from kerasdp.portability import replica_context, threefry
 from kerasdp.portability.row_axes import FIRST, RowAxis
-
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_KEY_PARITY = 0x1BD11BDA
-# Bits of a uniform number: as many as float32 holds exactly, so that it is the same in every precision.
-_UNIFORM_BITS = 24
-
-
-def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Returns two words of random bits for each counter, by Threefry-2x32-20.
-
-    Args:
-        key: two int32 tensors that broadcast with the counter: the bits of unsigned words.
-        counter: two int32 tensors of one shape.
-
-    Returns:
-        Two int32 tensors of that shape.
-    """
-    keys = (*key, ops.bitwise_xor(ops.bitwise_xor(key[0], key[1]), _KEY_PARITY))
-    x, y = counter[0] + keys[0], counter[1] + keys[1]
-    for block in range(5):
-        for distance in _ROTATIONS[block % 2]:
-            x = x + y
-            y = ops.bitwise_xor(_rotate(y, distance), x)
-        x = x + keys[(block + 1) % 3]
-        y = y + keys[(block + 2) % 3] + (block + 1)
-    return x, y
-
-
-def _rotate(word: Any, distance: int) -> Any:
-    # The right shift of a signed number fills up with its sign, which is cut away.
-    right = ops.bitwise_and(ops.right_shift(word, 32 - distance), (1 << distance) - 1)
-    return ops.bitwise_or(ops.left_shift(word, distance), right)
+from kerasdp.portability.threefry import UNIFORM_BITS
 
 
 def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
@@ -72,7 +37,7 @@ def bits(shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
     Returns:
         Int32 tensor of that shape; all 32 bits of each number are random.
     """
-    return _for_rows(_for_shape, shape, seed, tensor)
+    return _for_rows(_by(threefry.words), shape, seed, tensor)
 
 
 def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
@@ -84,8 +49,8 @@ def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None)
     for axis, size in enumerate(noise_shape or ()):
         if size is not None and (axis > 0 or size == 1):
             shape[axis] = size
-    dropped = round(rate * 2**_UNIFORM_BITS)
-    keep = _uniform_words(bits(tuple(shape), seed, inputs)) >= dropped
+    dropped = round(rate * 2**UNIFORM_BITS)
+    keep = _for_rows(_by(threefry.mask, dropped), tuple(shape), seed, inputs)
     scale = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
     return ops.where(keep, inputs * ops.cast(scale, inputs.dtype), ops.zeros((), dtype=inputs.dtype))
 
@@ -93,7 +58,7 @@ def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None)
 def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
     """Draws as `keras.random.uniform`, in steps of `(maxval - minval) / 2**24`; see `bits` for shape and seed."""
     dtype = dtype or keras.config.floatx()
-    numbers = _unit(bits(tuple(shape), seed), dtype)
+    numbers = _unit(shape, seed, dtype)
     if not (isinstance(minval, (int, float)) and isinstance(maxval, (int, float)) and (minval, maxval) == (0, 1)):
         numbers = minval + numbers * (maxval - minval)
     return ops.cast(numbers, dtype)
@@ -103,11 +68,13 @@ def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, se
     """Draws as `keras.random.normal`, by Box and Muller (1958), equal up to round-off; see `bits` for the arguments."""
 
     dtype = dtype or keras.config.floatx()
+    halves = _by(threefry.two_uniforms, keras.backend.standardize_dtype(dtype))
 
-    def numbers(shape: tuple[int, ...], x: Any, y: Any) -> Any:
-        radius = ops.sqrt(-2.0 * ops.log(_unit(x, dtype) + 2.0**-_UNIFORM_BITS))  # of a number in (0, 1]
-        angle = 2.0 * math.pi * _unit(y, dtype)
-        return _for_shape(shape, radius * ops.cos(angle), radius * ops.sin(angle))
+    def numbers(shape: tuple[int, ...], *place: Any) -> Any:
+        x, y = halves(shape, *place)
+        radius = ops.sqrt(-2.0 * ops.log(x + 2.0**-UNIFORM_BITS))  # of a number in (0, 1]
+        angle = 2.0 * math.pi * y
+        return threefry.joined(shape, radius * ops.cos(angle), radius * ops.sin(angle))
 
     return ops.cast(mean + stddev * _for_rows(numbers, tuple(shape), seed), dtype)
 
@@ -115,7 +82,7 @@ def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, se
 def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
     """Draws as `keras.random.truncated_normal`, by the inverse of the distribution function."""
     dtype = dtype or keras.config.floatx()
-    centred = 2.0 * _unit(bits(tuple(shape), seed), dtype) + (2.0**-_UNIFORM_BITS - 1.0)
+    centred = 2.0 * _unit(shape, seed, dtype) + (2.0**-UNIFORM_BITS - 1.0)
     numbers = math.sqrt(2.0) * ops.erfinv(math.erf(math.sqrt(2.0)) * centred)
     return ops.cast(mean + stddev * numbers, dtype)
 
@@ -123,7 +90,7 @@ def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any 
 def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: Any = None) -> Any:
     """Draws as `keras.random.randint`; see `bits` for shape and seed."""
     minval, maxval = (ops.cast(value, "int32") for value in (minval, maxval))
-    words = ops.bitwise_and(bits(tuple(shape), seed), 0x7FFFFFFF)
+    words = _for_rows(_by(threefry.whole), tuple(shape), seed)
     return ops.cast(minval + ops.mod(words, maxval - minval), dtype)
 
 
@@ -207,19 +174,19 @@ def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, te
     """Draws the numbers of this replica's rows.
 
     Args:
-        numbers: makes them from a shape and two arrays of words, of shape `(entries of axis 0, half of an entry's)`.
+        numbers: makes them from a shape, the state of the seed and the index of the first entry of axis 0.
         shape: of the numbers.
         seed: see `bits`; so is `tensor`.
     """
     context = replica_context.current()
     if context is None or context.rows is None or not shape:
-        return numbers(shape, *_blocks(shape, seed, 0))
+        return numbers(shape, _state(seed), 0)
     axis = _row_axis(context, shape, seed, tensor)
     if axis is None:
-        return numbers(shape, *_blocks(shape, seed, 0))
+        return numbers(shape, _state(seed), 0)
     size = shape[axis.axis]
     if axis == FIRST:
-        return numbers(shape, *_blocks(shape, seed, context.first_row * (size // context.rows)))
+        return numbers(shape, _state(seed), context.first_row * (size // context.rows))
     if context.total_rows is None:
         raise UserError(
             "a layer draws random numbers for a tensor whose samples are not on axis 0, which stages on jax cannot: "
@@ -229,7 +196,7 @@ def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, te
     whole = list(shape)
     whole[axis.axis] = size // context.rows * context.total_rows
     indices = axis.indices(size, context.rows, context.first_row, context.total_rows)
-    return ops.take(numbers(tuple(whole), *_blocks(tuple(whole), seed, 0)), indices, axis=axis.axis)
+    return ops.take(numbers(tuple(whole), _state(seed), 0), indices, axis=axis.axis)
 
 
 def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
@@ -241,11 +208,8 @@ def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> R
     return context.row_axis(("draw", key), tensor, name, tuple(shape))
 
 
-def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:
-    """Draws two arrays of words, each of shape `(entries of axis 0, half of the numbers of an entry)`.
-
-    `first`: index of the first entry.
-    """
+def _state(seed: Any) -> Any:
+    """Returns two words to draw with."""
     drawing = _drawing.get() or (_UNNAMED if replica_context.current() is not None else None)
     words = drawing.unseeded if drawing is not None and seed is None else None
     if isinstance(words, keras.random.SeedGenerator):
@@ -261,32 +225,12 @@ def _blocks(shape: tuple[Any, ...], seed: Any, first: Any) -> tuple[Any, Any]:
             f"{_UNNAMED.name if drawing is None else drawing.name} draws with a SeedGenerator that the model does not "
             "hold, so that on jax each step would draw the same numbers: make it an attribute of the model"
         )
-    # Also to the device of the counters: when Keras builds a model by its shapes, torch's are on the meta device.
-    state = ops.convert_to_tensor(ops.cast(next_seed(seed), "int32") if words is None else words(), "int32")
-    entries, numbers = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    row = ops.expand_dims(ops.arange(entries, dtype="int32"), 1) + first
-    column = ops.expand_dims(ops.arange((numbers + 1) // 2, dtype="int32"), 0)
-    counter = row + ops.zeros_like(column), column + ops.zeros_like(row)
-    draw = _threefry_as_one() if keras.backend.backend() == "tensorflow" else threefry
-    return draw((state[0], state[1]), counter)
+    return next_seed(seed) if words is None else words()
 
 
-@functools.cache
-def _threefry_as_one() -> Callable[..., Any]:
-    return importlib.import_module("kerasdp.backends.tensorflow.xla").compiled(threefry)
+def _by(make: threefry.Maker, *choices: Any) -> Callable[..., Any]:
+    return lambda shape, *place: threefry.draw(make, shape, *place, *choices)
 
 
-def _for_shape(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
-    per_sample = math.prod(shape[1:])
-    return ops.reshape(ops.concatenate([x, y], axis=1)[:, :per_sample], shape)
-
-
-def _uniform_words(words: Any) -> Any:
-    """Returns the upper 24 bits, as numbers from 0."""
-    return ops.bitwise_and(ops.right_shift(words, 32 - _UNIFORM_BITS), (1 << _UNIFORM_BITS) - 1)
-
-
-def _unit(words: Any, dtype: Any) -> Any:
-    """Returns exact numbers in [0, 1), in float64 if what is made of them is to be float64, else in float32."""
-    wide = "float64" if keras.backend.standardize_dtype(dtype) == "float64" else "float32"
-    return ops.cast(_uniform_words(words), wide) * 2.0**-_UNIFORM_BITS
+def _unit(shape: Any, seed: Any, dtype: Any) -> Any:
+    return _for_rows(_by(threefry.uniform, keras.backend.standardize_dtype(dtype)), tuple(shape), seed)

@@ -5,8 +5,29 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdp.errors import UserError
+from kerasdp.runtime.devices import Devices
+
+# What NCCL sums and gathers for TensorFlow (2.21), whose operations also take bfloat16 and end in an error with it.
+_TYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 # Most bytes of a replica's rows that are gathered by a sum.
 _MOST_BYTES = 2**20
+
+
+def require_sum(precision: str, devices: Devices) -> None:
+    """Raises `UserError` if the devices cannot sum gradients in that precision: GPUs cannot in bfloat16."""
+    if precision == "bfloat16" and devices.is_accelerator:
+        raise UserError(
+            "--gradient_precision=bfloat16: TensorFlow sums no bfloat16 between GPUs; leave it out, or use "
+            "--backend=torch"
+        )
+
+
+def sendable(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor in a type that devices exchange; its values are all there: of bfloat16, uint8, bool..."""
+    if tensor.dtype in _TYPES:
+        return tensor
+    return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
 
 
 def rank() -> int:
@@ -77,7 +98,9 @@ def _with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor over the replicas, in one collective per type."""
-    return _summed([tf.convert_to_tensor(tensor) for tensor in tensors])()
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    sums = _summed([sendable(tensor) for tensor in tensors])()
+    return [tf.cast(each, own.dtype) for each, own in zip(sums, tensors)]
 
 
 def mean(
@@ -94,12 +117,13 @@ def mean(
     present = [gradient for gradient in gradients if gradient is not None]
     sent = present if precision == "float32" else [tf.cast(each, precision) for each in present]
     num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    received = _summed([*sent, *shared.values()])
+    received = _summed([*sent, *map(sendable, shared.values())])
 
     def take_apart() -> tuple[list[Any], dict[str, tf.Tensor]]:
         values = received()
         means = iter([tf.cast(value, own.dtype) / num_replicas for value, own in zip(values, present)])
-        sums = dict(zip(shared, values[len(present) :], strict=True))
+        others = zip(shared.items(), values[len(present) :], strict=True)
+        sums = {name: tf.cast(value, own.dtype) for (name, own), value in others}
         return [None if gradient is None else next(means) for gradient in gradients], sums
 
     return take_apart

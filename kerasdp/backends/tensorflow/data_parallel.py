@@ -17,6 +17,8 @@ from kerasdp.backends.steps import (
     train_on_next_batches,
 )
 from kerasdp.backends.tensorflow import collectives, private
+from kerasdp.backends.tensorflow.cached_rows import keep_on_device, take_rows
+from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.several_steps import several
@@ -48,6 +50,8 @@ class DataParallel(Strategy):
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
+        self.must_be_deterministic = config.deterministic and devices.is_accelerator
+        collectives.require_sum(config.gradient_precision, devices)
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         self.mirrored = (
@@ -77,24 +81,22 @@ class DataParallel(Strategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
-        import keras
-
-        def copy(data: Structure) -> list[Structure]:
-            return [put_on_device(data, name) for name in self.device_names]
 
         def split(data: Structure) -> list[Structure]:
             return [put_on_device(self._shard_of(data, rank), name) for rank, name in enumerate(self.device_names)]
 
-        def take(name: str, arrays: Structure, rows: tf.Tensor) -> Structure:
-            with tf.device(name):
-                return keras.tree.map_structure(lambda leaf: tf.gather(leaf, rows), arrays)
-
         if isinstance(batch.inputs, CachedRows):
-            cached = batch.inputs.kept.copies(copy)
-            inputs = list(map(take, self.device_names, cached, split(batch.inputs.numbers)))
+            cached, numbers = batch.inputs.kept.copies(self._keep), batch.inputs.numbers
+            inputs = [
+                take_rows(arrays, self._shard_of(numbers, rank), name)
+                for rank, (arrays, name) in enumerate(zip(cached, self.device_names))
+            ]
         else:
             inputs = split(batch.inputs)
         return DeviceBatch(inputs, split(batch.targets), split(batch.sample_weight), batch.indices)
+
+    def _keep(self, arrays: Structure) -> list[Structure]:
+        return [keep_on_device(arrays, name) for name in self.device_names]
 
     def _shard_of(self, data: Structure, rank: int) -> Structure:
         """Returns a replica's rows of arrays, whose rows divide by the replicas."""
@@ -122,12 +124,8 @@ class DataParallel(Strategy):
             return outputs
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
-            # TensorFlow (2.21) gathers no other types on the CPU; these hold all values of bfloat16, uint8, bool...
-            wide = rows
-            if rows.dtype not in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
-                wide = tf.cast(rows, tf.float32 if rows.dtype.is_floating else tf.int32)
             size = num_rows * (rows.shape[0] // replica_rows(num_rows, self.num_replicas))
-            whole = tf.cast(collectives.gather_rows(wide)[:size], rows.dtype)
+            whole = tf.cast(collectives.gather_rows(collectives.sendable(rows))[:size], rows.dtype)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
             return tf.ensure_shape(whole, (size, *rows.shape[1:]))
 
@@ -254,6 +252,8 @@ class DataParallel(Strategy):
                 graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
                 graphs[key] = graph.get_concrete_function(*data)
+                if self.must_be_deterministic:
+                    require_deterministic(graphs[key].graph)
                 results = graphs[key](*data)
                 give_back_memory()
                 return results

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import Structure
+from kerasdp.backends.tensorflow.deterministic import make_deterministic
 from kerasdp.backends.tensorflow.private import fold_matmuls
 from kerasdp.config import Config
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices
@@ -24,6 +25,8 @@ def make_devices(config: Config) -> Devices:
     if devices.kind == "gpu":
         # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
         tf.config.experimental.enable_tensor_float_32_execution(False)
+        if config.deterministic:  # on CPUs runs are bit-equal without it
+            make_deterministic()
     elif devices.count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
         try:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy, Structure
 from kerasdp.backends.steps import require_device_batch
+from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import (
     device_names,
     peak_memory_by_device,
@@ -39,6 +40,7 @@ class PipelineParallel(Strategy):
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.processes = SingleProcess()
         self.device_names = device_names(devices)
+        self.must_be_deterministic = config.deterministic and devices.is_accelerator
         self.stages: StagedModels[Pipeline] = StagedModels(config, self._make_engine, self.shard_batch)
 
     @contextlib.contextmanager
@@ -90,7 +92,19 @@ class PipelineParallel(Strategy):
             return step
         # XLA (2.21) takes no variables of several devices, whatever `jit_compile` says.
         compiled = (model.jit_compile or None) if self.config.accumulate > 1 else False
-        return tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=compiled)
+        graph = tf.function(tf.autograph.experimental.do_not_convert(step), jit_compile=compiled)
+        if not self.must_be_deterministic:
+            return graph
+        known: set[tuple[Any, ...]] = set()
+
+        def checked(*data: Structure) -> Any:
+            key = tuple((leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data) if leaf is not None)
+            if key not in known:
+                known.add(key)
+                require_deterministic(graph.get_concrete_function(*data).graph)
+            return graph(*data)
+
+        return checked
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns none: each weight exists once."""

@@ -35,7 +35,11 @@ def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Calla
 
 
 def _stacked(*batches: Structure) -> Structure:
-    return tf.nest.map_structure(lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *batches)
+    # Not `tf.stack`: for uint8, which images come in, it (2.21) has no kernel on GPUs.
+    def stack(*leaves: Any) -> Any:
+        return None if leaves[0] is None else tf.concat([leaf[tf.newaxis] for leaf in leaves], 0)
+
+    return tf.nest.map_structure(stack, *batches)
 
 
 def _row(stacked: Structure, number: tf.Tensor) -> Structure:

@@ -1,0 +1,97 @@
+"""On GPUs TensorFlow's steps stay on the device: by the kernels that the wheel brings, for the graphs of real runs."""
+
+import pytest
+
+from tests.helpers import PROGRAMS, result_of, run
+
+# What is left, and why.
+LEFT = {
+    # Keras' loss scaling (3.15) asks in each step whether all gradients are finite, and when to raise the scale.
+    "float16": {("the host waits", "If of All"), ("the host waits", "If of Equal")},
+    # The loss of float64, which is for telling round-off from mistakes.
+    "float64": {("no kernel", "SparseSoftmaxCrossEntropyWithLogits")},
+    # TensorFlow's gradient of an embedding flattens its tokens on the host: four bytes each.
+    "tokens": {("host memory", "Reshape")},
+    "kept-tokens": {("host memory", "Reshape")},
+    # Which is refused on GPUs: see `test_what_gpus_cannot_sum_is_refused`.
+    "sent-bfloat16": {("not for NCCL", "CollectiveReduceV2")},
+}
+ONE = ["convnet", "kept", "kept-several", "float16", "tokens", "kept-tokens", "accumulate", "accumulate-float16"]
+TWO = [
+    "lenet", "adam", "convnet", "clipnorm", "replica", "uneven", "uneven-replica", "bfloat16", "float16", "float64",
+    "sent-bfloat16", "kept", "several", "kept-several", "tokens", "kept-tokens", "pipeline", "pipeline-1f1b",
+    "resnet18", "resnet50",
+]  # fmt: skip
+
+
+def judged(count, *cases):
+    found = result_of(run(PROGRAMS / "tensorflow_kernels.py", count, *cases, backend="tensorflow", timeout=1500))
+    if found is None:
+        pytest.skip("the wheel of TensorFlow has no kernels for GPUs")
+    return found
+
+
+def test_a_step_on_gpus_stays_on_the_device():
+    """Two replicas, whose operations are not compiled, with all that has gone through the host before."""
+    found = judged(2, "kept-several")
+    case, faults = found["kept-several"], found["faults"]
+    assert case["found"] == []
+    assert case["num_roots"] == 3 and case["seen"]["Conv2D"] >= 6 and case["seen"]["CollectiveReduceV2"] >= 4
+    assert case["seen"]["eager ResourceGather"] >= 4 and case["seen"]["compiled call"] > 20
+    # What the judge is for.
+    assert faults == {
+        "stack": [["no kernel", "Pack"]],
+        "border": [["host memory", "Reshape"], ["int32 at a compiled function", "<lambda>"]],
+        "reshape": [["host memory", "Mul"], ["host memory", "Reshape"], ["the host waits", "StridedSlice of ArgMax"]],
+        "cond": [["the host waits", "StatelessIf of All"]],
+        "host": [["on the host", "Exp"]],
+        "fine": [],
+        "eager": [["eager, no kernel", "GatherV2"]],
+    }
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("count", "cases"), [(1, ONE), (2, TWO)])
+def test_all_steps_stay_on_the_device(count, cases):
+    found = judged(count, *cases)
+    for case in cases:
+        received = {(kind, operation) for kind, operation, *_ in found[case]["found"]}
+        assert received == (LEFT.get(case, set()) if count == 2 else set()), case
+        compiled = sum(number for kind, number in found[case]["seen"].items() if kind == "compiled step")
+        assert compiled == (found[case]["num_roots"] if count == 1 else 0)
+        assert found[case]["num_roots"] >= 3
+
+
+def test_what_gpus_cannot_sum_is_refused():
+    """NCCL takes no bfloat16 from TensorFlow; what is no gradient goes in a wider type."""
+    found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "collectives", backend="tensorflow"))
+    assert found["refused"] == (
+        'gradient_precision="bfloat16": TensorFlow sums no bfloat16 between GPUs; leave it out, or use backend="torch"'
+    )
+    assert found["sent"] == {"bfloat16": "float32", "uint8": "int32", "bool": "int32", "float16": "float16",
+                             "int64": "int64", "float64": "float64"}  # fmt: skip
+
+
+def test_deterministic_on_gpus(tmp_path):
+    """XLA is told, and operations that cannot are named before the first step; the kit's own model trains."""
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "runs", XLA_FLAGS=flags))
+    told = [path.read_text() for path in tmp_path.glob("*debug_options*")]
+    assert len(told) > 5 and all("xla_gpu_deterministic_ops: true" in text for text in told)
+    assert len(found["losses"]) == 3
+    assert "ResizeNearestNeighborGrad" in found["refused"]
+    assert found["refused"].startswith("deterministic: ") and found["refused"].endswith(
+        " has no deterministic implementation on GPUs; do without that operation, or leave deterministic=True out"
+    )
+    assert "MaxPoolGrad" in found["compiled"] and "leave jit_compile out" in found["compiled"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", ["lenet", "convnet"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_deterministic_kernels_teach_the_same(model, count):
+    """In float64 to round-off: Keras' cross-entropy is then computed in another way."""
+    found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "losses", model, count, backend="tensorflow"))
+    usual, deterministic = found["usual"], found["deterministic"]
+    assert len(usual) == 40 and usual[0] != usual[-1]
+    assert max(abs(one - other) for one, other in zip(usual, deterministic, strict=True)) < 1e-13

@@ -1,0 +1,222 @@
+"""Trains, evaluates and predicts on TensorFlow, and prints what a GPU would not do on the device: see `gpu_kernels`.
+
+python tensorflow_kernels.py NUM_DEVICES CASE ...
+
+Runs on virtual CPU devices, with the code paths of GPUs: collectives between replicas (`ReductionToOneDevice` is for
+virtual devices alone), and replicas on other devices than the host.
+"""
+
+import functools
+import json
+import sys
+import threading
+
+import gpu_kernels
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_callbacks
+
+import kerasdp
+from kerasdp.backends.tensorflow import data_parallel, devices, pipeline_parallel
+from kerasdp.backends.tensorflow.deterministic import require_deterministic
+
+SGD = "sgd(learning_rate=0.01, momentum=0.9)"
+ADAM = "adam(global_clipnorm=1.0)"
+CASES = {
+    "lenet": {"model": "lenet"},
+    "adam": {"model": "lenet", "optimizer": ADAM},
+    "convnet": {"model": "convnet"},
+    "clipnorm": {"model": "convnet", "optimizer": "adamw(clipnorm=1.0, weight_decay=0.01)"},
+    "replica": {"model": "convnet", "batch_norm": "replica"},
+    "uneven": {"model": "convnet", "batch_size": 31},
+    "uneven-replica": {"model": "convnet", "batch_size": 31, "batch_norm": "replica"},
+    "bfloat16": {"model": "convnet", "precision": "bfloat16"},
+    "float16": {"model": "convnet", "precision": "float16"},
+    "float64": {"model": "convnet", "precision": "float64"},
+    "sent-bfloat16": {"model": "convnet", "gradient_precision": "bfloat16"},
+    "kept": {"model": "convnet", "data_on_device": "on"},
+    "several": {"model": "convnet", "steps_per_execution": 3},
+    "kept-several": {"model": "convnet", "data_on_device": "on", "steps_per_execution": 3},
+    "resnet18": {"model": "resnet18"},
+    "resnet50": {"model": "resnet50"},
+    "accumulate": {"model": "convnet", "accumulate": 4},
+    "accumulate-float16": {"model": "convnet", "accumulate": 4, "precision": "float16"},
+    "pipeline": {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "balance": "flops", "split_size": 8},
+    "pipeline-1f1b": {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "balance": "flops",
+                      "micro_batches": 4, "schedule": "1f1b"},
+    "tokens": {"model": "tokens"},
+    "kept-tokens": {"model": "tokens", "data_on_device": "on"},
+}  # fmt: skip
+
+
+class Watch:
+    """Collects the graphs that run, and what runs eagerly, in this thread and where batches come to the devices."""
+
+    def __init__(self):
+        self.roots, self.eager, self.is_on, self.lock = set(), [], False, threading.Lock()
+
+    def __call__(self, kind, inputs, attributes, outputs, op_name=None, graph=None):
+        """Notes an operation."""
+        if graph is not None or not self.is_on:
+            return
+        if not gpu_kernels.Judge.is_function(kind):
+            pairs = dict(zip(attributes[::2], attributes[1::2], strict=True)) if attributes else {}
+            with self.lock:
+                self.eager.append((kind, list(inputs), pairs, list(outputs)))
+
+    def of_graphs(self):
+        """Notes each graph that is called."""
+        call = context.Context.call_function
+
+        def call_function(eager_context, name, *args, **kwargs):
+            if self.is_on:
+                self.roots.add(name.decode())
+            return call(eager_context, name, *args, **kwargs)
+
+        context.Context.call_function = call_function
+
+    def begin(self, batch=0, logs=None):
+        """Watches from now on what this thread does."""
+        self.is_on = True
+        op_callbacks.add_op_callback(self)
+
+    def around(self, shard_batch):
+        """Watches the threads that bring batches to the devices."""
+
+        @functools.wraps(shard_batch)
+        def watched(*args):
+            op_callbacks.add_op_callback(self)
+            return shard_batch(*args)
+
+        return watched
+
+
+def as_on_gpus(watch: Watch) -> None:
+    """Takes the paths that the kit takes on GPUs, on virtual CPU devices: the first one stands for the host."""
+    watch.of_graphs()
+    gpu_kernels.keep_graphs()
+    for kind in (data_parallel.DataParallel, pipeline_parallel.PipelineParallel):
+        kind.shard_batch = watch.around(kind.shard_batch)
+    make, names = tf.config.set_logical_device_configuration, devices.device_names
+    tf.config.set_logical_device_configuration = lambda cpu, parts: make(cpu, [*parts, parts[0]])
+    tf.distribute.ReductionToOneDevice = lambda: None
+
+    def device_names(chosen):
+        found = names(chosen)
+        return [f"CPU:{number + 1}" for number in range(len(found))] if len(found) > 1 else found
+
+    for module in (data_parallel, pipeline_parallel):
+        module.device_names = device_names
+
+
+def tokens(keras):
+    """A net with an embedding, attention and random numbers of each kind.
+
+    Without a recurrent layer: on GPUs Keras (3.15) takes cuDNN's, which is one operation, in place of a loop.
+    """
+    layers, inputs = keras.layers, keras.Input((12,), dtype="int32")
+    x = layers.Embedding(50, 16)(inputs)
+    x = layers.SpatialDropout1D(0.2)(layers.GaussianNoise(0.1)(x))
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8, dropout=0.1)(x, x))
+    x = layers.GlobalAveragePooling1D()(layers.GaussianDropout(0.1)(x))
+    return keras.Model(inputs, layers.Dense(10)(layers.AlphaDropout(0.1)(x)))
+
+
+def train(watch, steps_per_execution, is_tokens, runner):
+    """Two epochs, the second of which is watched, an evaluation and a prediction."""
+    import keras
+
+    numbers, rows, config = np.random.RandomState(0), 6 * runner.config.batch_size, runner.config
+    with runner.scope():
+        if is_tokens:
+            x, model = numbers.randint(0, 50, (rows, 12)).astype("int32"), tokens(keras)
+        else:
+            shape = (32, 32, 3) if config.model == "resnet50" else (28, 28, 1)
+            x = numbers.randint(0, 256, (rows, *shape)).astype("uint8")
+            model = kerasdp.build_model(config, x.shape[1:], 10)
+        optimizer = kerasdp.make_optimizer(config)
+        model.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=steps_per_execution,
+            # What "auto" is on a GPU: Keras (3.15) turns XLA off where there are CPUs only, and with several replicas.
+            jit_compile=runner.num_replicas == 1 and config.strategy == "data",
+        )
+    y = numbers.randint(0, 10, rows)
+    turn_on = keras.callbacks.LambdaCallback(on_train_batch_end=watch.begin)
+    runner.fit(model, x, y, epochs=2, callbacks=[turn_on])
+    watch.begin()
+    runner.evaluate(model, x, y)
+    runner.predict(model, x)
+    watch.is_on = False
+
+
+def judge(watch: Watch, case: str, count: int) -> dict:
+    """Runs a case and judges its operations."""
+    settings = dict(CASES[case])
+    watch.roots, watch.eager = set(), []
+    steps, is_tokens = settings.pop("steps_per_execution", 1), settings["model"] == "tokens"
+    if is_tokens:
+        settings["model"] = "lenet"
+    config = kerasdp.Config(
+        **{"backend": "tensorflow", "device": "cpu", "num_devices": count, "batch_size": 32, "optimizer": SGD,
+           "verbose": 0, "check": "off"} | settings
+    )  # fmt: skip
+    kerasdp.launch(functools.partial(train, watch, steps, is_tokens), config)
+    judged = gpu_kernels.Judge("CPU:0" if count > 1 else "")
+    for name in sorted(watch.roots):
+        judged.root(name)
+        require_deterministic(judged.graph(name))  # the kit's models have nothing that it refuses
+    for each in watch.eager:
+        judged.eager(*each)
+    found = [[*key, count, most] for key, (count, most) in sorted(judged.found.items())]
+    return {"num_roots": len(watch.roots), "found": found, "seen": judged.seen}
+
+
+def faults() -> dict:
+    """Judges small functions that would go through the host, each in its way."""
+    images, floats = tf.zeros((4, 5), tf.uint8), tf.ones((4, 5))
+    words = tf.function(lambda x: tf.cast(x, tf.int32), jit_compile=True)
+
+    def chosen(x):
+        return tf.cond(tf.reduce_all(x > 0), lambda: x * 2, lambda: x * 3)
+
+    cases = {
+        "stack": (lambda x: tf.stack([x, x]), images),
+        "border": (lambda x: tf.reshape(words(x), [-1]), floats),
+        "reshape": (lambda x: tf.reshape(tf.argmax(x, 1, tf.int32)[:, None] * tf.ones((1, 5), tf.int32), [-1]), floats),
+        "cond": (chosen, floats),
+        "host": (on_host, floats),
+        "fine": (lambda x: tf.nn.relu(x @ tf.transpose(x)), floats),
+    }
+    found = {}
+    for name, (function, argument) in cases.items():
+        judged = gpu_kernels.Judge()
+        judged.root(tf.function(function, autograph=False).get_concrete_function(argument).name.decode())
+        found[name] = sorted({(kind, operation) for kind, operation, _ in judged.found})
+    judged, types = gpu_kernels.Judge(), {"Tparams": tf.uint8, "Tindices": tf.int32, "Taxis": tf.int32}
+    judged.eager("GatherV2", [images, tf.zeros((9,), tf.int32), tf.constant(0)], types, [tf.zeros((9, 5), tf.uint8)])
+    found["eager"] = sorted({(kind, operation) for kind, operation, _ in judged.found})
+    return found
+
+
+def on_host(x):
+    """Works on the host, whatever there is."""
+    with tf.device("CPU:0"):
+        return tf.exp(x)
+
+
+def main():
+    if not tf.test.is_built_with_cuda():
+        print("RESULT", json.dumps(None))
+        return
+    count, *cases = sys.argv[1:]
+    watch = Watch()
+    as_on_gpus(watch)
+    print("RESULT", json.dumps({case: judge(watch, case, int(count)) for case in cases} | {"faults": faults()}))
+
+
+if __name__ == "__main__":
+    main()
