@@ -57,7 +57,7 @@ class Config:
             `"off"`, or `"auto"`: where a run has at least 1,000 of its kind. What cannot be captured runs uncompiled,
             with a warning. On jax and tensorflow the model's `jit_compile` decides, as in Keras.
         gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
-            (torch, and tensorflow, which still sends those of an embedding in float32).
+            (torch; tensorflow on virtual CPU devices alone, since it sums no bfloat16 between GPUs).
         check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
             split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
         seed: seed of initial weights, sample order and dropout.

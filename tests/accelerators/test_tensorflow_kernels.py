@@ -72,18 +72,24 @@ def test_what_gpus_cannot_sum_is_refused():
                              "int64": "int64", "float64": "float64"}  # fmt: skip
 
 
-def test_deterministic_on_gpus(tmp_path):
-    """XLA is told, and operations that cannot are named before the first step; the kit's own model trains."""
+def test_what_is_not_deterministic_is_refused():
+    """Operations without a deterministic kernel on GPUs are named before the first step."""
+    found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "refused", backend="tensorflow"))
+    assert "ResizeNearestNeighborGrad" in found["kernel"]
+    assert found["kernel"].startswith("deterministic: ") and found["kernel"].endswith(
+        " has no deterministic implementation on GPUs; do without that operation, or leave deterministic=True out"
+    )
+    assert "MaxPoolGrad" in found["compiled"] and "leave jit_compile out" in found["compiled"]
+
+
+@pytest.mark.proof
+def test_xla_is_told_to_be_deterministic(tmp_path):
+    """Of each function that a run compiles, by the options that XLA writes down."""
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
     found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "runs", XLA_FLAGS=flags))
     told = [path.read_text() for path in tmp_path.glob("*debug_options*")]
     assert len(told) > 5 and all("xla_gpu_deterministic_ops: true" in text for text in told)
     assert len(found["losses"]) == 3
-    assert "ResizeNearestNeighborGrad" in found["refused"]
-    assert found["refused"].startswith("deterministic: ") and found["refused"].endswith(
-        " has no deterministic implementation on GPUs; do without that operation, or leave deterministic=True out"
-    )
-    assert "MaxPoolGrad" in found["compiled"] and "leave jit_compile out" in found["compiled"]
 
 
 @pytest.mark.proof

@@ -1,7 +1,8 @@
 """Trains on TensorFlow as `--deterministic` does on GPUs, on virtual CPU devices, and prints what came out.
 
 python tensorflow_deterministic.py losses MODEL NUM_DEVICES   # 40 steps without and with it, in float64
-python tensorflow_deterministic.py runs                       # three steps, and models that are refused
+python tensorflow_deterministic.py runs                       # three steps
+python tensorflow_deterministic.py refused                    # models that are refused
 python tensorflow_deterministic.py collectives                # what is sent between devices
 """
 
@@ -80,11 +81,10 @@ def main():
         found["deterministic"] = run(None, 40, **settings)
     elif kind == "runs":
         as_on_gpus()
-        found = {
-            "losses": run(None, 3, model="convnet"),
-            "refused": run(resized, 1, check="off"),
-            "compiled": run(pooled, 1, num_devices=1),
-        }
+        found = {"losses": run(None, 3, model="convnet")}
+    elif kind == "refused":
+        as_on_gpus()
+        found = {"kernel": run(resized, 1, check="off"), "compiled": run(pooled, 1, num_devices=1)}
     else:
         sent = ("bfloat16", "uint8", "bool", "float16", "int64", "float64")
         found = {"sent": {name: collectives.sendable(tf.zeros(2, name)).dtype.name for name in sent}}
