@@ -89,6 +89,9 @@ def truncated_normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any 
 
 def randint(shape: Any, minval: Any, maxval: Any, dtype: str = "int32", seed: Any = None) -> Any:
     """Draws as `keras.random.randint`; see `bits` for shape and seed."""
+    if isinstance(minval, int) and isinstance(maxval, int):
+        integers = _by(threefry.integers, minval, maxval, keras.backend.standardize_dtype(dtype))
+        return _for_rows(integers, tuple(shape), seed)
     minval, maxval = (ops.cast(value, "int32") for value in (minval, maxval))
     words = _for_rows(_by(threefry.whole), tuple(shape), seed)
     return ops.cast(minval + ops.mod(words, maxval - minval), dtype)

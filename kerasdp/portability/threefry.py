@@ -118,6 +118,11 @@ def whole(shape: tuple[Any, ...], x: Any, y: Any) -> Any:
     return ops.bitwise_and(words(shape, x, y), 0x7FFFFFFF)
 
 
+def integers(shape: tuple[Any, ...], x: Any, y: Any, low: int, high: int, dtype: str) -> Any:
+    """Returns whole numbers from `low` to `high - 1`."""
+    return ops.cast(low + ops.mod(whole(shape, x, y), high - low), dtype)
+
+
 def _upper_bits(drawn: Any) -> Any:
     """Returns the upper 24 bits, as numbers from 0."""
     return ops.bitwise_and(ops.right_shift(drawn, 32 - UNIFORM_BITS), (1 << UNIFORM_BITS) - 1)

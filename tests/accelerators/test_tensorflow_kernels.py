@@ -45,6 +45,7 @@ def test_a_step_on_gpus_stays_on_the_device():
         "reshape": [["host memory", "Mul"], ["host memory", "Reshape"], ["the host waits", "StridedSlice of ArgMax"]],
         "cond": [["the host waits", "StatelessIf of All"]],
         "host": [["on the host", "Exp"]],
+        "drawn": [],
         "fine": [],
         "eager": [["eager, no kernel", "GatherV2"]],
     }

@@ -176,7 +176,9 @@ def judge(watch: Watch, case: str, count: int) -> dict:
 
 
 def faults() -> dict:
-    """Judges small functions that would go through the host, each in its way."""
+    """Judges small functions that would go through the host, each in its way, and two that would not."""
+    from kerasdp.portability.random import randint
+
     images, floats = tf.zeros((4, 5), tf.uint8), tf.ones((4, 5))
     words = tf.function(lambda x: tf.cast(x, tf.int32), jit_compile=True)
 
@@ -189,6 +191,7 @@ def faults() -> dict:
         "reshape": (lambda x: tf.reshape(tf.argmax(x, 1, tf.int32)[:, None] * tf.ones((1, 5), tf.int32), [-1]), floats),
         "cond": (chosen, floats),
         "host": (on_host, floats),
+        "drawn": (lambda x: x * tf.one_hot(randint((4, 5), 0, 5, seed=1), 5)[:, 0], floats),
         "fine": (lambda x: tf.nn.relu(x @ tf.transpose(x)), floats),
     }
     found = {}
