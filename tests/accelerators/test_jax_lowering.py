@@ -30,7 +30,7 @@ MORE = [
 ]
 # Nothing of the kit's own goes by way of a library or of the host: XLA chooses the libraries when it compiles.
 KNOWN_CALLS = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
-# Of these wheels' compilers: cuDNN, cuBLAS and cub on GPUs; hints to itself on TPUs.
+# The wheels with the compilers.
 COMPILERS = {"cuda": "jax_cuda13_plugin", "tpu": "libtpu"}
 
 
@@ -174,7 +174,7 @@ compilers = pytest.mark.parametrize("platform", [
         importlib.util.find_spec(wheel) is None, reason=f"{wheel} is not installed (tests/programs/targets.py)",
     )) for name, wheel in COMPILERS.items()
 ])  # fmt: skip
-COMPILED = [DATA, {"model": "gpt", "strategy": "data"}, {"model": "resnet18", "strategy": "data"}, TENSOR, PIPELINE]
+COMPILED = [DATA, {"model": "gpt", "strategy": "data"}, TENSOR, PIPELINE]
 
 
 @pytest.mark.proof
@@ -187,9 +187,10 @@ def test_compilers_of_gpus_and_tpus_send_as_much(case, platform):
     if case["strategy"] == "data":
         assert there["all-reduce"] == here["all-reduce"]
         assert set(there) == set(here)
-    taken = [program["compiled"][platform] for program in found["programs"] if program["name"] == "train_step"]
-    for step in taken:  # the state is updated where it is
-        assert step["aliased"] > 0.9 * step["taken"]
+    for program in found["programs"]:
+        step, on_cpu = program["compiled"][platform], program["compiled"]["cpu"]
+        # What is updated where it is: as on the CPU, but for a counter; and more on TPUs, which pad.
+        assert step["aliased"] >= on_cpu["aliased"] - 4, program["name"]
         assert not any("callback" in call for call in step["algorithms"])
 
 

@@ -9,6 +9,7 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
@@ -34,11 +35,17 @@ MODELS = {
     "resnet50": (32, 32, 3),
 }
 OPTIMIZERS = (SGD, "adam", "adamw(weight_decay=0.01)", CLIPPED)
+QUICK = {
+    "convnet": {"model": "convnet", "optimizer": "adam", "runs": True},
+    "half": {"model": "lenet", "optimizer": CLIPPED, "precision": "float16", "data_on_device": "off"},
+    "adding": {"model": "mlp", "layer": "adding"},
+    "drawing": {"model": "mlp", "layer": "drawing"},
+}
 NOTHING = {"on the CPU": 0, "numbers in memory": 0, "read": 0, "copied": 0}
 
 
-def capture(*cases):
-    done = run(PROGRAMS / "capture_for_cuda.py", json.dumps(cases), timeout=1800)
+def capture(*cases, device=()):
+    done = run(PROGRAMS / "capture_for_cuda.py", json.dumps(cases), *device, timeout=1800)
     return result_of(done), [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
 
 
@@ -57,14 +64,8 @@ def assert_sent(batches, num_bytes):
 @pytest.fixture(scope="module")
 def quick():
     """What a few cases give, by name, and the warnings: one process, whose start takes most of the time."""
-    cases = {
-        "convnet": {"model": "convnet", "optimizer": "adam", "runs": True},
-        "half": {"model": "lenet", "optimizer": CLIPPED, "precision": "float16", "data_on_device": "off"},
-        "adding": {"model": "mlp", "layer": "adding", "runs": True},
-        "drawing": {"model": "mlp", "layer": "drawing"},
-    }
-    results, warnings = capture(*cases.values())
-    return dict(zip(cases, results, strict=True)), warnings
+    results, warnings = capture(*QUICK.values())
+    return dict(zip(QUICK, results, strict=True)), warnings
 
 
 def test_steps_are_the_devices_alone(quick):
@@ -72,8 +73,37 @@ def test_steps_are_the_devices_alone(quick):
     found, _ = quick
     for name in ("convnet", "half", "adding"):
         assert_on_device(found[name])
-    for name in ("convnet", "adding"):  # by the same kernels: bit by bit
-        assert found[name]["gpu"] == found[name]["cpu"]
+
+
+def test_steps_compute_what_they_do_on_the_cpu(quick):
+    found, _ = quick
+    (on_cpu,), _ = capture(QUICK["convnet"], device=["cpu"])
+    results, expected = found["convnet"]["results"], on_cpu["results"]
+    assert len(results["losses"]) == 3
+    for name in ("losses", "evaluated", "outputs"):  # to round-off: convolutions there are not oneDNN's
+        np.testing.assert_allclose(results[name], expected[name], rtol=0, atol=5e-6, err_msg=name)
+
+
+BOTH = """
+import json, sys
+sys.path.insert(0, "tests/programs")
+import cuda_on_cpu
+cuda_on_cpu.start()
+import kerasdp
+
+def train(runner):
+    import keras
+    return runner.devices.kind, str(keras.ops.zeros(1).device)
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps([kerasdp.launch(train, backend="torch", device=kind) for kind in ("gpu", "cpu")]))
+"""
+
+
+@pytest.mark.proof
+def test_a_run_on_the_cpu_after_one_on_a_gpu():
+    """Keras asks for its device once: the second run gets a process of its own."""
+    assert result_of(run("-c", BOTH)) == [["gpu", "cuda:0"], ["cpu", "cpu"]]
 
 
 def test_batches_are_sent_without_a_wait(quick):

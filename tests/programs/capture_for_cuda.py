@@ -1,10 +1,11 @@
 """Trains, evaluates and predicts on a CUDA device that is none, and prints what the compiled steps hold.
 
-python capture_for_cuda.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
+python capture_for_cuda.py CASES [cpu]: on the CPU as such, to compare with; a JSON list of cases; each holds fields of
+kerasdp.Config, and
     image: shape of an image, [28, 28, 1] if it is left out
     num_devices: if there are several, they are ranks that hold what rank 0 does
     layer: "adding" or "drawing" puts a layer before the model that computes on the CPU
-    runs: whether the captured steps run, operation by operation, and on the CPU, too, or give zeros
+    runs: whether the captured steps run, operation by operation, or give zeros
 """
 
 import functools
@@ -15,7 +16,9 @@ import sys
 import cuda_on_cpu
 import numpy as np
 
-cuda_on_cpu.start()
+DEVICE = "cpu" if sys.argv[2:] == ["cpu"] else "gpu"
+if DEVICE == "gpu":
+    cuda_on_cpu.start()
 
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -174,13 +177,12 @@ def main():
     for case in json.loads(sys.argv[1]):
         image, runs = tuple(case.pop("image", (28, 28, 1))), case.pop("runs", False)
         found, layer = {}, case.pop("layer", None)
-        for device in ("gpu", "cpu") if runs else ("gpu",):
-            work = functools.partial(train, image, runs, layer, found if device == "gpu" else {})
-            if case.setdefault("num_devices", 1) > 1:
-                be_first_of(case["num_devices"])
-            found[device] = kerasdp.launch(work, backend="torch", device=device, compile="on", verbose=0, **case)
-            if case["num_devices"] > 1:
-                torch.distributed.destroy_process_group()
+        work = functools.partial(train, image, runs, layer, found)
+        if case.setdefault("num_devices", 1) > 1:
+            be_first_of(case["num_devices"])
+        found["results"] = kerasdp.launch(work, backend="torch", device=DEVICE, compile="on", verbose=0, **case)
+        if case["num_devices"] > 1:
+            torch.distributed.destroy_process_group()
         results.append(found)
     print("RESULT", json.dumps(results))
 

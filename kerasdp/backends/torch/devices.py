@@ -1,6 +1,7 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
 import os
+import sys
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from kerasdp.backends.torch.launcher import start_workers
 from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
-from kerasdp.runtime.devices import Devices, cache_folder, choose_devices
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
 from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.watch import SECONDS_TO_COMPILE
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
+# By the kind of a run's devices.
+_KERAS_DEVICES = {"gpu": "cuda", "cpu": "cpu"}
+
 __all__ = [
     "begin_thread", "device_name", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes",
     "put_batch", "start_workers", "timeout_of",
@@ -33,8 +37,22 @@ __all__ = [
 
 
 def make_devices(config: Config) -> Devices:
-    """Chooses the devices; does not start CUDA, so processes may be started afterwards."""
-    return choose_devices(config, torch.cuda.device_count())
+    """Chooses the devices; does not start CUDA, so processes may be started afterwards.
+
+    Raises:
+        AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
+    """
+    devices = choose_devices(config, torch.cuda.device_count())
+    wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
+    if devices.count == 1 and "keras" in sys.modules and wanted != known:
+        raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
+    return devices
+
+
+def _keras_device() -> str:
+    """Returns on which device of torch Keras works: it (3.15) asks once, at import."""
+    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return (os.environ.get("KERAS_TORCH_DEVICE") or found).partition(":")[0]
 
 
 def device_of_process(devices: Devices, config: Config) -> torch.device:
@@ -46,8 +64,7 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
         # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     is_gpu = devices.kind == "gpu"
-    # Keras asks this once, at import.
-    os.environ["KERAS_TORCH_DEVICE"] = "cuda" if is_gpu else "cpu"
+    os.environ["KERAS_TORCH_DEVICE"] = _KERAS_DEVICES[devices.kind]  # see `_keras_device`
     if not is_gpu:
         return torch.device("cpu")
     device = torch.device("cuda", _rank(devices))
