@@ -77,6 +77,7 @@ def test_arrays_that_stay_on_the_device_are_not_pinned(quick):
 STAGES = {"strategy": "pipeline", "num_stages": 2, "schedule": "interleaved1f1b", "split_size": 2, "balance": "time"}
 
 
+@pytest.mark.proof
 def test_no_step_of_a_pipeline_waits():
     """Two stages on one device; what all weights share, metrics and clipping are there, too."""
     found = trained(["global_clipnorm", "scaled"], **STAGES)

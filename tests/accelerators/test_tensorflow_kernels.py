@@ -31,6 +31,7 @@ def judged(count, *cases):
     return found
 
 
+@pytest.mark.proof
 def test_a_step_on_gpus_stays_on_the_device():
     """Two replicas, whose operations are not compiled, with all that has gone through the host before."""
     found = judged(2, "kept-several")

@@ -75,6 +75,7 @@ def test_steps_are_the_devices_alone(quick):
         assert_on_device(found[name])
 
 
+@pytest.mark.proof
 def test_steps_compute_what_they_do_on_the_cpu(quick):
     found, _ = quick
     (on_cpu,), _ = capture(QUICK["convnet"], device=["cpu"])
