@@ -78,7 +78,6 @@ def make_deterministic() -> None:
     """Makes equal programs give equal bits on GPUs, in this process and in those after a restart.
 
     By way of XLA_FLAGS, in which the user's choices stay. Nothing changes on CPUs and TPUs.
-    Call before `make_devices`.
 
     Raises:
         AlreadyStartedError: if JAX has already started otherwise, so that only a new process can be deterministic.
