@@ -54,7 +54,10 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
-    with config.prepared_workdir(settings.workdir, settings.resume):
+    cluster = find_cluster(settings)
+    # A machine that joins a run later finds the checkpoints of that run.
+    is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
+    with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):
         result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
@@ -125,10 +128,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
 
         if isinstance(train, SentFunction):
             train = train.received()
-        processes = strategy.processes
+        processes, link = strategy.processes, current_link()
+        if link is not None:  # by default one of rank 0's time and number
+            settings = dataclasses.replace(settings, workdir=link.all_gather_object(settings.workdir)[0])
         local_rank, num_local = processes.local if folder else (0, 1)
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
-        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, current_link())
+        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, link)
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)

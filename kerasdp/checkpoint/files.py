@@ -200,6 +200,11 @@ def _is_sound(name: str, array: np.ndarray) -> bool:
     return not of_training or array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
+def checksum_of(checkpoint: Checkpoint) -> str:
+    """Returns a digest of all that is in a checkpoint."""
+    return _checksum(json.dumps(checkpoint.state), checkpoint.arrays)
+
+
 def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256(state.encode())
     for name in sorted(arrays):

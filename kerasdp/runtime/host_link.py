@@ -19,6 +19,7 @@ from kerasdp import errors
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import messages, rank_files
 from kerasdp.runtime.messages import Channel
+from kerasdp.runtime.processes import how_it_ended
 
 T = TypeVar("T")
 
@@ -289,6 +290,8 @@ def _leave_with(error: RunError) -> None:
 
 
 def _line(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return how_it_ended(128 - error.code)
     text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
     return text.strip().splitlines()[0][:500] if text.strip() else type(error).__name__
 
