@@ -82,8 +82,10 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
     with ending_together(folder):
-        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
+        with _native_stderr_suppressed():
             backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+        # Who waits for other machines says so.
+        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
             devices = backend.make_devices(settings, cluster)
         _warn_of_cuda(devices)
         return backend.start_workers(_work, devices, settings, train, folder)
