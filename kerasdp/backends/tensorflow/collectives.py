@@ -64,11 +64,21 @@ def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
     return reduce(tensor)
 
 
-def _all_gather(rows: tf.Tensor) -> tf.Tensor:
-    """Concatenates the rows of all replicas."""
-    context = tf.distribute.get_replica_context()
-    group = group_of(context.strategy)
-    return context.all_gather(rows, axis=0) if group is None else _over_hosts(group, _gather, rows)
+def _stacked(rows: tf.Tensor) -> tf.Tensor:
+    """Concatenates the rows of all replicas, which have equally many; its gradient is that of `_all_reduce`."""
+    group = group_of(tf.distribute.get_strategy())
+    if group is None:
+        return _all_reduce(zero_pad_to_global_batch(rows))
+
+    @tf.custom_gradient
+    def stack(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            first = rank() * rows.shape[0]
+            return _all_reduce(upstream)[first : first + rows.shape[0]]
+
+        return _over_hosts(group, _gather, rows), gradient
+
+    return stack(rows)
 
 
 def _over_hosts(group: HostGroup, collective: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
@@ -101,9 +111,10 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
             first = rank() * num_rows
             return num_replicas() * upstream[first : first + num_rows]
 
-        if are_few(rows):
-            return _all_reduce(zero_pad_to_global_batch(rows)), gradient
-        return _all_gather(rows), gradient
+        context = tf.distribute.get_replica_context()
+        if are_few(rows) or group_of(context.strategy):
+            return _stacked(rows), gradient
+        return context.all_gather(rows, axis=0), gradient
 
     return gather(rows)
 
@@ -130,7 +141,7 @@ def gather_statistics(statistics: tf.Tensor, weight: float = 1.0) -> tf.Tensor:
     """
     if weight != 1.0:  # the gradients of the others come with theirs
         statistics = _with_gradient_times(statistics, 1 / weight if weight else 0.0)
-    gathered = _all_reduce(zero_pad_to_global_batch(statistics[None]))
+    gathered = _stacked(statistics[None])
     return gathered if weight == 1.0 else _with_gradient_times(gathered, weight)
 
 

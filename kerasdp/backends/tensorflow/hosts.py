@@ -73,7 +73,8 @@ class HostGroup:
 
     def gather(self, rows: tf.Tensor) -> tf.Tensor:
         """Concatenates the rows of all processes, which have equally many, in the order of the processes."""
-        return tf.raw_ops.CollectiveGatherV2(input=rows, **self._options())
+        whole = tf.raw_ops.CollectiveGatherV2(input=rows, **self._options())
+        return tf.ensure_shape(whole, (self.num_processes * rows.shape[0], *rows.shape[1:]))
 
     def _options(self) -> dict[str, Any]:
         # A key is of the operation, not of its runs: all processes build the same graphs in the same order, and the
