@@ -71,7 +71,7 @@ def train(settings, runner):
         digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
     return {
         "losses": losses.values,
-        "history": {name: values for name, values in history.history.items()},
+        "history": dict(history.history),
         "evaluate": runner.evaluate(model, x[::-1][:131], y[::-1][:131], return_dict=True),
         "predictions": runner.predict(model, x[:77]).tolist(),
         "weights": digest.hexdigest(),
