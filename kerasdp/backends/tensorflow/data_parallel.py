@@ -27,6 +27,7 @@ from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import replica_rows
+from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
@@ -238,6 +239,8 @@ class DataParallel(Strategy):
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
+            if model.jit_compile and self.num_replicas > 1:
+                raise UserError("jit_compile=True: TensorFlow takes one device for it; leave it out, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
                 return run(num_rows, *(self.mirrored.run(_own_shard, args=(shards,)) for shards in data))
