@@ -3,13 +3,14 @@
 python tensorflow_hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
     num_samples, epochs: of the training
     compile: arguments of `Model.compile`
-    kill_at: the last process kills itself behind that step
+    signal: that the last process sends itself behind step 5
+    only_gather: trains nothing; gathers the number of each replica instead
 """
 
+import functools
 import hashlib
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ import numpy as np
 
 import kerasdp
 
-OWN = ("num_samples", "compile", "kill_at")
+OWN = ("num_samples", "compile", "signal", "only_gather")
 # Of `struct tcp_info` in linux/tcp.h: bytes of data, without headers.
 BYTES_SENT = slice(200, 208)
 
@@ -37,6 +38,23 @@ def bytes_sent():
         except OSError:  # closed meanwhile
             continue
     return total
+
+
+def gather(runner):
+    """Gathers few and many rows, as they stand on each replica."""
+    import tensorflow as tf
+
+    from kerasdp.backends.tensorflow import collectives
+
+    def in_replica(width):
+        return collectives.gather_rows(tf.fill((1, width), collectives.rank()))
+
+    strategy, found = runner.strategy, []
+    for width in (1, 2**19):
+        rows = tf.function(lambda width=width: strategy.mirrored.run(in_replica, args=(width,)))()
+        copies = strategy.mirrored.experimental_local_results(rows)
+        found += [copy.numpy()[:, -1].tolist() for copy in copies]
+    return found
 
 
 def train(settings, runner):
@@ -62,8 +80,8 @@ def train(settings, runner):
 
         def on_train_batch_end(self, batch, logs=None):
             is_last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
-            if is_last and len(sent) == settings.get("kill_at"):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if is_last and len(sent) == 5 and "signal" in settings:
+                os.kill(os.getpid(), settings["signal"])
 
     history = runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[losses, Steps()])
     digest = hashlib.sha256()
@@ -85,7 +103,8 @@ def main():
     fields = {name: value for name, value in settings.items() if name not in OWN}
     fields = {"backend": "tensorflow", "device": "cpu", "verbose": 0, "batch_size": 61, "epochs": 2} | fields
     try:
-        result = kerasdp.launch(lambda runner: train(settings, runner), kerasdp.Config(**fields))
+        function = gather if "only_gather" in settings else functools.partial(train, settings)
+        result = kerasdp.launch(function, kerasdp.Config(**fields))
     except kerasdp.RunError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
