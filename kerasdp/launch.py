@@ -85,10 +85,12 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
-    # Where others are waited for, that is said.
-    with ending_together(), _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
-        backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
-        devices = backend.make_devices(settings, cluster)
+    with ending_together():
+        with _native_stderr_suppressed():
+            backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+        # Where others are waited for, that is said.
+        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
+            devices = backend.make_devices(settings, cluster)
     _warn_of_cuda(devices)
     return backend.start_workers(_work, devices, settings, train, folder)
 
