@@ -25,7 +25,7 @@ class StandIn:
 
     num_threads = 1
 
-    def __init__(self, num_samples: int | None, shape: tuple[int, ...], note: str):
+    def __init__(self, num_samples: int | None, shape: tuple[int, ...], note: str = ""):
         """`num_samples` None: not known."""
         self.num_samples, self.is_counted = num_samples or 1, num_samples is not None
         self.note, self._shape = note, tuple(shape)
@@ -52,8 +52,7 @@ def published(name: str, reason: str) -> Known:
 
 def synthetic(shape: tuple[int, ...], num_classes: int, num_samples: int, num_test_samples: int) -> Known:
     """Returns what stands in for random images, which are as many as memory holds."""
-    note = "made when the run starts"
-    return StandIn(num_samples, shape, note), StandIn(num_test_samples, shape, note), tuple(shape), num_classes
+    return StandIn(num_samples, shape), StandIn(num_test_samples, shape), tuple(shape), num_classes
 
 
 def images(data_dir: str | None, size: tuple[int, int], channels: int) -> Known | None:
