@@ -61,8 +61,6 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         _choose_platforms(config, cluster)
         if cluster:
             hosts.join_hosts(cluster, config.interface)
-    elif jax.process_count() != (cluster.num_processes if cluster else 1):
-        raise AlreadyStartedError(f"JAX has already started with {jax.process_count()} processes")
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
         raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
     kind, num_found = _find_accelerators(config)
@@ -70,6 +68,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         _check_hidden(config, num_found)
     else:
         _hide(config, kind, num_found)
+    hosts.check_joined(cluster)  # which starts JAX, if nothing has
     return choose_devices(config, num_found, kind, cluster)
 
 
@@ -225,7 +224,7 @@ def _take(arrays: Structure, rows: Tensor) -> Structure:
     return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
 
-def _choose_platforms(config: Config, cluster: Cluster | None) -> None:
+def _choose_platforms(config: Config, cluster: Cluster | None = None) -> None:
     """Lets JAX start on what the run needs only: on the host's CPU, and on as many GPUs as it uses."""
     platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
     if config.device == "cpu":

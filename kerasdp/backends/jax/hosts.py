@@ -11,7 +11,7 @@ from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.errors import UserError
 from kerasdp.runtime import messages
 from kerasdp.runtime.cluster import Cluster
-from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.devices import AlreadyStartedError, Devices
 from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
 from kerasdp.runtime.ranks import Processes
 
@@ -48,6 +48,22 @@ def join_hosts(cluster: Cluster, interface: str | None) -> None:
         heartbeat_timeout_seconds=_SECONDS_OF_HEARTBEAT,
         shutdown_timeout_seconds=_SECONDS_TO_END,
     )
+
+
+def check_joined(cluster: Cluster | None) -> None:
+    """Raises if JAX has started in this process alone, or was joined with others by somebody else.
+
+    Raises:
+        AlreadyStartedError: if only a new process can join the others.
+        UserError: if others were joined that the run knows nothing of.
+    """
+    if cluster is None and jax.process_count() > 1:
+        raise UserError(
+            f"jax.distributed.initialize has joined {jax.process_count()} processes, but the run is not told of them: "
+            "leave that call out, and add --hosts, --host_rank and --coordinator"
+        )
+    if cluster is not None and current_link() is None:
+        raise AlreadyStartedError("JAX has already started in one process")
 
 
 def processes_of(devices: Devices) -> Processes:
