@@ -19,23 +19,22 @@ from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
 
 # Of a message through the sockets of torch's virtual devices.
 HEAD = 16
+QUICK = (BACKENDS[0], 2, "convnet", "sync")
 
 
 @pytest.mark.parametrize(
-    ("backend", "count", "batch_norm"),
+    ("backend", "count", "model", "batch_norm"),
     [
-        pytest.param(
-            name, count, norm, marks=[] if (name, count, norm) == (BACKENDS[0], 2, "sync") else pytest.mark.proof
-        )
+        pytest.param(name, count, *case, marks=[] if (name, count, *case) == QUICK else pytest.mark.proof)
         for name in BACKENDS
         for count in (2, 4)
-        for norm in ("sync", "replica")
+        for case in (("convnet", "sync"), ("convnet", "replica"), ("lenet", "sync"), ("resnet18", "sync"))
     ],
 )
-def test_a_run_does_what_the_dry_run_told(backend, count, batch_norm):
+def test_a_run_does_what_the_dry_run_told(backend, count, model, batch_norm):
     """Steps, rows of each replica, bytes that a device sends, what model and optimizer hold, the checkpoint's size."""
     config = {
-        "num_devices": count, "batch_size": 60, "epochs": 2, "model": "convnet", "batch_norm": batch_norm,
+        "num_devices": count, "batch_size": 60, "epochs": 2, "model": model, "batch_norm": batch_norm,
         "dataset": "synthetic(shape=(16,16,3), num_samples=133, num_test_samples=70)", "verbose": 0,
     }  # fmt: skip
     # What jax compiles is counted where no cache has it, which is said before jax is imported.
