@@ -90,6 +90,8 @@ def _define_flags_of_machines() -> None:
     _define(group, "coordinator", text, None, "Where machine 0 listens for the others: ADDRESS:PORT.")
     _define(group, "interface", text, None, "Network interface between the machines. Default: the one on the way to "
             "--coordinator.")  # fmt: skip
+    _define(group, "dry_run", flags.DEFINE_boolean, _DEFAULTS.dry_run, "Print what would run where, on any number of "
+            "--hosts and --gpus, what it sends and what it holds; nothing is started.")  # fmt: skip
 
 
 def _define_flags_of_training() -> None:

@@ -26,6 +26,7 @@ class Config:
         host_rank: number of this host, from 0. None: `JOB_COMPLETION_INDEX` of a Kubernetes Indexed Job.
         coordinator: address and port at which host 0 listens for the others, as `"10.0.0.1:29500"`.
         interface: network interface between the hosts. None: the one on the way to the coordinator.
+        dry_run: instead of training, says what would run where, for any `hosts` and `num_devices`; nothing is started.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
         num_stages: stages of a pipeline. None: one per device.
@@ -90,6 +91,7 @@ class Config:
     host_rank: int | None = None
     coordinator: str | None = None
     interface: str | None = None
+    dry_run: bool = False
     strategy: str = "data"
     num_stages: int | None = None
     cut_at: str | None = None

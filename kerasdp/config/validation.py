@@ -80,7 +80,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
     "data_dir": ("a folder", lambda path: True),
-    **dict.fromkeys(("deterministic", "tensorboard", "resume"), ("True or False", lambda switch: True)),
+    **dict.fromkeys(("deterministic", "dry_run", "tensorboard", "resume"), ("True or False", lambda switch: True)),
 }  # fmt: skip
 _PATHS = ("workdir", "data_dir", "export")
 # Fields that data parallelism has no use for.
