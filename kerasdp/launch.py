@@ -14,9 +14,11 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
 from kerasdp.runtime import signals
+from kerasdp.runtime.cluster import check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.supervisor import supervise
 
@@ -59,7 +61,9 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
 def _run(settings: Config, train: Callable[..., Any]) -> Any:
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
-        if not (settings.max_restarts or settings.hang_timeout):
+        cluster = find_cluster(settings)
+        is_supervised = settings.max_restarts or settings.hang_timeout
+        if not is_supervised or (cluster and cluster.is_elastic):  # torch's launcher restarts those that come and go
             return _start(settings, train)
     except AlreadyStartedError as reason:
         if settings.verbose != 0:
@@ -75,11 +79,14 @@ def _unknown(name: str, value: Any) -> str:
 
 def _start(settings: Config, train: Callable[..., Any], folder: str | None = None) -> Any:
     """Starts the workers; `folder` is where they leave their heartbeats."""
-    with _native_stderr_suppressed():
-        backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
-        devices = backend.make_devices(settings)
-    _warn_of_cuda(devices)
-    return backend.start_workers(_work, devices, settings, train, folder)
+    cluster = find_cluster(settings)
+    check_cluster(settings, cluster)
+    with ending_together(folder):
+        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
+            backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+            devices = backend.make_devices(settings, cluster)
+        _warn_of_cuda(devices)
+        return backend.start_workers(_work, devices, settings, train, folder)
 
 
 def _warn_of_cuda(devices: Devices) -> None:
@@ -117,8 +124,9 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
         if isinstance(train, SentFunction):
             train = train.received()
         processes = strategy.processes
+        local_rank, num_local = processes.local if folder else (0, 1)
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
-        heartbeat = Heartbeat(folder, processes.rank, processes.num_processes, tell_after)
+        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, current_link())
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)

@@ -2,7 +2,7 @@
 
 Each folder of `kerasdp.backends` has these names:
 
-- `devices.make_devices(config)`: chooses the devices of a run and makes virtual ones;
+- `devices.make_devices(config, cluster)`: chooses the devices of a run and makes virtual ones;
 - `devices.start_workers(worker, devices, settings, train, folder)`: calls a function in each worker process;
 - `data_parallel.DataParallel`, `pipeline_parallel.PipelineParallel` (with JAX also `tensor_parallel.TensorParallel`): a
   `Strategy`, the whole of what differs between the backends in a worker.
@@ -85,6 +85,7 @@ class SingleProcess:
     """`Processes` where one process drives all devices."""
 
     rank, num_processes = 0, 1
+    local = 0, 1
 
     def all_gather_object(self, value: T) -> list[T]:
         """See `Processes`."""

@@ -80,6 +80,18 @@ def _define_flags_of_devices() -> None:
             "soon as possible; interleaved1f1b: with several stages per device (torch).")  # fmt: skip
 
 
+def _define_flags_of_machines() -> None:
+    text, number = flags.DEFINE_string, flags.DEFINE_integer
+
+    group = "Several machines (docs/many-machines.md)"
+    _define(group, "hosts", text, None, "Number of machines, or the least and the most as 1:3 (torch), each with the "
+            "devices of --gpus. Default: what torchrun, mpirun, TF_CONFIG or srun say, else 1.")  # fmt: skip
+    _define(group, "host_rank", number, None, "Number of this machine, from 0. Default: $JOB_COMPLETION_INDEX.")
+    _define(group, "coordinator", text, None, "Where machine 0 listens for the others: ADDRESS:PORT.")
+    _define(group, "interface", text, None, "Network interface between the machines. Default: the one on the way to "
+            "--coordinator.")  # fmt: skip
+
+
 def _define_flags_of_training() -> None:
     text, number, real = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_float
     models, datasets = ", ".join(validation.MODELS), ", ".join(validation.DATASETS)
@@ -172,6 +184,7 @@ def _define_flags_of_recipes() -> None:
 
 
 _define_flags_of_devices()
+_define_flags_of_machines()
 _define_flags_of_training()
 _define_flags_of_files()
 _define_flags_of_recipes()

@@ -15,6 +15,7 @@ from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
+_OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
 _NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
 _NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
@@ -44,7 +45,8 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
         | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
-        | _of_recipes(STUDY, BENCHMARK),
+        | _of_recipes(STUDY, BENCHMARK)
+        | _OF_MACHINES,
     )
     names, numbers = _backends(), _numbers("device_counts")
     config = _config()
@@ -61,6 +63,7 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     _read(
         arguments,
         without=_of_recipes(COMPARISON, BENCHMARK)
+        | _OF_MACHINES
         | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
         | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
         | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
@@ -81,6 +84,7 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
         | _of_recipes(STUDY)
+        | _OF_MACHINES
         | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
         | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
         | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),

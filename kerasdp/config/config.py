@@ -1,15 +1,11 @@
 """Defines `Config`: every choice of a run in one frozen record, checked when it is made."""
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator
 from typing import Any
 
 from kerasdp.config import validation
 from kerasdp.errors import UserError
 
-CHECKPOINTS = "checkpoints"  # folder in the workdir
 # Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
 HANG_TIMEOUT = 600.0
 
@@ -23,8 +19,13 @@ class Config:
     Args:
         backend: `"torch"`, `"jax"` or `"tensorflow"`. None: that of Keras if it is imported, else $KERAS_BACKEND,
             else that of keras.json, else the first installed.
-        num_devices: devices of the run. None: all GPUs or TPUs there are, or 1.
+        num_devices: devices of the run, or, on several hosts, of each. None: all GPUs or TPUs there are, or 1.
         device: `"gpu"`, `"tpu"` (jax), `"cpu"`, or `"auto"`: GPUs or TPUs if there are any, else virtual CPU devices.
+        hosts: machines of the run: `"2"`, or, with torch, `"1:3"`: it begins with one to three, and continues when some
+            leave and others join. None: as many as the environment says (of torchrun, mpirun, srun, TF_CONFIG), or 1.
+        host_rank: number of this host, from 0. None: `JOB_COMPLETION_INDEX` of a Kubernetes Indexed Job.
+        coordinator: address and port at which host 0 listens for the others, as `"10.0.0.1:29500"`.
+        interface: network interface between the hosts. None: the one on the way to the coordinator.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
         num_stages: stages of a pipeline. None: one per device.
@@ -85,6 +86,10 @@ class Config:
     backend: str | None = None
     num_devices: int | None = None
     device: str = "auto"
+    hosts: str | None = None
+    host_rank: int | None = None
+    coordinator: str | None = None
+    interface: str | None = None
     strategy: str = "data"
     num_stages: int | None = None
     cut_at: str | None = None
@@ -153,6 +158,12 @@ class Config:
                 f"--accumulate: {rows} samples, those of a device, cannot be cut into {self.accumulate} parts of one "
                 f"size, but for the last; use {count}, or another --batch_size"
             )
+
+    @property
+    def host_range(self) -> tuple[int, int]:
+        """Returns the least and the most hosts of the run, of those that `hosts` names."""
+        fewest, _, most = (self.hosts or "1").partition(":")
+        return int(fewest), int(most or fewest)
 
     @property
     def engine(self) -> str:
@@ -244,55 +255,3 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)
-
-
-@contextlib.contextmanager
-def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None]:
-    """Makes the workdir for what runs within the `with` block, and removes it if that leaves nothing in it.
-
-    Args:
-        workdir: its path; the folders above it are made as well, and removed with it. None: there is none.
-        resume: whether the run may find checkpoints there.
-
-    Raises:
-        UserError: if nothing can be written there, or if the checkpoints of another run would be lost.
-    """
-    if workdir is None:
-        yield
-        return
-    if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
-        raise UserError(
-            f"--workdir: {workdir!r} holds the checkpoints of an earlier run; resume it (--resume), or choose "
-            "another folder"
-        )
-    missing = list(_missing_folders(os.path.abspath(workdir)))
-    try:
-        try:
-            os.makedirs(workdir, exist_ok=True)
-            probe = os.path.join(workdir, ".writable")
-            with open(probe, "w"):
-                pass
-            os.remove(probe)
-        except OSError as error:
-            raise UserError(
-                f"--workdir: cannot write into {workdir!r} ({error.strerror}); choose another folder"
-            ) from error
-        yield
-    finally:
-        for folder in missing:
-            with contextlib.suppress(OSError):  # it holds something, or was not made
-                os.rmdir(folder)
-
-
-def _missing_folders(path: str) -> Iterator[str]:
-    """Yields the path and those above it that do not exist, the deepest first."""
-    while not os.path.lexists(path):
-        yield path
-        path = os.path.dirname(path)
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []

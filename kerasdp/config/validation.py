@@ -49,6 +49,16 @@ def _is_split_size(size: int | str) -> bool:
     return size == "auto" or (str(size).isdecimal() and int(size) > 0)
 
 
+def _are_hosts(text: str) -> bool:
+    numbers = [int(number) if number.isdecimal() else 0 for number in text.split(":")]
+    return len(numbers) <= 2 and numbers[0] >= 1 and numbers[-1] >= numbers[0]
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+
+
 # What the other fields may be: in words, and as a question to a value of the field's type that is not None.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(_COUNTS, ("a whole number of at least 1", lambda number: number >= 1)),
@@ -62,6 +72,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     # What else these must be is checked where they are parsed.
     **dict.fromkeys(_NAMES, ("a name, or a name with arguments such as sgd(momentum=0.9)", lambda text: True)),
+    "hosts": ("a number of machines, or the least and the most of them as 1:3", _are_hosts),
+    "host_rank": ("a whole number from 0", lambda number: number >= 0),
+    "coordinator": ("the address and port of host 0, as 10.0.0.1:29500", _is_address),
+    "interface": ("a network interface, as eth0", lambda name: True),
     "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
@@ -76,7 +90,7 @@ _OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches
 def normalized(config: Any) -> dict[str, Any]:
     """Returns the fields of a `Config` as the types that JSON can hold, where people in Python have others.
 
-    Those are paths, NumPy's numbers, the number of steps in `checkpoint_every`, and True or False as `verbose`.
+    Those are paths, NumPy's numbers, the numbers of `checkpoint_every` and `hosts`, and True or False as `verbose`.
     """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name, value in values.items():
@@ -85,7 +99,7 @@ def normalized(config: Any) -> dict[str, Any]:
         elif isinstance(value, bool):
             values[name] = int(value) if name == "verbose" else value
         elif isinstance(value, numbers.Integral):
-            values[name] = str(int(value)) if name == "checkpoint_every" else int(value)
+            values[name] = str(int(value)) if name in ("checkpoint_every", "hosts") else int(value)
         elif isinstance(value, numbers.Real):
             values[name] = float(value)
     return values
@@ -128,6 +142,7 @@ def check(config: Any) -> None:
             f"--device=tpu: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or another "
             "--device"
         )
+    _check_hosts(config)
     _check_gradients(config)
     if config.data_on_device == "on" and config.engine != "data":
         raise UserError(f"--data_on_device=on: not together with {_engine_flag(config)}; leave out one of them")
@@ -175,6 +190,19 @@ def _check_pipeline(config: Any) -> None:
     is_interleaved = config.schedule == "interleaved1f1b"
     if is_interleaved and config.backend not in (None, "torch"):
         raise UserError(f"--schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}")
+
+
+def _check_hosts(config: Any) -> None:
+    fewest, most = config.host_range
+    if config.hosts is None and config.host_rank is not None:
+        raise UserError("--host_rank says which of several machines this is: add --hosts=NUMBER")
+    if config.host_rank is not None and config.host_rank >= most:
+        raise UserError(f"--host_rank: expected a number below --hosts={config.hosts}. Received: {config.host_rank}")
+    if fewest < most and config.backend not in (None, "torch"):
+        raise UserError(
+            f"--hosts={config.hosts}: hosts leave and join with --backend=torch only. Received: {config.backend}; give "
+            "one number"
+        )
 
 
 def _check_gradients(config: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
+from kerasdp.runtime.cluster import Cluster
 
 _WRITTEN_BY_KERAS = {
     "floatx": "float32",
@@ -31,13 +32,20 @@ class Devices:
 
     Args:
         kind: `"gpu"`, `"tpu"` or `"cpu"`; with jax also what a plug-in calls its devices.
-        count: number of devices, one replica each. CPU devices are virtual: parts of the one machine.
+        count: number of devices over all machines, one replica each. CPU devices are virtual: parts of one machine.
         reason: why the devices are CPU devices: `"no GPU found"`, `"as asked"`; empty for others.
+        cluster: which of the processes this is that were started for the run; None: the only one.
     """
 
     kind: str
     count: int
     reason: str = ""
+    cluster: Cluster | None = None
+
+    @property
+    def of_process(self) -> int:
+        """Returns how many of them belong to each process that was started: equally many."""
+        return self.count // (self.cluster.num_processes if self.cluster else 1)
 
     @property
     def is_accelerator(self) -> bool:
@@ -46,9 +54,10 @@ class Devices:
 
     def __str__(self) -> str:
         plural = "s" if self.count > 1 else ""
+        processes = f" of {self.cluster.num_processes} processes" if self.cluster else ""
         if self.is_accelerator:
-            return f"{self.count} {self.kind.upper()}{plural}"
-        return f"{self.count} virtual CPU device{plural} ({self.reason})"
+            return f"{self.count} {self.kind.upper()}{plural}{processes}"
+        return f"{self.count} virtual CPU device{plural}{processes} ({self.reason})"
 
 
 class AlreadyStartedError(Exception):
@@ -130,13 +139,39 @@ def _backend_of_file() -> str | None:
     return chosen.get("backend")
 
 
-def choose_devices(config: Config, num_found: int, kind: str = "gpu") -> Devices:
+def devices_of_process(config: Config, cluster: Cluster | None) -> int | None:
+    """Returns how many devices this process is asked to have: its share of those of its machine.
+
+    None: all that there are.
+
+    Raises:
+        UserError: if the processes of a machine cannot share them equally.
+    """
+    local = cluster.local_processes if cluster else 1
+    if config.num_devices is not None and config.num_devices % local:
+        raise UserError(
+            f"--gpus: expected a multiple of the {local} processes that {cluster and cluster.source} starts on each "
+            f"machine. Received: {config.num_devices}"
+        )
+    return config.num_devices and config.num_devices // local
+
+
+def share_of_process(num_found: int, cluster: Cluster | None) -> range:
+    """Returns which of the GPUs of a machine are this process's, where its processes see all of them."""
+    if cluster is None or cluster.local_processes == 1 or num_found % cluster.local_processes:
+        return range(num_found)  # the last: each process sees its own only
+    share = num_found // cluster.local_processes
+    return range(cluster.local_process * share, (cluster.local_process + 1) * share)
+
+
+def choose_devices(config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None) -> Devices:
     """Returns the devices to use.
 
     Args:
         config: `num_devices` and `device` are read.
-        num_found: GPUs, or other accelerators, that the backend sees.
+        num_found: GPUs, or other accelerators, that the backend sees, and that are this process's.
         kind: what they are, as in `Devices`.
+        cluster: of this process, among others.
 
     Raises:
         UserError: if there are some but fewer than asked for, or none though they were asked for.
@@ -148,17 +183,18 @@ def choose_devices(config: Config, num_found: int, kind: str = "gpu") -> Devices
             f"--device={config.device}: this backend sees no {config.device.upper()}{reason}; use --device=cpu for "
             "virtual CPU devices"
         )
+    asked, num_processes = devices_of_process(config, cluster), cluster.num_processes if cluster else 1
     if config.device == "cpu" or num_found == 0:
         reason = "as asked" if config.device == "cpu" else _why_there_are_none(str(config.backend))
-        devices = Devices(kind="cpu", count=config.num_devices or 1, reason=reason)
+        devices = Devices(kind="cpu", count=(asked or 1) * num_processes, reason=reason, cluster=cluster)
     else:
-        count = config.num_devices or num_found
+        count = asked or num_found
         if count > num_found:
             raise UserError(
                 f"--gpus: there {'is' if num_found == 1 else 'are'} {num_found}. Received: {count}; "
                 f"ask for at most {num_found}, or use --device=cpu for virtual CPU devices"
             )
-        devices = Devices(kind=kind, count=count)
+        devices = Devices(kind=kind, count=count * num_processes, cluster=cluster)
     config.check_replicas(config.num_replicas(devices.count))
     return devices
 

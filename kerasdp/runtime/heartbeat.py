@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from kerasdp.errors import addressed
 from kerasdp.runtime import lines, rank_files, signals
+from kerasdp.runtime.host_link import HostLink
 from kerasdp.runtime.rank_files import CALL, COMPILING, END, MEETING, OUTSIDE, OVER, STEP, Notes
 
 SECONDS_BETWEEN_SIGNS = 0.5
@@ -26,16 +27,25 @@ _OF_STRATEGY = ("gather_variables", "diverged_variables")
 class Heartbeat:
     """Marks what this rank does. The attributes are those of `rank_files.Record`."""
 
-    def __init__(self, folder: str | None = None, rank: int = 0, num_ranks: int = 1, tell_after: float | None = None):
+    def __init__(
+        self,
+        folder: str | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
+        tell_after: float | None = None,
+        link: HostLink | None = None,
+    ):
         """Begins in the script.
 
         Args:
             folder: of all ranks' files; None: there is one rank, and nobody watches over it.
-            rank: of this process.
-            num_ranks: of the run.
+            rank: of this process, among those of this machine that one program watches over.
+            num_ranks: of these.
             tell_after: seconds without a move after which a line says where this process is. None: never.
+            link: with the ranks of other machines, if there are any.
         """
         self._folder, self._rank, self._num_ranks, self._tell_after = folder, rank, num_ranks, tell_after
+        self._link = link
         # See `Notes`; and of the calls that run, the numbers of the meetings before them.
         self._meetings: dict[str, dict[str, Any]] = {}
         self._running: list[str] = []
@@ -200,6 +210,14 @@ class Heartbeat:
         while others := [rank for rank in others if not self._has_come(rank, number, mine)]:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        if self._link is not None:
+            self._compare(self._link.all_gather_object(mine), self._link.names)
+
+    def _compare(self, meetings: list[dict[str, Any]], names: list[str]) -> None:
+        """Raises `UserError` unless the ranks of all machines have come before the same call."""
+        for other, name in zip(meetings[1:], names[1:]):
+            if not rank_files.are_alike(meetings[0], other):
+                raise rank_files.unlike(meetings[0], other, names[0], name)
 
     def _has_come(self, rank: int, number: int, mine: dict[str, Any]) -> bool:
         folder = cast(str, self._folder)  # of several ranks

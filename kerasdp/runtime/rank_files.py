@@ -5,7 +5,11 @@ import json
 import math
 import os
 import struct
+import time
+import traceback
 from typing import Any, NamedTuple
+
+from kerasdp.errors import UserError
 
 # Where a rank is: in the script; before a call, waiting for the others; in a call; in a step or an exchange, which may
 # wait for the others; in what may compile for long; at the end of the training function; over.
@@ -14,6 +18,11 @@ OUTSIDE, MEETING, CALL, STEP, COMPILING, END, OVER = range(7)
 NUM_RECENT = 32
 HEAD, CODE = struct.Struct("8q2d"), struct.Struct("H")
 NUM_BYTES = HEAD.size + NUM_RECENT * CODE.size
+ERROR = ".error"  # at the end of the file with a rank's error
+ALIKE = (
+    "fit, evaluate and predict are the work of all ranks: call them on every rank, in the same order; only prints and "
+    "files belong under `if runner.is_chief:`"
+)
 # Samples of the same data on two ranks may differ by round-off.
 _TOLERANCE = 1e-4
 
@@ -110,6 +119,24 @@ def read_place(folder: str, rank: int) -> str:
     return ""
 
 
+def write_error(folder: str, rank: int, error: BaseException, message: Any) -> None:
+    """Writes down the error with which a rank ends, and its text."""
+    frames = "".join(traceback.format_exception(error))
+    record = {"name": type(error).__name__, "message": message, "frames": frames}
+    path = os.path.join(folder, f"{time.time_ns()}-{rank}{ERROR}")
+    with open(path, "w") as file:
+        json.dump(record, file, default=str)
+
+
+def read_errors(folder: str) -> dict[int, dict[str, Any]]:
+    """Returns the errors that ranks have written down, by rank, the first one first."""
+    errors = {}
+    for name in sorted(name for name in os.listdir(folder) if name.endswith(ERROR)):
+        with contextlib.suppress(ValueError), open(os.path.join(folder, name)) as file:  # killed while it wrote
+            errors[int(name.removesuffix(ERROR).partition("-")[2])] = json.load(file)
+    return errors
+
+
 def differing_argument(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     """Returns the name of the first argument of two calls that differs.
 
@@ -125,6 +152,34 @@ def differing_argument(one: dict[str, Any], other: dict[str, Any]) -> str | None
         if mine.get("shown") != theirs.get("shown") or not is_close:
             return name
     return None
+
+
+def forget_errors(folder: str, rank: int) -> None:
+    """Removes the errors that a rank has written down."""
+    for name in os.listdir(folder):
+        if name.endswith(f"-{rank}{ERROR}"):
+            os.remove(os.path.join(folder, name))
+
+
+def unlike(one: dict[str, Any], other: dict[str, Any], first: str, second: str) -> UserError:
+    """Returns the error of two ranks, by their names, that came to a meeting before calls that are not alike."""
+    if one["name"] != other["name"]:
+        words = [
+            f"calls {meeting['name']} ({meeting['line']})" if meeting["name"] else "has left the training function"
+            for meeting in (one, other)
+        ]
+        return UserError(f"the ranks do different things: {first} {words[0]}, {second} {words[1]}: {ALIKE}")
+    mine, theirs = one["arguments"], other["arguments"]
+    name = differing_argument(mine, theirs)
+    texts = [arguments.get(name, {}).get("shown", "nothing") for arguments in (mine, theirs)]
+    if texts[0] == texts[1]:
+        texts = [f"{texts[0]} with some values", "others"]
+    is_data = "sample" in (mine.get(name) or theirs.get(name, {}))
+    cure = "every rank takes its rows of the global batch by itself, so give each the same, and seed what is random"
+    return UserError(
+        f"{one['name']} ({one['line']}): expected the same {name} on all ranks. Received: {texts[0]} on {first}, "
+        f"{texts[1]} on {second}; {cure if is_data else 'give each the same'}"
+    )
 
 
 def are_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

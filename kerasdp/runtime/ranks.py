@@ -33,10 +33,12 @@ class Processes(Protocol):
     Attributes:
         rank: number of this process, from 0.
         num_processes: how many there are.
+        local: rank and number among those that one program has started on this machine, and watches over.
     """
 
     rank: int
     num_processes: int
+    local: tuple[int, int]
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns what each process has, in the order of the ranks."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdp.config import Config
-from kerasdp.errors import WorkerError
-from kerasdp.runtime import signals
+from kerasdp.errors import WorkerError, from_name
+from kerasdp.runtime import rank_files, signals
 from kerasdp.runtime.processes import call_in_new_process
 from kerasdp.runtime.watch import Watch
 
@@ -44,7 +44,9 @@ def _watch(work: Callable[..., Any], settings: Config, train: Callable[..., Any]
     ):
         try:
             return call_in_new_process(work, settings, train, folder, name="the worker")
-        except (WorkerError, SystemExit):
+        except (WorkerError, SystemExit) as error:
             if watch.error is not None:
                 raise watch.error from None
+            for record in rank_files.read_errors(folder).values():  # as another machine's, which it could not raise
+                raise from_name(record["name"], record["message"]) or error from None
             raise

@@ -13,7 +13,19 @@ from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import rank_files, signals
 from kerasdp.runtime.heartbeat import SECONDS_BETWEEN_SIGNS
 from kerasdp.runtime.lines import is_of_user
-from kerasdp.runtime.rank_files import COMPILING, END, MEETING, NUM_RECENT, OUTSIDE, OVER, STEP, Notes, Record
+from kerasdp.runtime.rank_files import (
+    ALIKE,
+    COMPILING,
+    END,
+    ERROR,
+    MEETING,
+    NUM_RECENT,
+    OUTSIDE,
+    OVER,
+    STEP,
+    Notes,
+    Record,
+)
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 # A rank without a sign of life for so long is stopped, or gone.
@@ -26,13 +38,6 @@ SECONDS_TO_COMPILE = 3600.0
 _SECONDS_TO_HEED, _SECONDS_TO_HEED_AGAIN = 20.0, 5.0
 # When a rank has failed, and torch's launcher has asked the others to end, for which it would wait for 30 s.
 _SECONDS_TO_END = 5.0
-
-ERROR = ".error"  # at the end of the file with a rank's error
-
-_ALIKE = (
-    "fit, evaluate and predict are the work of all ranks: call them on every rank, in the same order; only prints and "
-    "files belong under `if runner.is_chief:`"
-)
 
 
 class Rank(NamedTuple):
@@ -113,25 +118,10 @@ def _different(ranks: list[Rank]) -> RunError | None:
             one.recent[number % NUM_RECENT] != two.recent[number % NUM_RECENT] for number in begun if number > 0
         )
         if one.num_meetings == two.num_meetings and not meets and first.meeting["name"] == other.meeting["name"]:
-            return _other_arguments(first, other)
+            return rank_files.unlike(first.meeting, other.meeting, f"rank {first.number}", f"rank {other.number}")
         if others or (one.num_meetings == two.num_meetings and not meets):
             return _other_things(ranks)
     return None
-
-
-def _other_arguments(first: Rank, other: Rank) -> RunError:
-    mine, theirs = first.meeting["arguments"], other.meeting["arguments"]
-    name = rank_files.differing_argument(mine, theirs)
-    texts = [arguments.get(name, {}).get("shown", "nothing") for arguments in (mine, theirs)]
-    if texts[0] == texts[1]:
-        texts = [f"{texts[0]} with some values", "others"]
-    call, line = first.meeting["name"], first.meeting["line"]
-    is_data = "sample" in (mine.get(name) or theirs.get(name, {}))
-    cure = "every rank takes its rows of the global batch by itself, so give each the same, and seed what is random"
-    return UserError(
-        f"{call} ({line}): expected the same {name} on all ranks. Received: {texts[0]} on rank {first.number}, "
-        f"{texts[1]} on rank {other.number}; {cure if is_data else 'give each the same'}"
-    )
 
 
 def _left_behind(ranks: list[Rank]) -> RunError | None:
@@ -158,7 +148,7 @@ def _other_things(ranks: list[Rank]) -> RunError:
             f"{words}, which did not end the run, while {_each(others)}: let the error end the run, or raise it on all "
             "ranks"
         )
-    return UserError(f"the ranks do different things: {_each(ranks)}: {_ALIKE}")
+    return UserError(f"the ranks do different things: {_each(ranks)}: {ALIKE}")
 
 
 def _hanging(ranks: list[Rank], timeout: float) -> RunError | None:

@@ -40,7 +40,7 @@ def test_a_run_on_gpus_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*install(tmp_path, CUDA_12 + CUDA_13), *sys.path])
     # A backend with a GPU.
     backend = types.SimpleNamespace(
-        make_devices=lambda settings: Devices(kind="gpu", count=1), start_workers=lambda *arguments: "started"
+        make_devices=lambda settings, cluster: Devices(kind="gpu", count=1), start_workers=lambda *arguments: "started"
     )
     with monkeypatch.context() as patched:
         patched.setattr(launch.importlib, "import_module", lambda name: backend)

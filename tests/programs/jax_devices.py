@@ -96,7 +96,7 @@ def as_tpus():
     jax.config.update("jax_num_cpu_devices", 2)
     cpus = jax.devices("cpu")
     devices._devices_of = lambda kind: cpus
-    devices.make_devices = lambda config: Devices(kind="tpu", count=2)
+    devices.make_devices = lambda config, cluster: Devices(kind="tpu", count=2)
     return kerasdp.launch(train, backend="jax", num_devices=2, verbose=0)
 
 

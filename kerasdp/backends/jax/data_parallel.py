@@ -1,4 +1,4 @@
-"""JAX: trains a replica on each device, driven by one process, with `keras.distribution.DataParallel`."""
+"""JAX: trains a replica on each device, all in one program, with `keras.distribution.DataParallel`."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StepFunctions, Strategy, Tensor
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Tensor
 from kerasdp.backends.jax.devices import (
     BatchSharder,
     DeviceMesh,
@@ -17,6 +17,7 @@ from kerasdp.backends.jax.devices import (
     variables_not_on,
     without_distribution,
 )
+from kerasdp.backends.jax.hosts import processes_of
 from kerasdp.backends.jax.train_step import make_step_functions
 from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
-    shard = (0, 1)
     splits_batches = False
 
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
-        self.processes = SingleProcess()
         self.num_devices = self.num_replicas = devices.count
+        self.processes = processes_of(devices)
+        self.shard = self.processes.rank, self.processes.num_processes
         self.devices = start_jax(devices, config)
         self._mesh = DeviceMesh(self.devices)
         self._sharder = BatchSharder(self._mesh.split, self._mesh.copied)
@@ -79,7 +80,7 @@ class DataParallel(Strategy):
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
-        return differing_variables(model.variables)
+        return differing_variables(model.variables, self.processes)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device has used; nothing if they share one process."""

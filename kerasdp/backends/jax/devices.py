@@ -1,6 +1,7 @@
-"""JAX: the devices of a run, all driven by one process: how they are made, and how data is brought to them."""
+"""JAX: the devices of a run, driven by one process a machine: how they are made, and how data is brought to them."""
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.backends.jax import hosts
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
+from kerasdp.runtime.cluster import Cluster
+from kerasdp.runtime.devices import (
+    AlreadyStartedError,
+    Devices,
+    cache_folder,
+    choose_devices,
+    devices_of_process,
+    share_of_process,
+)
 from kerasdp.runtime.gpu_count import PLATFORMS, num_gpus
+from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
     import keras
@@ -29,17 +40,17 @@ _DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_lev
 _hidden_gpus = 0
 
 
-def make_devices(config: Config) -> Devices:
+def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     """Makes the virtual CPU devices, and chooses the devices: counting them starts JAX, which fixes their number.
 
     Raises:
-        AlreadyStartedError: if JAX has started in this process with fewer devices than the run may have.
-        UserError: if JAX cannot start, or runs on several hosts.
+        AlreadyStartedError: if JAX has started in this process with fewer devices than the run may have, or alone.
+        UserError: if JAX cannot start, or the other processes do not come.
     """
     if config.deterministic:
         make_deterministic()
-    num_devices = config.num_devices or 1
-    if num_devices > 1:
+    num_devices = devices_of_process(config, cluster) or 1
+    if num_devices > 1 or cluster:
         # XLA's CPU devices share one pool with one thread per core, and a collective blocks its thread until the other
         # devices join in. Several collectives of one device can take all threads, and then the run hangs, until XLA
         # ends it after 60 s (jax 0.10.2; often with 4 devices on 2 cores). NPROC sets the size of that pool.
@@ -47,20 +58,18 @@ def make_devices(config: Config) -> Devices:
     has_been_started = has_started()
     if not has_been_started:
         jax.config.update("jax_num_cpu_devices", num_devices)
-        _choose_platforms(config)
-    elif (started := len(jax.devices("cpu"))) < num_devices:
+        _choose_platforms(config, cluster)
+        if cluster:
+            hosts.join_hosts(cluster, config.interface)
+    elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
         raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
     kind, num_found = _find_accelerators(config)
     if has_been_started:
         _check_hidden(config, num_found)
     else:
         _hide(config, kind, num_found)
-    if jax.process_count() > 1:
-        raise UserError(
-            f"jax.distributed: expected one process, which drives all devices of its host. Received: "
-            f"{jax.process_count()}; train on one host, or with --backend=torch"
-        )
-    return choose_devices(config, num_found, kind)
+    hosts.check_joined(cluster)  # which starts JAX, if nothing has
+    return choose_devices(config, num_found, kind, cluster)
 
 
 def has_started() -> bool:
@@ -154,11 +163,13 @@ class BatchSharder:
         import keras
 
         def put(leaf: np.ndarray | None, sharding: NamedSharding) -> Tensor | None:
-            return None if leaf is None else jax.device_put(leaf, sharding)
+            return None if leaf is None else hosts.put(leaf, sharding)
 
         inputs = batch.inputs
         if isinstance(inputs, CachedRows):
-            kept = inputs.kept.copies(lambda arrays: jax.device_put(arrays, self._copied))
+            kept = inputs.kept.copies(
+                lambda arrays: keras.tree.map_structure(lambda leaf: put(leaf, self._copied), arrays)
+            )
             inputs = self._take(kept, put(inputs.numbers, self._inputs))
         else:
             inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._inputs), inputs)
@@ -186,20 +197,26 @@ def variables_not_on(devices: Sequence[jax.Device], variables: "list[keras.Varia
     return [variable.path for variable in variables if variable.value.sharding.device_set != set(devices)]
 
 
-def differing_variables(variables: "list[keras.Variable]") -> list[str]:
+def differing_variables(variables: "list[keras.Variable]", processes: Processes) -> list[str]:
     """Returns the paths of variables with a shard that differs between devices that hold it."""
-    different = []
-    for variable in variables:
+
+    def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
         shards = variable.value.addressable_shards
-        values = {(str(shard.index), np.asarray(shard.data).tobytes()) for shard in shards}
-        if len(values) > len({shard for shard, _ in values}):
-            different.append(variable.path)
-    return different
+        return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
+
+    own = [values_of(variable) for variable in variables]
+    joined = [set().union(*values) for values in zip(*processes.all_gather_object(own), strict=True)]
+    return [
+        variable.path
+        for variable, values in zip(variables, joined)
+        if len(values) > len({shard for shard, _ in values})
+    ]
 
 
 def peak_memory_by_device(devices: Sequence[jax.Device]) -> list[int]:
-    """Returns the most bytes that each device has used; nothing if they share one process."""
-    statistics = [device.memory_stats() or {} for device in devices]
+    """Returns the most bytes that each device of this process has used; nothing if they share it."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    statistics = [device.memory_stats() or {} for device in own]
     return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
 
 
@@ -207,7 +224,7 @@ def _take(arrays: Structure, rows: Tensor) -> Structure:
     return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
 
-def _choose_platforms(config: Config) -> None:
+def _choose_platforms(config: Config, cluster: Cluster | None = None) -> None:
     """Lets JAX start on what the run needs only: on the host's CPU, and on as many GPUs as it uses."""
     platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
     if config.device == "cpu":
@@ -218,9 +235,10 @@ def _choose_platforms(config: Config) -> None:
     for platform in PLATFORMS:
         option = f"jax_{platform}_visible_devices"
         num_found = num_gpus(platform) if jax.config.values[option] == "all" else 0  # else the user has chosen
-        if config.num_devices is not None and config.num_devices < num_found:
+        share = share_of_process(num_found, cluster)[: devices_of_process(config, cluster)]
+        if len(share) < num_found:
             # JAX takes three quarters of the memory of each GPU that it sees, whether it is used or not.
-            jax.config.update(option, ",".join(str(number) for number in range(config.num_devices)))
+            jax.config.update(option, ",".join(map(str, share)))
 
 
 def _hide(config: Config, kind: str, num_found: int) -> None:
@@ -249,7 +267,8 @@ def _find_accelerators(config: Config) -> tuple[str, int]:
         found = found if config.device == "auto" else _devices_of(config.device)
     except RuntimeError:  # what JAX says of a platform that is not there
         return config.device, 0
-    return found[0].platform, 0 if found[0].platform == "cpu" else len(found)
+    num_local = sum(device.process_index == jax.process_index() for device in found)
+    return found[0].platform, 0 if found[0].platform == "cpu" else num_local
 
 
 def _devices_of(kind: str) -> list[jax.Device]:

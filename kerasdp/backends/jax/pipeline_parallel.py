@@ -71,7 +71,7 @@ class PipelineParallel(Strategy):
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
-        return differing_variables(model.variables)
+        return differing_variables(model.variables, self.processes)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device has used; nothing if they share one process."""

@@ -38,13 +38,15 @@ def make_step_functions(
     """
     made: dict[tuple[bool, ...], StepFunctions] = {}
     weights = TrainedWeights(model)
+    # What no process has the whole of, none can read.
+    results = None if copied.is_fully_addressable else copied
     # Now: within `fit`, Keras takes the values out of the variables.
     shardings = {id(variable): _sharding_of(variable, copied) for variable in all_variables(model)}
 
     def functions() -> StepFunctions:
         key = weights.key()
         if key not in made:
-            made[key] = _for_trained_weights(model, run_state, shardings, context)
+            made[key] = _for_trained_weights(model, run_state, shardings, context, results)
         return made[key]
 
     return StepFunctions(
@@ -55,7 +57,11 @@ def make_step_functions(
 
 
 def _for_trained_weights(
-    model: "keras.Model", run_state: RunState, shardings: dict[int, NamedSharding], context: ReplicaContext | None
+    model: "keras.Model",
+    run_state: RunState,
+    shardings: dict[int, NamedSharding],
+    context: ReplicaContext | None,
+    results: NamedSharding | None,
 ) -> StepFunctions:
     """Makes jitted train, test and predict functions for the weights that are trained now.
 
@@ -64,10 +70,8 @@ def _for_trained_weights(
     itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
 
     Args:
-        model: built and compiled.
-        run_state: of the run.
         shardings: of all variables, by their id.
-        context: that of the layers in a training step.
+        results: the sharding of logs and outputs; None: whatever JAX chooses. Others: see `make_step_functions`.
     """
     from kerasdp.keras_compat import own_steps
 
@@ -82,12 +86,11 @@ def _for_trained_weights(
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, _cut(data), detail)
 
-    jitted_train_steps = _jit(model, _several(functools.partial(train_step, Detail.NOTHING)), state_shardings)
-    jitted_train_step = {
-        detail: _jit(model, functools.partial(train_step, detail), state_shardings) for detail in Detail
-    }
-    jitted_test_step = _jit(model, functools.partial(_test_step, model), (trainable, non_trainable, metrics))
-    jitted_predict_step = _jit(model, functools.partial(_predict_step, model), (trainable, non_trainable))
+    jit = functools.partial(_jit, model, results)
+    jitted_train_steps = jit(_several(functools.partial(train_step, Detail.NOTHING)), state_shardings)
+    jitted_train_step = {detail: jit(functools.partial(train_step, detail), state_shardings) for detail in Detail}
+    jitted_test_step = jit(functools.partial(_test_step, model), (trainable, non_trainable, metrics))
+    jitted_predict_step = jit(functools.partial(_predict_step, model), (trainable, non_trainable))
 
     def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         def train_one(detail: Detail, batch: DeviceBatch) -> Any:
@@ -124,10 +127,12 @@ def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tu
     return outputs, (state[0], non_trainable_variables)
 
 
-def _jit(model: "keras.Model", step: Callable[..., Any], state_shardings: tuple[Any, ...]) -> Callable[..., Any]:
+def _jit(
+    model: "keras.Model", results: NamedSharding | None, step: Callable[..., Any], state_shardings: tuple[Any, ...]
+) -> Callable[..., Any]:
     """Compiles a step by JAX's own compiler, or leaves it eager, as Keras decides for its own functions."""
     if not model.run_eagerly and model.jit_compile:
-        step = jax.jit(step, donate_argnums=0, out_shardings=(None, state_shardings))
+        step = jax.jit(step, donate_argnums=0, out_shardings=(results, state_shardings))
     last_state = None  # the state after the last step, which Keras hands back as it is
 
     def run(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:

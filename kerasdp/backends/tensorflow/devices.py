@@ -12,11 +12,15 @@ from kerasdp.backends.base import Structure
 from kerasdp.backends.tensorflow.deterministic import make_deterministic
 from kerasdp.backends.tensorflow.private import fold_matmuls
 from kerasdp.config import Config
+from kerasdp.errors import UserError
+from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices
 
 
-def make_devices(config: Config) -> Devices:
+def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to other programs."""
+    if cluster is not None:
+        raise UserError(f"{cluster.source}: several machines: there for --backend=torch and jax. Received: tensorflow")
     _keep_logger_quiet()
     fold_matmuls()
     gpus = tf.config.list_physical_devices("GPU")

@@ -50,7 +50,7 @@ class DataParallel(Strategy):
         self.splits_batches = self.num_replicas > 1
         self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
-        self.processes = join_processes(devices, self.device, timeout_of(config))
+        self.processes = join_processes(devices, self.device, timeout_of(config), config.interface)
         self.shard = self.processes.rank, devices.count
 
     def begin_reading_thread(self) -> None:

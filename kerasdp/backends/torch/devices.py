@@ -1,10 +1,11 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
+import dataclasses
 import os
 import sys
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +17,12 @@ from kerasdp.backends.torch.launcher import start_workers
 from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices
+from kerasdp.errors import UserError
+from kerasdp.runtime import messages
+from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
+from kerasdp.runtime.host_link import HostLink
+from kerasdp.runtime.linked_processes import use_link
 from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.watch import SECONDS_TO_COMPILE
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 # Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
+_LOOPBACK = "127.0.0.1"
 # By the kind of a run's devices.
 _KERAS_DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
@@ -36,17 +43,31 @@ __all__ = [
 ]  # fmt: skip
 
 
-def make_devices(config: Config) -> Devices:
+def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     """Chooses the devices; does not start CUDA, so processes may be started afterwards.
 
     Raises:
         AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
     """
-    devices = choose_devices(config, torch.cuda.device_count())
+    num_found = torch.cuda.device_count()
+    if cluster is not None and is_rank(cluster):
+        if devices_of_process(config, cluster) not in (None, 1):
+            raise UserError(
+                f"--gpus={config.num_devices}: {cluster.source} starts {cluster.local_processes} processes on each "
+                "machine, of which each has one device with torch: let it start as many as there are devices"
+            )
+        config = dataclasses.replace(config, num_devices=cluster.local_processes)
+        num_found = min(num_found, 1)
+    devices = choose_devices(config, num_found, cluster=cluster)
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
-    if devices.count == 1 and "keras" in sys.modules and wanted != known:
+    if devices.of_process == 1 and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
     return devices
+
+
+def is_rank(cluster: Cluster) -> bool:
+    """Returns whether a process that was started is one rank, with one device, not the launcher of a machine."""
+    return cluster.local_processes > 1 or cluster.source in OF_RANKS
 
 
 def _keras_device() -> str:
@@ -67,7 +88,7 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
     os.environ["KERAS_TORCH_DEVICE"] = _KERAS_DEVICES[devices.kind]  # see `_keras_device`
     if not is_gpu:
         return torch.device("cpu")
-    device = torch.device("cuda", _rank(devices))
+    device = torch.device("cuda", _number_of_gpu(devices))
     torch.cuda.set_device(device)
     # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -94,15 +115,46 @@ def timeout_of(config: Config) -> timedelta:
     return timedelta(seconds=max(config.hang_timeout or 0, SECONDS_TO_COMPILE) + 600)
 
 
-def join_processes(devices: Devices, device: torch.device, timeout: timedelta) -> Processes:
-    """Joins the process group of the run, where it has several processes; `timeout`: see `timeout_of`."""
+def join_processes(
+    devices: Devices, device: torch.device, timeout: timedelta, interface: str | None = None
+) -> Processes:
+    """Joins the process group of the run, where it has several processes.
+
+    Args:
+        devices: of the run.
+        device: of this process.
+        timeout: see `timeout_of`.
+        interface: `Config.interface`.
+    """
     if devices.count == 1:
         return SingleProcess()
-    is_gpu = devices.kind == "gpu"
+    is_gpu, own, is_local = devices.kind == "gpu", _LOOPBACK, True
+    if devices.cluster is not None:
+        rank = worker_cluster()
+        is_local = rank.is_local
+        own = own if is_local else messages.own_address(rank.address, interface)
+        if (name := messages.interface_of_address(own)) is not None:
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
     dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None)
+    if devices.cluster is not None:
+        _link_ranks(own)
     if not is_gpu:
-        sockets.connect()
-    return ProcessGroup(_rank(devices), devices.count, device, timeout)
+        sockets.connect(None if is_local else own)
+    local = (int(os.environ["LOCAL_RANK"]), devices.of_process) if devices.of_process > 1 else (0, 1)
+    return ProcessGroup(dist.get_rank(), devices.count, device, timeout, local)
+
+
+def _link_ranks(own: str) -> None:
+    """Links the ranks, which then notice when one is gone, at a port that process 0 finds."""
+    rank, door = worker_cluster(), None
+    places: list[Any] = [None]
+    if rank.process == 0:
+        door = messages.listen(own, 0)
+        places = [door.getsockname()[:2]]
+    dist.broadcast_object_list(places)
+    host, port = places[0]
+    use_link(HostLink.among(rank.process, rank.num_processes, host, port, own, door), rank)
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
@@ -147,8 +199,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak_memory_of_process()
 
 
-def _rank(devices: Devices) -> int:
-    return int(os.environ.get("RANK", 0)) if devices.count > 1 else 0
+def _number_of_gpu(devices: Devices) -> int:
+    """Returns which of the GPUs that this process sees is its own."""
+    if devices.count == 1:
+        return 0
+    number = int(os.environ["LOCAL_RANK"])
+    return 0 if torch.cuda.device_count() == 1 else number  # each process may see its own alone
 
 
 def device_name() -> str:

@@ -44,7 +44,7 @@ class PipelineParallel(Strategy):
         """Joins the process groups. Call before Keras is imported."""
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.device, timeout = device_of_process(devices, config), timeout_of(config)
-        self.processes = join_processes(devices, self.device, timeout)
+        self.processes = join_processes(devices, self.device, timeout, config.interface)
         self.stages: StagedModels[Pipeline] = StagedModels(
             config, lambda model: Pipeline(model, self), self.shard_batch
         )

@@ -24,9 +24,13 @@ class ProcessGroup:
         num_processes: of the group.
         device: of this process, on which tensors are sent.
         timeout: how long torch waits for the other ranks.
+        local: see `Processes`.
     """
 
-    def __init__(self, rank: int, num_processes: int, device: torch.device, timeout: timedelta):
+    def __init__(
+        self, rank: int, num_processes: int, device: torch.device, timeout: timedelta, local: tuple[int, int] = (0, 1)
+    ):
+        self.local = local
         self.rank, self.num_processes, self.device, self.timeout = rank, num_processes, device, timeout
         self._host_group: Any = None
         self._scatter_group: Any = None

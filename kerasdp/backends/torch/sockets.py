@@ -1,4 +1,4 @@
-"""Exchanges small messages between the processes of one host through sockets.
+"""Exchanges small messages between the processes of a run through sockets.
 
 Gloo (torch 2.13) hands each message to a thread of its own. Where processes share cores that thread waits for its turn:
 beside a computation, gathering 144 bytes costs 1.1 ms among two processes on two cores and 4 ms among four; with
@@ -6,18 +6,24 @@ sockets that the computing thread itself reads, 0.04 and 0.6 ms.
 """
 
 import collections
+import hmac
 import os
+import secrets
 import shutil
 import socket
 import struct
 import tempfile
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from kerasdp.runtime.messages import received
+
 # Sockets are told to hold as much, so that all may send before they read.
 _MOST_BYTES = 2**16
+_TOKEN = 32
 # Of a message: its tag, and the bytes after it.
 _HEAD = struct.Struct("<qq")
 
@@ -25,32 +31,41 @@ _HEAD = struct.Struct("<qq")
 class _Sockets:
     """Holds a connection to each other process of the run. Made by all of them together."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None) -> None:
+        """`address`: of this machine; None: all processes are on it."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else ""]  # readable by this user only
-        dist.broadcast_object_list(folders)
-        paths = [os.path.join(folders[0], str(rank)) for rank in range(self.size)]
+        # What they show each other, since others may reach an address.
+        shared = [folders[0], secrets.token_bytes(_TOKEN)]
+        dist.broadcast_object_list(shared)
+        folder, token = cast(tuple[str, bytes], tuple(shared))
+        family = socket.AF_UNIX if address is None else socket.AF_INET
         self.others: dict[int, socket.socket] = {}
         # By rank: what was read and is not a whole message yet. By rank and tag: messages that were not asked for yet.
         self.unread: dict[int, bytearray] = collections.defaultdict(bytearray)
         self.arrived: dict[tuple[int, int], collections.deque[bytes]] = collections.defaultdict(collections.deque)
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(paths[self.rank])
+        with socket.socket(family) as door:
+            door.bind(os.path.join(folder, str(self.rank)) if address is None else (address, 0))
             door.listen(self.size)
-            dist.barrier()
+            places: list[Any] = [None] * self.size
+            dist.all_gather_object(places, door.getsockname())
             for rank in range(self.rank):
-                self.others[rank] = socket.socket(socket.AF_UNIX)
-                self.others[rank].connect(paths[rank])
-                self.others[rank].sendall(self.rank.to_bytes(4, "little"))
-            for _ in range(self.rank + 1, self.size):
+                self.others[rank] = socket.socket(family)
+                self.others[rank].connect(places[rank])
+                self.others[rank].sendall(token + self.rank.to_bytes(4, "little"))
+            while len(self.others) < self.size - 1:
                 connection, _ = door.accept()
-                self.others[int.from_bytes(connection.recv(4), "little")] = connection
+                greeting = received(connection, _TOKEN + 4)
+                if hmac.compare_digest(greeting[:_TOKEN], token):
+                    self.others[int.from_bytes(greeting[_TOKEN:], "little")] = connection
         for connection in self.others.values():
+            if address is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # on macOS it would be 8 KiB
                 connection.setsockopt(socket.SOL_SOCKET, buffer, 2 * _MOST_BYTES)
         dist.barrier()
         if self.rank == 0:
-            shutil.rmtree(folders[0])
+            shutil.rmtree(folder)
 
     def send(self, own: np.ndarray, tag: int) -> None:
         """Sends bytes to all others, for their `receive` of that tag."""
@@ -96,11 +111,14 @@ class _Sockets:
 _sockets: _Sockets | None = None
 
 
-def connect() -> None:
-    """Connects the processes of a run, all of which are on this host. Called by each of them."""
+def connect(address: str | None = None) -> None:
+    """Connects the processes of a run. Called by each of them.
+
+    `address`: of this machine, as the others reach it; None: all are on this one.
+    """
     global _sockets
-    if hasattr(socket, "AF_UNIX"):
-        _sockets = _Sockets()
+    if address is not None or hasattr(socket, "AF_UNIX"):
+        _sockets = _Sockets(address)
 
 
 def takes(tensor: torch.Tensor) -> bool:
