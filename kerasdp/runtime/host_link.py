@@ -150,6 +150,7 @@ class HostLink:
         """Tells the others that this process fails, and of what; they end with the same."""
         name = type(error).__name__ if isinstance(error, RunError) else WorkerError.__name__
         content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {_line(error)}"))
+        self.error = self.error or WorkerError(_line(error))
         self._is_over.set()
         self._tell_all(_FAILED, content)
 

@@ -1,7 +1,7 @@
 """Makes a SLURM cluster of this machine, on the hosts of `netns`: a node on each, and the controller on the first.
 
-Needs Debian's packages slurmctld, slurmd and slurm-client. There are no accounts and no munge; partition `high` preempts
-partition `low`, whose jobs are requeued and have some seconds to end.
+Needs Debian's packages slurmctld, slurmd and slurm-client. There are no accounts and no munge; partition `high`
+preempts partition `low`, whose jobs are requeued and have some seconds to end.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 """JAX: joins the processes of several machines, each of which drives its own devices, to one program."""
 
+import atexit
 import os
 
 import jax
@@ -12,6 +13,7 @@ from kerasdp.errors import UserError
 from kerasdp.runtime import messages
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices
+from kerasdp.runtime.host_link import HostLink
 from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
 from kerasdp.runtime.ranks import Processes
 
@@ -48,6 +50,21 @@ def join_hosts(cluster: Cluster, interface: str | None) -> None:
         heartbeat_timeout_seconds=_SECONDS_OF_HEARTBEAT,
         shutdown_timeout_seconds=_SECONDS_TO_END,
     )
+    atexit.register(_leave, link)
+
+
+def _leave(link: HostLink) -> None:
+    """Disconnects from JAX's service, which process 0 takes away with it, before process 0 ends.
+
+    jaxlib (0.10.2) ends a process by SIGABRT that finds it gone; with recoverability it does not wait for the others.
+    """
+    if link.error is not None:  # with which the others end, too
+        return
+    if link.rank:
+        jax.distributed.shutdown()
+    all_left = link.gather_later(None)
+    if link.rank == 0:
+        all_left()
 
 
 def check_joined(cluster: Cluster | None) -> None:
