@@ -151,8 +151,14 @@ class HostLink:
         """Tells the others that this process fails, and of what; they end with the same."""
         name = type(error).__name__ if isinstance(error, RunError) else WorkerError.__name__
         content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {_line(error)}"))
+        self.error = self.error or WorkerError(_line(error))
         self._is_over.set()
         self._tell_all(_FAILED, content)
+
+    @property
+    def is_failing(self) -> bool:
+        """Returns whether this process or another one has failed."""
+        return self.error is not None or self._is_over.is_set()
 
     def leave(self) -> None:
         """Tells the others that this process ends in order."""
