@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
+from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
@@ -54,6 +55,8 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
     with config.prepared_workdir(settings.workdir, settings.resume):
+        if settings.checkpoint_dir is not None:
+            require_folder(settings.checkpoint_dir, settings.resume)
         result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
