@@ -19,6 +19,7 @@ from kerasdp.runtime.cluster import check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.host_link import write_errors
 from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.supervisor import supervise
@@ -84,12 +85,12 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
-    with ending_together(folder):
-        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
-            backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
-            devices = backend.make_devices(settings, cluster)
-        _warn_of_cuda(devices)
-        return backend.start_workers(_work, devices, settings, train, folder)
+    # Where others are waited for, that is said.
+    with ending_together(), _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
+        backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+        devices = backend.make_devices(settings, cluster)
+    _warn_of_cuda(devices)
+    return backend.start_workers(_work, devices, settings, train, folder)
 
 
 def _warn_of_cuda(devices: Devices) -> None:
@@ -118,7 +119,8 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
-    with signals.noticed(is_watched=folder is not None):
+    write_errors(folder, int(os.environ.get("LOCAL_RANK", 0)))
+    with signals.noticed(is_watched=folder is not None), ending_together():
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.
