@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
+from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
@@ -67,6 +68,8 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     # A machine that joins a run later finds the checkpoints of that run.
     is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
     with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):
+        if settings.checkpoint_dir is not None:
+            require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
