@@ -79,7 +79,7 @@ def test_a_step_sends_the_gradients_alone(backend, number):
         with netns.network(number) as hosts:
             found = results_of(on_hosts(hosts, backend=backend, epochs=epochs), timeout=400)[0]
             counts[epochs] = [host.traffic()[1] for host in hosts]
-    sent = [(long - short) / 40 for long, short in zip(counts[12], counts[2])]
+    sent = [(long - short) / 40 for long, short in zip(counts[12], counts[2], strict=True)]
     # Of TensorFlow the ring goes from machine to machine, of the others from device to device.
     ranks = number if backend == "tensorflow" else 2 * number
     ideal = 2 * (ranks - 1) / ranks * found["gradient_bytes"]
