@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
+from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
@@ -19,6 +20,7 @@ from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.last_words import write_errors
 from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.supervisor import supervise
@@ -62,7 +64,12 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
     if settings.dry_run:
         return _describe(settings, train)
-    with config.prepared_workdir(settings.workdir, settings.resume):
+    cluster = find_cluster(settings)
+    # A machine that joins a run later finds the checkpoints of that run.
+    is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
+    with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):
+        if settings.checkpoint_dir is not None:
+            require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
@@ -118,12 +125,14 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
-    with ending_together(folder):
-        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
+    with ending_together():
+        with _native_stderr_suppressed():
             backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
+        # Where others are waited for, that is said.
+        with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
             devices = backend.make_devices(settings, cluster)
-        _warn_of_cuda(devices)
-        return backend.start_workers(_work, devices, settings, train, folder)
+    _warn_of_cuda(devices)
+    return backend.start_workers(_work, devices, settings, train, folder)
 
 
 def _warn_of_cuda(devices: Devices) -> None:
@@ -152,7 +161,8 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
-    with signals.noticed(is_watched=folder is not None):
+    write_errors(folder, int(os.environ.get("LOCAL_RANK", 0)))
+    with signals.noticed(is_watched=folder is not None), ending_together():
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.
@@ -160,10 +170,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
 
         if isinstance(train, SentFunction):
             train = train.received()
-        processes = strategy.processes
+        processes, link = strategy.processes, current_link()
+        if link is not None:  # by default one of rank 0's time and number
+            settings = dataclasses.replace(settings, workdir=link.all_gather_object(settings.workdir)[0])
         local_rank, num_local = processes.local if folder else (0, 1)
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
-        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, current_link())
+        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, link)
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)

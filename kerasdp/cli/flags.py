@@ -151,6 +151,8 @@ def _define_flags_of_files() -> None:
     group = "Checkpoints and faults"
     _define(group, "checkpoint_every", text, _DEFAULTS.checkpoint_every, "epoch; 50: also every 50 steps; 10m: also "
             "every 10 minutes; never: none.")  # fmt: skip
+    _define(group, "checkpoint_dir", text, None, "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, "
+            "... (pip install 'kerasdp[fsspec]'). Default: checkpoints in --workdir.")  # fmt: skip
     _define(
         group,
         "keep",
@@ -158,7 +160,7 @@ def _define_flags_of_files() -> None:
         _DEFAULTS.keep,
         "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.",
     )
-    _define(group, "resume", switch, _DEFAULTS.resume, "Resume from the newest checkpoint in --workdir, on any backend "
+    _define(group, "resume", switch, _DEFAULTS.resume, "Resume from the newest checkpoint, on any backend "
             "and number of devices; without one, start from the beginning.")  # fmt: skip
     _define(group, "max_restarts", number, _DEFAULTS.max_restarts, "How often to restart from the last checkpoint "
             "when a worker dies or hangs.")  # fmt: skip

@@ -5,7 +5,6 @@ processes tell each other every second that they live: each tells process 0, whi
 """
 
 import collections
-import os
 import pickle
 import queue
 import socket
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from kerasdp import errors
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import messages
+from kerasdp.runtime.last_words import leave_with, line_of
 from kerasdp.runtime.messages import Channel
 
 T = TypeVar("T")
@@ -25,8 +25,6 @@ T = TypeVar("T")
 SECONDS_BETWEEN_SIGNS = 1.0
 # Of a process that has not been heard of for so long the machine or its network is gone; or it is stopped.
 SECONDS_OF_SILENCE = 15.0
-# A process that fails may do so on every machine, each with a better text of its own.
-SECONDS_TO_FAIL = 2.0
 SECONDS_TO_JOIN = 900.0
 _SECONDS_BETWEEN_LINES = 30.0
 
@@ -48,8 +46,6 @@ class HostLink:
     def __init__(self, rank: int, num_processes: int, own_name: str):
         self.rank, self.num_processes, self.names = rank, num_processes, [own_name]
         self.error: RunError | None = None
-        # Writes down why this process ends, for whoever has started it. None: prints it.
-        self.tell: Callable[[RunError], None] | None = None
         self._channels: dict[int, Channel] = {}
         self._heard: dict[int, float] = {}
         self._left: set[int] = set()
@@ -153,9 +149,15 @@ class HostLink:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process fails, and of what; they end with the same."""
         name = type(error).__name__ if isinstance(error, RunError) else WorkerError.__name__
-        content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {_line(error)}"))
+        content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {line_of(error)}"))
+        self.error = self.error or WorkerError(line_of(error))
         self._is_over.set()
         self._tell_all(_FAILED, content)
+
+    @property
+    def is_failing(self) -> bool:
+        """Returns whether this process or another one has failed."""
+        return self.error is not None or self._is_over.is_set()
 
     def leave(self) -> None:
         """Tells the others that this process ends in order."""
@@ -228,7 +230,7 @@ class HostLink:
             elif kind == _FAILED:
                 name, text = pickle.loads(content)
                 self._left.add(rank)
-                self._end(errors.from_name(name, text) or WorkerError(text), SECONDS_TO_FAIL)
+                self._end(errors.from_name(name, text) or WorkerError(text))
 
     def _live(self) -> None:
         """Tells the others that this process lives, and notices those that are silent, in a thread."""
@@ -252,34 +254,20 @@ class HostLink:
             return
         self._left.add(rank)
         name = self.names[rank] if rank < len(self.names) else f"process {rank}"
-        # Which may have ended with an error of its own, that arrives in another thread.
-        self._end(WorkerError(f"{name} {words}"), 0.0 if "heard" in words else SECONDS_TO_FAIL)
+        self._end(WorkerError(f"{name} {words}"))
 
-    def _end(self, error: RunError, seconds: float) -> None:
-        """Ends this process, unless it ends by itself in so many seconds: it may wait for ever in native code."""
+    def _end(self, error: RunError) -> None:
+        """Ends this process at once.
+
+        It may wait for ever in native code; and JAX (0.10.2) aborts without a word 0.1 s after its coordinator.
+        """
         with self._lock:
             if self.error is not None or self._is_over.is_set():
                 return
             self.error = error
         if self.rank == 0:
             self._tell_all(_FAILED, pickle.dumps((type(error).__name__, str(error))))
-        if not self._is_over.wait(seconds):
-            leave_with(error, self.tell)
-
-
-def leave_with(error: RunError, tell: Callable[[RunError], None] | None) -> None:
-    """Ends this process with an error, whatever its main thread does."""
-    if tell is None:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        tell(error)
-    sys.stdout.flush()
-    os._exit(error.exit_code)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-    return text.strip().splitlines()[0][:500] if text.strip() else type(error).__name__
+        leave_with(error)
 
 
 def _numbers(ranks: list[int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from kerasdp.errors import PreemptedError, RunError, UserError
-from kerasdp.runtime import messages, rank_files
+from kerasdp.runtime import messages
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.host_link import HostLink
 
@@ -100,15 +100,8 @@ class HostScatter:
 
 
 @contextlib.contextmanager
-def ending_together(folder: str | None, local_rank: int = 0) -> Iterator[None]:
-    """Lets the others know if this process fails, and says which of them did if one of them was first.
-
-    Args:
-        folder: where whoever watches over this process looks for its error; None: nobody does.
-        local_rank: of this process in that folder.
-    """
-    if _link is not None and folder is not None:
-        _link.tell = lambda error: rank_files.write_error(folder, local_rank, error, str(error))
+def ending_together() -> Iterator[None]:
+    """Lets the others know if this process fails, and says which of them did if one of them was first."""
     try:
         yield
     except PreemptedError:
