@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Tensor
+from kerasdp.backends.hosts import processes_of
 from kerasdp.backends.jax.devices import (
     BatchSharder,
     DeviceMesh,
@@ -17,7 +18,6 @@ from kerasdp.backends.jax.devices import (
     variables_not_on,
     without_distribution,
 )
-from kerasdp.backends.jax.hosts import processes_of
 from kerasdp.backends.jax.train_step import make_step_functions
 from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config

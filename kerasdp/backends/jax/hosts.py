@@ -1,21 +1,20 @@
 """JAX: joins the processes of several machines, each of which drives its own devices, to one program."""
 
 import atexit
-import os
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from kerasdp.backends.base import SingleProcess, Tensor
+from kerasdp.backends.base import Tensor
+from kerasdp.backends.hosts import reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.errors import UserError
 from kerasdp.runtime import messages
 from kerasdp.runtime.cluster import Cluster
-from kerasdp.runtime.devices import AlreadyStartedError, Devices
+from kerasdp.runtime.devices import AlreadyStartedError
 from kerasdp.runtime.host_link import HostLink
-from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
-from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.linked_processes import current_link, join
 
 # Longer than any run: who is gone is noticed by the link, which says who, where JAX's heartbeat ends a process by
 # SIGABRT. At the end of a program all wait for each other.
@@ -40,7 +39,7 @@ def join_hosts(cluster: Cluster, interface: str | None) -> None:
     use_address_of_host(own)
     # gRPC (of jaxlib 0.10.2) would send what goes to the other machines through a proxy, of which JAX warns.
     jax.config.update("jax_check_proxy_envs", False)
-    os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), address.rpartition(":")[0]]))
+    reach_without_proxy([address])
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=cluster.num_processes,
@@ -58,7 +57,7 @@ def _leave(link: HostLink) -> None:
 
     jaxlib (0.10.2) ends a process by SIGABRT that finds it gone; with recoverability it does not wait for the others.
     """
-    if link.error is not None:  # with which the others end, too
+    if link.is_failing:  # and nobody waits for anybody
         return
     if link.rank:
         jax.distributed.shutdown()
@@ -81,22 +80,6 @@ def check_joined(cluster: Cluster | None) -> None:
         )
     if cluster is not None and current_link() is None:
         raise AlreadyStartedError("JAX has already started in one process")
-
-
-def processes_of(devices: Devices) -> Processes:
-    """Returns the processes of a run.
-
-    Raises:
-        UserError: if they do not drive equally many devices.
-    """
-    link = current_link()
-    if devices.cluster is None or link is None:
-        return SingleProcess()
-    counts = link.all_gather_object(devices.of_process)
-    if len(set(counts)) > 1:
-        words = ", ".join(f"{count} on {name}" for count, name in zip(counts, link.names))
-        raise UserError(f"--gpus: expected equally many devices of each process. Received: {words}")
-    return LinkedProcesses(link)
 
 
 def put(rows: np.ndarray, sharding: NamedSharding) -> Tensor:

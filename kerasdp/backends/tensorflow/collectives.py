@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdp.backends.tensorflow.hosts import HostGroup, group_of
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
 
@@ -30,24 +31,89 @@ def sendable(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
 
 
-def rank() -> int:
-    """Returns the rank of the replica that is being traced, a constant."""
+def local_rank() -> int:
+    """Returns the rank, among those of this process, of the replica that is being traced, a constant."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+def rank() -> int:
+    """Returns the rank, among all, of the replica that is being traced, a constant."""
+    context = tf.distribute.get_replica_context()
+    group = group_of(context.strategy)
+    return local_rank() + (group.rank * context.num_replicas_in_sync if group else 0)
+
+
+def num_replicas() -> int:
+    """Returns how many replicas there are, over all processes."""
+    context = tf.distribute.get_replica_context()
+    group = group_of(context.strategy)
+    return context.num_replicas_in_sync * (group.num_processes if group else 1)
+
+
+def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
+    """Sums a tensor over the replicas; its gradient is the sum of its gradients on all of them."""
+    context = tf.distribute.get_replica_context()
+    group = group_of(context.strategy)
+    if group is None:
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+
+    @tf.custom_gradient
+    def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return _over_hosts(group, _sum, tensor), _all_reduce
+
+    return reduce(tensor)
+
+
+def _stacked(rows: tf.Tensor) -> tf.Tensor:
+    """Concatenates the rows of all replicas, which have equally many; its gradient is that of `_all_reduce`."""
+    group = group_of(tf.distribute.get_strategy())
+    if group is None:
+        return _all_reduce(zero_pad_to_global_batch(rows))
+
+    @tf.custom_gradient
+    def stack(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            first = rank() * rows.shape[0]
+            return _all_reduce(upstream)[first : first + rows.shape[0]]
+
+        return _over_hosts(group, _gather, rows), gradient
+
+    return stack(rows)
+
+
+def _over_hosts(group: HostGroup, collective: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Runs a collective of the tensors of all replicas on this process's first device, and copies to its others."""
+
+    def run(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
+        with tf.device(strategy.extended.worker_devices[0]):
+            result = collective(strategy, group, tensors)
+        return tf.distribute.ReductionToOneDevice().broadcast(result, tensors)
+
+    return tf.distribute.get_replica_context().merge_call(run, args=(tensor,))
+
+
+def _sum(strategy: tf.distribute.Strategy, group: HostGroup, tensors: Any) -> tf.Tensor:
+    own = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, tensors, tensors)
+    return group.sum(strategy.experimental_local_results(own)[0])
+
+
+def _gather(strategy: tf.distribute.Strategy, group: HostGroup, rows: Any) -> tf.Tensor:
+    return group.gather(tf.concat(strategy.experimental_local_results(rows), 0))
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
     """Gathers the rows of all replicas; the gradient is that of `DataParallel.gather`."""
-    context = tf.distribute.get_replica_context()
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             num_rows = tf.shape(rows)[0]
             first = rank() * num_rows
-            return context.num_replicas_in_sync * upstream[first : first + num_rows]
+            return num_replicas() * upstream[first : first + num_rows]
 
-        if are_few(rows):
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(rows)), gradient
+        context = tf.distribute.get_replica_context()
+        if are_few(rows) or group_of(context.strategy):
+            return _stacked(rows), gradient
         return context.all_gather(rows, axis=0), gradient
 
     return gather(rows)
@@ -63,8 +129,8 @@ def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:
 
     That is one collective; TensorFlow's `all_gather` (2.21) first exchanges shapes, in another.
     """
-    num_replicas, size = tf.distribute.get_replica_context().num_replicas_in_sync, rows.shape[0]
-    others = [[rank() * size, (num_replicas - 1 - rank()) * size]] + [[0, 0]] * (len(rows.shape) - 1)
+    size = rows.shape[0]
+    others = [[rank() * size, (num_replicas() - 1 - rank()) * size]] + [[0, 0]] * (len(rows.shape) - 1)
     return tf.pad(rows, others)
 
 
@@ -73,10 +139,9 @@ def gather_statistics(statistics: tf.Tensor, weight: float = 1.0) -> tf.Tensor:
 
     `weight`: of this replica's gradients, once they are averaged over the replicas; the mean of all is 1.
     """
-    context = tf.distribute.get_replica_context()
     if weight != 1.0:  # the gradients of the others come with theirs
         statistics = _with_gradient_times(statistics, 1 / weight if weight else 0.0)
-    gathered = context.all_reduce(tf.distribute.ReduceOp.SUM, zero_pad_to_global_batch(statistics[None]))
+    gathered = _stacked(statistics[None])
     return gathered if weight == 1.0 else _with_gradient_times(gathered, weight)
 
 
@@ -116,12 +181,12 @@ def mean(
     """
     present = [gradient for gradient in gradients if gradient is not None]
     sent = present if precision == "float32" else [tf.cast(each, precision) for each in present]
-    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    divisor = num_replicas()
     received = _summed([*sent, *map(sendable, shared.values())])
 
     def take_apart() -> tuple[list[Any], dict[str, tf.Tensor]]:
         values = received()
-        means = iter([tf.cast(value, own.dtype) / num_replicas for value, own in zip(values, present)])
+        means = iter([tf.cast(value, own.dtype) / divisor for value, own in zip(values, present)])
         others = zip(shared.items(), values[len(present) :], strict=True)
         sums = {name: tf.cast(value, own.dtype) for (name, own), value in others}
         return [None if gradient is None else next(means) for gradient in gradients], sums
@@ -134,7 +199,7 @@ def _summed(tensors: list[tf.Tensor]) -> Callable[[], list[tf.Tensor]]:
     joined = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors if tensor.dtype == dtype], 0)
-        joined[dtype] = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, flat)
+        joined[dtype] = _all_reduce(flat)
 
     def take_apart() -> list[tf.Tensor]:
         parts = {}

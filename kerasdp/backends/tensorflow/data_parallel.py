@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, SingleProcess, StepFunctions, Strategy, Structure
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure
+from kerasdp.backends.hosts import processes_of
 from kerasdp.backends.steps import (
     TrainedWeights,
     all_variables,
@@ -21,10 +22,12 @@ from kerasdp.backends.tensorflow.cached_rows import keep_on_device, take_rows
 from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
+from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_strategy
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import replica_rows
+from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
@@ -40,13 +43,12 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
-    shard = (0, 1)
-
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
         """Makes the strategy. Call before Keras is imported."""
-        self.processes = SingleProcess()
+        self.processes = processes_of(devices)
+        self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.gradient_precision = config.gradient_precision
@@ -54,9 +56,8 @@ class DataParallel(Strategy):
         collectives.require_sum(config.gradient_precision, devices)
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
-        self.mirrored = (
-            private.mirrored_strategy(self.device_names) if devices.count > 1 else tf.distribute.get_strategy()
-        )
+        one = tf.distribute.get_strategy()
+        self.mirrored = one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -99,13 +100,13 @@ class DataParallel(Strategy):
         return [keep_on_device(arrays, name) for name in self.device_names]
 
     def _shard_of(self, data: Structure, rank: int) -> Structure:
-        """Returns a replica's rows of arrays, whose rows divide by the replicas."""
+        """Returns a replica's rows of this process's arrays, whose rows divide by its replicas."""
         import keras
 
         def rows_of(leaf: np.ndarray | None) -> np.ndarray | None:
             if leaf is None:
                 return None
-            size = len(leaf) // self.num_replicas
+            size = len(leaf) // len(self.device_names)
             return leaf[rank * size : (rank + 1) * size]
 
         return keras.tree.map_structure(rows_of, data)
@@ -238,6 +239,8 @@ class DataParallel(Strategy):
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
+            if model.jit_compile and self.num_replicas > 1:
+                raise UserError("jit_compile=True: TensorFlow takes one device for it; leave it out, or use --gpus=1")
 
             def run_shards(*data: Any) -> Any:
                 return run(num_rows, *(self.mirrored.run(_own_shard, args=(shards,)) for shards in data))
@@ -270,9 +273,7 @@ class DataParallel(Strategy):
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-        held = self.mirrored.experimental_local_results
-        copies = [{copy.numpy().tobytes() for copy in held(variable.value)} for variable in model.variables]
-        return [variable.path for variable, values in zip(model.variables, copies) if len(values) > 1]
+        return differing_variables(model.variables, self.mirrored, self.processes)
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
@@ -295,4 +296,4 @@ class DataParallel(Strategy):
 
 def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
     """Returns the shard of a batch for the replica that is being traced."""
-    return tuple(field[collectives.rank()] for field in shards)
+    return tuple(field[collectives.local_rank()] for field in shards)

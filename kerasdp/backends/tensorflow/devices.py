@@ -1,4 +1,4 @@
-"""TensorFlow: makes the devices of a run, all driven by one process, and brings batches to them."""
+"""TensorFlow: makes the devices of a run, those of a host driven by one process, and brings batches to them."""
 
 import ctypes
 import logging
@@ -10,33 +10,35 @@ import tensorflow as tf
 
 from kerasdp.backends.base import Structure
 from kerasdp.backends.tensorflow.deterministic import make_deterministic
+from kerasdp.backends.tensorflow.hosts import join_hosts
 from kerasdp.backends.tensorflow.private import fold_matmuls
 from kerasdp.config import Config
-from kerasdp.errors import UserError
 from kerasdp.runtime.cluster import Cluster
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices, share_of_process
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
-    """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to other programs."""
-    if cluster is not None:
-        raise UserError(f"{cluster.source}: several machines: there for --backend=torch and jax. Received: tensorflow")
+    """Chooses the devices, makes the virtual ones, leaves GPUs that are not used to others, and joins other hosts."""
     _keep_logger_quiet()
     fold_matmuls()
-    gpus = tf.config.list_physical_devices("GPU")
-    devices = choose_devices(config, len(gpus))
-    tf.config.set_visible_devices(gpus[: devices.count] if devices.kind == "gpu" else [], "GPU")
+    found = tf.config.list_physical_devices("GPU")
+    gpus = [found[number] for number in share_of_process(len(found), cluster)]
+    devices = choose_devices(config, len(gpus), cluster=cluster)
+    tf.config.set_visible_devices(gpus[: devices.of_process] if devices.kind == "gpu" else [], "GPU")
+    if cluster is not None:
+        join_hosts(cluster, config.interface, devices.kind)
     if devices.kind == "gpu":
         # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         if config.deterministic:  # on CPUs runs are bit-equal without it
             make_deterministic()
-    elif devices.count > 1:
+    elif devices.of_process > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
         try:
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices.count)
+            parts = [tf.config.LogicalDeviceConfiguration()] * devices.of_process
+            tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
-            if (started := len(tf.config.list_logical_devices("CPU"))) < devices.count:
+            if (started := len(tf.config.list_logical_devices("CPU"))) < devices.of_process:
                 raise AlreadyStartedError(f"TensorFlow has already started with {started} CPU devices") from error
     return devices
 
@@ -54,8 +56,8 @@ def _is_not_of_strategies(record: logging.LogRecord) -> bool:
 
 
 def device_names(devices: Devices) -> list[str]:
-    """Returns TensorFlow's names of the devices."""
-    return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
+    """Returns TensorFlow's names of this process's devices."""
+    return [f"{devices.kind.upper()}:{number}" for number in range(devices.of_process)]
 
 
 def put_on_device(data: Structure, name: str) -> Structure:

@@ -160,20 +160,20 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     from kerasdp.portability.row_search import row_axes_of
 
     steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
-    rows = replica_rows(num_rows, strategy.num_replicas)
+    rows, num_local = replica_rows(num_rows, strategy.num_replicas), len(strategy.device_names)
 
     def run(*data: Any) -> Any:
-        return steps.shard_pass(num_rows, *(field[collectives.rank()] for field in data))
+        return steps.shard_pass(num_rows, *(field[collectives.local_rank()] for field in data))
 
     adding = row_axes_of(model).adding.values()
     with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
         results = strategy.mirrored.run(run, args=tuple(batch[:3]))
     passes = []
-    for rank in range(strategy.num_replicas):
+    for rank in range(num_local):
         layers, outputs, loss = tf.nest.map_structure(
             lambda value, rank=rank: strategy.mirrored.experimental_local_results(value)[rank], results
         )
-        first = rank * rows
+        first = (strategy.processes.rank * num_local + rank) * rows
         passes.append(ShardPass(layers, outputs, loss, first, min(max(num_rows - first, 0), rows), rows))
     return passes
 
@@ -183,7 +183,7 @@ def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     steps, found = ReplicaSteps(strategy, model), []
 
     def run(*data: Any) -> None:
-        own = tuple(field[collectives.rank()] for field in data)
+        own = tuple(field[collectives.local_rank()] for field in data)
         found.append(steps.own_step("train_step", len(batch.indices), own, is_trial=True)[1])
 
     strategy.mirrored.run(run, args=tuple(batch[:3]))

@@ -1,0 +1,115 @@
+"""Trains in one of several processes with TensorFlow; prints what came out, and the bytes that a step sends.
+
+python tensorflow_hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
+    num_samples, epochs: of the training
+    compile: arguments of `Model.compile`
+    signal: that the last process sends itself behind step 5
+    only_gather: trains nothing; gathers the number of each replica instead
+"""
+
+import functools
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+
+import numpy as np
+
+import kerasdp
+
+OWN = ("num_samples", "compile", "signal", "only_gather")
+# Of `struct tcp_info` in linux/tcp.h: bytes of data, without headers.
+BYTES_SENT = slice(200, 208)
+
+
+def bytes_sent():
+    """What this process has sent to others over TCP, so far, on the connections that are open."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += int.from_bytes(info[BYTES_SENT], sys.byteorder)
+        except OSError:  # closed meanwhile
+            continue
+    return total
+
+
+def gather(runner):
+    """Gathers few and many rows, as they stand on each replica."""
+    import tensorflow as tf
+
+    from kerasdp.backends.tensorflow import collectives
+
+    def in_replica(width):
+        return collectives.gather_rows(tf.fill((1, width), collectives.rank()))
+
+    strategy, found = runner.strategy, []
+    for width in (1, 2**19):
+        rows = tf.function(lambda width=width: strategy.mirrored.run(in_replica, args=(width,)))()
+        copies = strategy.mirrored.experimental_local_results(rows)
+        found += [copy.numpy()[:, -1].tolist() for copy in copies]
+    return found
+
+
+def train(settings, runner):
+    import keras
+    from learn_classes import StepLosses
+
+    rows = settings.get("num_samples", 200)
+    data = kerasdp.load_data(runner.config)
+    x, y = data.train.inputs(np.arange(rows)), data.train.targets(np.arange(rows))[0]
+    with runner.scope():
+        model = kerasdp.build_model(runner.config, data.input_shape, data.num_classes)
+        model.compile(
+            kerasdp.make_optimizer(runner.config),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            **settings.get("compile", {}),
+        )
+    losses, sent = StepLosses(runner), []
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            sent.append((time.perf_counter(), bytes_sent()))
+
+        def on_train_batch_end(self, batch, logs=None):
+            is_last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
+            if is_last and len(sent) == 5 and "signal" in settings:
+                os.kill(os.getpid(), settings["signal"])
+
+    history = runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[losses, Steps()])
+    digest = hashlib.sha256()
+    for variable in model.variables:
+        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
+    return {
+        "losses": losses.values,
+        "history": dict(history.history),
+        "evaluate": runner.evaluate(model, x[::-1][:131], y[::-1][:131], return_dict=True),
+        "predictions": runner.predict(model, x[:77]).tolist(),
+        "weights": digest.hexdigest(),
+        "gradient_bytes": sum(int(np.prod(weight.shape)) for weight in model.trainable_weights) * 4,
+        "steps": sent,
+    }
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    fields = {name: value for name, value in settings.items() if name not in OWN}
+    fields = {"backend": "tensorflow", "device": "cpu", "verbose": 0, "batch_size": 61, "epochs": 2} | fields
+    try:
+        function = gather if "only_gather" in settings else functools.partial(train, settings)
+        result = kerasdp.launch(function, kerasdp.Config(**fields))
+    except kerasdp.RunError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
