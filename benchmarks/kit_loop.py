@@ -1,6 +1,7 @@
-"""Trains the models of keras_models.py with kerasdp; see `protocol.py` for how it is asked for repetitions.
+"""Trains a model of keras_models.py, or a built-in one, with kerasdp; how it is asked for repetitions: `protocol.py`.
 
     echo | python benchmarks/kit_loop.py --backend=torch --model=gpt --vocabulary=2000 --batch_size=32 --devices=2
+    python benchmarks/kit_loop.py --backend=jax --model=resnet18 --batch_size=4 --devices=4 --traffic < /dev/null
 
 The contender beside the hand-written loops, with their flags.
 """
@@ -16,6 +17,7 @@ import traffic
 
 import kerasdp
 from kerasdp.benchmark import kerasdp_program
+from kerasdp.config.validation import MODELS
 
 
 class ComputedTokens:
@@ -45,6 +47,8 @@ def task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[]
 
     if args.traffic:
         traffic.prepare(config.backend)
+    if args.model in MODELS:
+        return kerasdp_program.of_config(config)
     build = functools.partial(keras_models.make_model, args)
     if args.samples:
         return ComputedTokens(args.samples, args.vocabulary), None, build
@@ -55,21 +59,21 @@ def task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[]
 
 def main() -> None:
     """Starts the run."""
-    flags = protocol.parser(__doc__)
+    flags = protocol.parser(__doc__, models=[*protocol.WIDTHS, *MODELS])
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
+    flags.add_argument("--dataset", default="synthetic", help="of a built-in model")
     args = protocol.parse(flags)
-    if args.model not in protocol.WIDTHS:
-        flags.error(f"--model: expected {' or '.join(protocol.WIDTHS)}. Received: {args.model}")
     if args.samples and args.model != "gpt":
         flags.error("--samples: for gpt")
-    has_norm = args.model == "segmentation" and args.devices > 1
+    has_norm = args.model not in ("gpt", "lenet", "mlp") and args.devices > 1
+    choices = {"model": args.model, "dataset": args.dataset} if args.model in MODELS else {}
     config = kerasdp.Config(
         backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
         device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
         optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
-        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never",
+        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", **choices,
     )  # fmt: skip
     if args.traffic:
         traffic.prepare(args.backend)  # before jax makes its devices

@@ -34,12 +34,10 @@ NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES = 2, 4, 21
 WIDTHS = {"gpt": 64, "segmentation": 16}
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Returns the parser of the flags of all loops."""
+def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.ArgumentParser:
+    """Returns the parser of the flags of all loops, for a loop that trains these models."""
     flags = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    flags.add_argument(
-        "--model", default="convnet", choices=NUM_SAMPLES, help="as in kerasdp/models, or in keras_models.py"
-    )
+    flags.add_argument("--model", default="convnet", choices=models, help="as in kerasdp/models, or in keras_models.py")
     flags.add_argument("--vocabulary", type=int, default=16_000, help="of gpt: how many tokens it knows")
     flags.add_argument("--width", type=int, help="of gpt: numbers a token (64); of segmentation: first filters (16)")
     flags.add_argument("--batch_size", type=int, default=64, help="samples a step, over all devices")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import re
@@ -10,19 +11,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
+from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
 from kerasdp.runtime import signals
-from kerasdp.runtime.cluster import check_cluster, find_cluster
+from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.host_link import write_errors
+from kerasdp.runtime.last_words import write_errors
 from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.supervisor import supervise
 
+# What a dry run leaves to the machines that it tells of: it runs on one CPU device of this one.
+_OF_THE_MACHINES = (
+    "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
+    "micro_batches", "schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
+    "tensorboard", "resume", "max_restarts", "hang_timeout",
+)  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
 
@@ -41,7 +49,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         **changes: fields of `kerasdp.Config` that replace those of `settings`: `backend="torch"`, `num_devices=4`.
 
     Returns:
-        What `train` returned (with torch on several devices: on rank 0).
+        What `train` returned (with torch on several devices: on rank 0). With `dry_run` what was printed, as figures.
 
     Raises:
         UserError: if there is no such choice, or it cannot be had on this machine; if `train` has to be sent to other
@@ -54,7 +62,14 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
-    with config.prepared_workdir(settings.workdir, settings.resume):
+    if settings.dry_run:
+        return _describe(settings, train)
+    cluster = find_cluster(settings)
+    # A machine that joins a run later finds the checkpoints of that run.
+    is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
+    with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):
+        if settings.checkpoint_dir is not None:
+            require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
@@ -70,6 +85,34 @@ def _run(settings: Config, train: Callable[..., Any]) -> Any:
         if settings.verbose != 0:
             print(f"{reason}: this run gets a process of its own", flush=True)
     return supervise(_start, settings, train)
+
+
+def _describe(settings: Config, train: Callable[..., Any]) -> dict[str, Any]:
+    """Returns what the run would be, after printing it. It runs here up to its first `fit`, on one CPU device.
+
+    Raises:
+        UserError: as the run itself would, where its machines need not be there to know.
+    """
+    hosts = settings.host_range[1]
+    if settings.num_devices is None:
+        raise UserError("--dry_run counts no devices here: add --gpus=NUMBER, those of each machine")
+    settings.check_replicas(settings.num_replicas(hosts * settings.num_devices))
+    if hosts > 1:
+        check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
+    here: dict[str, Any] = {name: getattr(Config, name) for name in _OF_THE_MACHINES}
+    here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False}
+    result = _run(dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
+    return result.received() if isinstance(result, SentResult) else result
+
+
+def _up_to_fit(settings: Config, train: Callable[..., Any], runner: Any) -> dict[str, Any]:
+    from kerasdp.training.dry_run import figures_of
+
+    if settings.backend == "tensorflow":
+        kind = "cpu" if settings.device == "cpu" else "gpu"
+        collectives = importlib.import_module("kerasdp.backends.tensorflow.collectives")
+        collectives.require_sum(settings.gradient_precision, Devices(kind=kind, count=settings.num_devices or 1))
+    return figures_of(settings, train, runner)
 
 
 def _unknown(name: str, value: Any) -> str:
@@ -127,10 +170,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
 
         if isinstance(train, SentFunction):
             train = train.received()
-        processes = strategy.processes
+        processes, link = strategy.processes, current_link()
+        if link is not None:  # by default one of rank 0's time and number
+            settings = dataclasses.replace(settings, workdir=link.all_gather_object(settings.workdir)[0])
         local_rank, num_local = processes.local if folder else (0, 1)
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
-        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, current_link())
+        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, link)
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)

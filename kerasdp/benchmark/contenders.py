@@ -152,7 +152,8 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
         changes["compile"] = "auto"
     elif config.compile == "auto":
         changes["compile"] = "on"  # the rounds stand for a long run
-    settings = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", **changes)
+    changes |= {"workdir": None, "checkpoint_dir": None, "checkpoint_every": "never", "verbose": 0}
+    settings = dataclasses.replace(config, **changes)
     command = (sys.executable, "-m", "kerasdp.benchmark.kerasdp_program", json.dumps(settings.as_dict()), str(steps))
     return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
 

@@ -89,7 +89,7 @@ def study(
         RunError: if none but the single device could be trained.
     """
     config = dataclasses.replace(config, epochs=repetitions + 1, checkpoint_every="never", verbose=0)
-    workdir, config = config.workdir, dataclasses.replace(config, workdir=None)
+    workdir, config = config.workdir, dataclasses.replace(config, workdir=None, checkpoint_dir=None)
     whole = dataclasses.replace(
         config, strategy="data", num_devices=1, num_stages=None, cut_at=None, balance="time", schedule="gpipe"
     )

@@ -1,6 +1,8 @@
 """Decides when a checkpoint of a `fit` is written, and resumes from one."""
 
+import contextlib
 import math
+import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +15,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
-from kerasdp.errors import PreemptedError
+from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat import set_monitor_direction
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
@@ -31,14 +33,28 @@ def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
     It is the one that rank 0 finds to be valid. What is newer and cannot be used stays where it is until `resume`.
 
     Raises:
-        UserError: if none of several can be used.
+        UserError: if none of several can be used, or a rank does not find the one of rank 0.
     """
     found = files.load_newest(folder, report.warn) if processes.rank == 0 else None
     (step,) = processes.broadcast_from_rank0([-1.0 if found is None else found[1].state["step"]])
-    if step < 0:
-        return None
+    if processes.num_processes == 1:
+        return found
     path = files.path_of(folder, int(step))
-    return found or (path, files.load(path))
+    if processes.rank and step >= 0:
+        with contextlib.suppress(CheckpointError, OSError):
+            found = path, files.load(path)
+    own = "none" if found is None else files.checksum_of(found[1])
+    if processes.rank and step < 0:
+        own = f"others ({len(files.paths_in(folder))})" if files.paths_in(folder) else "none"
+    of_all = processes.all_gather_object((own, socket.gethostname()))
+    for rank, (theirs, machine) in enumerate(of_all):
+        if theirs != of_all[0][0]:
+            raise UserError(
+                f"--resume: {path if step >= 0 else folder} is {'missing' if theirs == 'none' else 'another one'} on "
+                f"{machine} (rank {rank}), as rank 0 sees it on {of_all[0][1]}; every machine reads it: put --workdir "
+                "where all see it, or copy it to each"
+            )
+    return found
 
 
 def resume(

@@ -5,13 +5,11 @@ JSON header, no pickle, readable by many tools. What is not an array is in the h
 checksum, so the header carries one of everything else.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from kerasdp.checkpoint.storage import OutOfReachError, folder_at
 from kerasdp.errors import CheckpointError, UserError
 
 # Increased when the reader of before would misread, or wrongly refuse, what is written. 2: variables are named by their
@@ -50,9 +49,7 @@ def path_of(folder: str, step: int) -> str:
 
 def paths_in(folder: str) -> list[str]:
     """Returns the checkpoints of a folder, the newest first."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        found = [(int(match[1]), match[0]) for match in map(_NAME.fullmatch, os.listdir(folder)) if match]
+    found = [(int(match[1]), match[0]) for match in map(_NAME.fullmatch, folder_at(folder).names()) if match]
     return [os.path.join(folder, name) for _, name in sorted(found, reverse=True)]
 
 
@@ -62,20 +59,14 @@ def save(path: str, checkpoint: Checkpoint) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    temporary = f"{path}.{os.getpid()}.tmp"
+    folder, name = os.path.split(path)
     state = json.dumps(checkpoint.state)
     metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(state, checkpoint.arrays)}
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        safetensors.numpy.save_file(checkpoint.arrays, temporary, metadata)
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(os.path.dirname(path))
+        with folder_at(folder).writing(name) as temporary:
+            safetensors.numpy.save_file(checkpoint.arrays, temporary, metadata)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
 
 
 def load(path: str) -> Checkpoint:
@@ -83,9 +74,11 @@ def load(path: str) -> Checkpoint:
 
     Raises:
         CheckpointError: if it is not what was written, or was written by a newer kerasdp.
+        UserError: if nothing can be read there.
     """
+    folder, name = os.path.split(path)
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
+        with folder_at(folder).reading(name) as local, safetensors.safe_open(local, framework="numpy") as file:
             metadata = file.metadata() or {}
             number = int(metadata["format"])
             if number > FORMAT:
@@ -97,7 +90,9 @@ def load(path: str) -> Checkpoint:
             raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
         return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]), format=number)
     except PermissionError as error:
-        raise UserError(f"--resume: cannot read {path} ({error.strerror})") from error
+        raise UserError(f"--resume: cannot read {path} ({error.strerror or error})") from error
+    except OutOfReachError as error:  # the file may be sound
+        raise UserError(f"--resume: cannot read {path} ({error})") from error
     except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is corrupt or truncated ({reason})") from error
@@ -111,9 +106,12 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
         report: called with the reason for each one that cannot be used.
 
     Raises:
-        UserError: if none can be used.
+        UserError: if none can be used, or nothing can be read there.
     """
-    paths = paths_in(folder)
+    try:
+        paths = paths_in(folder)
+    except OutOfReachError as error:
+        raise UserError(f"--resume: cannot read {folder} ({error})") from error
     for path in paths:
         try:
             return path, load(path)
@@ -122,7 +120,7 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
     if paths:
         raise UserError(
             f"--resume: none of the {len(paths)} checkpoints in {folder} can be used (see above); train anew in "
-            "another --workdir"
+            "another --workdir or --checkpoint_dir"
         )
     return None
 
@@ -169,10 +167,11 @@ class Writer:
         try:
             save(path, checkpoint)
             self.last_good = path
+            folder = folder_at(self.folder)
             if is_best:
-                _replace_by_link(path, os.path.join(self.folder, "best.safetensors"))
+                folder.copy(os.path.basename(path), "best.safetensors")
             for old in paths_in(self.folder)[self.keep :]:
-                os.remove(old)
+                folder.remove(os.path.basename(old))
         except OSError as error:
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
             reason = error.strerror or str(error)
@@ -185,19 +184,33 @@ class Writer:
 
 
 def set_aside(folder: str, used: str) -> None:
-    """Renames what could not be used and is newer than the checkpoint in use; removes what a killed run began."""
-    for name in os.listdir(folder):
-        if name.endswith(".tmp"):
-            os.remove(os.path.join(folder, name))
-    for path in paths_in(folder):
-        if path == used:
-            break
-        os.replace(path, f"{path}.unusable")
+    """Renames what could not be used and is newer than the checkpoint in use; removes what a killed run began.
+
+    Raises:
+        UserError: if that cannot be done.
+    """
+    files = folder_at(folder)
+    try:
+        for name in files.names():
+            if name.endswith(".tmp"):
+                files.remove(name)
+        for path in paths_in(folder):
+            if path == used:
+                break
+            name = os.path.basename(path)
+            files.rename(name, f"{name}.unusable")
+    except OutOfReachError as error:
+        raise UserError(f"--resume: cannot write into {folder} ({error})") from error
 
 
 def _is_sound(name: str, array: np.ndarray) -> bool:
     of_training = name.startswith(("model/", "optimizer/"))
     return not of_training or array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def checksum_of(checkpoint: Checkpoint) -> str:
+    """Returns a digest of all that is in a checkpoint."""
+    return _checksum(json.dumps(checkpoint.state), checkpoint.arrays)
 
 
 def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
@@ -207,23 +220,3 @@ def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view("uint8").data)
     return digest.hexdigest()
-
-
-def _sync(path: str) -> None:
-    """Waits until the file, or the names in the folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace_by_link(path: str, link: str) -> None:
-    temporary = f"{link}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(temporary)
-    try:
-        os.link(path, temporary)
-    except OSError:  # not every file system has links
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, link)

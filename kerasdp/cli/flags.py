@@ -90,6 +90,8 @@ def _define_flags_of_machines() -> None:
     _define(group, "coordinator", text, None, "Where machine 0 listens for the others: ADDRESS:PORT.")
     _define(group, "interface", text, None, "Network interface between the machines. Default: the one on the way to "
             "--coordinator.")  # fmt: skip
+    _define(group, "dry_run", flags.DEFINE_boolean, _DEFAULTS.dry_run, "Print what would run where, on any number of "
+            "--hosts and --gpus, what it sends and what it holds; nothing is started.")  # fmt: skip
 
 
 def _define_flags_of_training() -> None:
@@ -149,6 +151,8 @@ def _define_flags_of_files() -> None:
     group = "Checkpoints and faults"
     _define(group, "checkpoint_every", text, _DEFAULTS.checkpoint_every, "epoch; 50: also every 50 steps; 10m: also "
             "every 10 minutes; never: none.")  # fmt: skip
+    _define(group, "checkpoint_dir", text, None, "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, "
+            "... (pip install 'kerasdp[fsspec]'). Default: checkpoints in --workdir.")  # fmt: skip
     _define(
         group,
         "keep",
@@ -156,7 +160,7 @@ def _define_flags_of_files() -> None:
         _DEFAULTS.keep,
         "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.",
     )
-    _define(group, "resume", switch, _DEFAULTS.resume, "Resume from the newest checkpoint in --workdir, on any backend "
+    _define(group, "resume", switch, _DEFAULTS.resume, "Resume from the newest checkpoint, on any backend "
             "and number of devices; without one, start from the beginning.")  # fmt: skip
     _define(group, "max_restarts", number, _DEFAULTS.max_restarts, "How often to restart from the last checkpoint "
             "when a worker dies or hangs.")  # fmt: skip

@@ -16,10 +16,11 @@ from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
 _OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
+_OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
 _NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
 _NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
-_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "max_restarts"]
+_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 
 
 def parse(arguments: list[str]) -> Config:
@@ -166,7 +167,7 @@ def _config(**choices: Any) -> Config:
     of_recipes = (COMPARISON, STUDY, BENCHMARK)
     values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
     values = {FIELDS_OF_FLAGS.get(name, name): value for name, value in values.items()}
-    if values["workdir"] is None and not values["resume"]:
+    if values["workdir"] is None and (values["checkpoint_dir"] or not values["resume"]):
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
     return Config(**(values | choices))

@@ -1,9 +1,11 @@
 """Defines `Config`: every choice of a run in one frozen record, checked when it is made."""
 
 import dataclasses
+import os
 from typing import Any
 
 from kerasdp.config import validation
+from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError
 
 # Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
@@ -26,6 +28,7 @@ class Config:
         host_rank: number of this host, from 0. None: `JOB_COMPLETION_INDEX` of a Kubernetes Indexed Job.
         coordinator: address and port at which host 0 listens for the others, as `"10.0.0.1:29500"`.
         interface: network interface between the hosts. None: the one on the way to the coordinator.
+        dry_run: instead of training, says what would run where, for any `hosts` and `num_devices`; nothing is started.
         strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
             output channels (`"tensor"`, with jax).
         num_stages: stages of a pipeline. None: one per device.
@@ -70,9 +73,11 @@ class Config:
         tensorboard: write event files into the workdir.
         checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
             after every 50 steps; `"10m"`, and every 10 minutes; `"never"`, none at all.
+        checkpoint_dir: folder of the checkpoints, or a URL as `"s3://bucket/run"`, which fsspec writes to and reads
+            from. None: the folder `checkpoints` of the workdir.
         keep: how many of the newest checkpoints stay. The best one, by validation loss (without validation data by
             training loss), stays besides.
-        resume: resume from the newest checkpoint in the workdir; without one, start from the beginning.
+        resume: resume from the newest checkpoint; without one, start from the beginning.
         max_restarts: how often a run is restarted from its last checkpoint when a worker dies or hangs.
         hang_timeout: seconds without a move in `fit`, `evaluate` or `predict` after which the run is ended; the first
             call of each function with each shape, which may compile, has an hour. 0: never. None: 600 where ranks wait
@@ -90,6 +95,7 @@ class Config:
     host_rank: int | None = None
     coordinator: str | None = None
     interface: str | None = None
+    dry_run: bool = False
     strategy: str = "data"
     num_stages: int | None = None
     cut_at: str | None = None
@@ -121,6 +127,7 @@ class Config:
     verbose: int | None = None
     tensorboard: bool = False
     checkpoint_every: str = "epoch"
+    checkpoint_dir: str | None = None
     keep: int = 3
     resume: bool = False
     max_restarts: int = 0
@@ -250,8 +257,24 @@ class Config:
     @property
     def keeps_checkpoints(self) -> bool:
         """Returns whether the run writes checkpoints."""
-        return self.workdir is not None and self.checkpoint_every != "never"
+        return (self.workdir or self.checkpoint_dir) is not None and self.checkpoint_every != "never"
+
+    def folder_of_fit(self, number: int) -> str | None:
+        """Returns the folder of the files of a `fit`, by its number from 1: each leaves those of the others alone."""
+        return None if self.workdir is None else _of_fit(self.workdir, number)
+
+    def checkpoints_of_fit(self, number: int) -> str | None:
+        """Returns the folder or URL of the checkpoints of a `fit`; None if it keeps none."""
+        if not self.keeps_checkpoints:
+            return None
+        if self.checkpoint_dir is not None:
+            return _of_fit(self.checkpoint_dir, number)
+        return os.path.join(str(self.folder_of_fit(number)), CHECKPOINTS)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that JSON can hold."""
         return dataclasses.asdict(self)
+
+
+def _of_fit(folder: str, number: int) -> str:
+    return folder if number == 1 else os.path.join(folder, f"fit-{number}")

@@ -79,10 +79,11 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
+    "checkpoint_dir": ("a folder, or a URL as s3://bucket/folder", bool),
     "data_dir": ("a folder", lambda path: True),
-    **dict.fromkeys(("deterministic", "tensorboard", "resume"), ("True or False", lambda switch: True)),
+    **dict.fromkeys(("deterministic", "dry_run", "tensorboard", "resume"), ("True or False", lambda switch: True)),
 }  # fmt: skip
-_PATHS = ("workdir", "data_dir", "export")
+_PATHS = ("workdir", "checkpoint_dir", "data_dir", "export")
 # Fields that data parallelism has no use for.
 _OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "schedule")
 
@@ -111,11 +112,13 @@ def check(config: Any) -> None:
     config.checkpoint_interval()
     for flag, needs_workdir in (
         ("tensorboard", config.tensorboard),
-        ("resume", config.resume),
-        ("max_restarts", config.max_restarts),
+        ("resume", config.resume and config.checkpoint_dir is None),
+        ("max_restarts", config.max_restarts and config.checkpoint_dir is None),
     ):
         if needs_workdir and config.workdir is None:
             raise UserError(f"--{flag} needs the files of a run, but no folder is set: add --workdir=FOLDER")
+    if config.checkpoint_every == "never" and config.checkpoint_dir is not None:
+        raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never: leave out one of them")
     if config.checkpoint_every == "never" and (config.resume or config.max_restarts):
         flag = "resume" if config.resume else "max_restarts"
         raise UserError(f"--{flag} resumes from a checkpoint, but --checkpoint_every=never keeps none")

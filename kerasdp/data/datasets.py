@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import keras
 import numpy as np
 
 from kerasdp.config import Config, spec
-from kerasdp.data import idx
+from kerasdp.data import idx, stand_ins
 from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import UserError
@@ -40,7 +41,7 @@ class Dataset:
 
 
 def load_data(config: Config) -> Dataset:
-    """Loads `config.dataset`.
+    """Loads `config.dataset`. With `config.dry_run` what is large, or not here, is not read: see `stand_ins`.
 
     Raises:
         UserError: if there is no such data set, or its files are missing, damaged or out of range.
@@ -48,13 +49,43 @@ def load_data(config: Config) -> Dataset:
     name, arguments = spec.parse(config.dataset, "dataset")
     if spec.is_user_function(name):
         _refuse_data_dir(name, config.data_dir)
-        return from_arrays(spec.load_user_function(name, "dataset")(**arguments), config.dataset)
+        function = spec.load_user_function(name, "dataset")
+        try:
+            arrays = function(**arguments)
+        except Exception as error:
+            if not config.dry_run:
+                raise
+            raise stand_ins.not_here(name, error) from error
+        return from_arrays(arrays, config.dataset)
     try:
+        if config.dry_run and (known := _stand_in(name, config.data_dir, arguments)) is not None:
+            train, test, shape, num_classes = known
+            return Dataset(train=train, test=test, input_shape=shape, num_classes=num_classes)
         return DATASETS[name](config.data_dir, **arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not arguments:
             raise
         raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error})") from error
+
+
+def _stand_in(name: str, data_dir: str | None, arguments: dict[str, Any]) -> stand_ins.Known | None:
+    """Returns what stands in for a data set in a dry run; None if it is to be loaded."""
+    if name in ("synthetic", "images"):
+        bound = inspect.signature(DATASETS[name]).bind(data_dir, **arguments)
+        bound.apply_defaults()
+        if name == "images":
+            return stand_ins.images(**bound.arguments)
+        _refuse_data_dir(name, bound.arguments.pop("data_dir"))
+        return stand_ins.synthetic(**bound.arguments)
+    if name not in stand_ins.PUBLISHED or arguments:
+        return None
+    if data_dir is None:
+        return stand_ins.published(name, "not read here")
+    try:
+        DATASETS[name](data_dir)
+    except UserError as error:
+        return stand_ins.published(name, f"not read here: {error}")
+    return None
 
 
 def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:

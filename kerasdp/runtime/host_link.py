@@ -5,7 +5,6 @@ processes tell each other every second that they live: each tells process 0, whi
 """
 
 import collections
-import os
 import pickle
 import queue
 import socket
@@ -17,7 +16,8 @@ from typing import Any, TypeVar
 
 from kerasdp import errors
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import messages, rank_files
+from kerasdp.runtime import messages
+from kerasdp.runtime.last_words import leave_with, line_of
 from kerasdp.runtime.messages import Channel
 
 T = TypeVar("T")
@@ -149,9 +149,15 @@ class HostLink:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process fails, and of what; they end with the same."""
         name = type(error).__name__ if isinstance(error, RunError) else WorkerError.__name__
-        content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {_line(error)}"))
+        content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {line_of(error)}"))
+        self.error = self.error or WorkerError(line_of(error))
         self._is_over.set()
         self._tell_all(_FAILED, content)
+
+    @property
+    def is_failing(self) -> bool:
+        """Returns whether this process or another one has failed."""
+        return self.error is not None or self._is_over.is_set()
 
     def leave(self) -> None:
         """Tells the others that this process ends in order."""
@@ -261,36 +267,7 @@ class HostLink:
             self.error = error
         if self.rank == 0:
             self._tell_all(_FAILED, pickle.dumps((type(error).__name__, str(error))))
-        _leave_with(error)
-
-
-def write_errors(folder: str | None, local_rank: int) -> None:
-    """Lets a link write down why it ends this process, instead of printing it.
-
-    Args:
-        folder: where whoever watches over this process looks for its error; None: nobody does.
-        local_rank: of this process in that folder.
-    """
-    global _watched_as
-    _watched_as = None if folder is None else (folder, local_rank)
-
-
-_watched_as: tuple[str, int] | None = None
-
-
-def _leave_with(error: RunError) -> None:
-    """Ends this process with an error, whatever its main thread does."""
-    if _watched_as is None:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        rank_files.write_error(*_watched_as, error, str(error))
-    sys.stdout.flush()
-    os._exit(error.exit_code)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-    return text.strip().splitlines()[0][:500] if text.strip() else type(error).__name__
+        leave_with(error)
 
 
 def _numbers(ranks: list[int]) -> str:

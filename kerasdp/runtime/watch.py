@@ -99,10 +99,10 @@ def find_error(ranks: list[Rank], num_ranks: int, timeout: float | None) -> RunE
 
     Args:
         ranks: that have begun.
-        num_ranks: of the run.
+        num_ranks: that are watched over; 0: none, and only signals and errors are looked after.
         timeout: `hang_timeout` in seconds; None: never.
     """
-    if len(ranks) < num_ranks:
+    if len(ranks) < num_ranks or not ranks:
         return None
     return _different(ranks) or _left_behind(ranks) or (_hanging(ranks, timeout) if timeout else None)
 

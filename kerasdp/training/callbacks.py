@@ -1,6 +1,5 @@
 """Calls the callbacks of one `fit`, and decides which of them hear of a batch."""
 
-import os
 import sys
 from typing import Any
 
@@ -10,7 +9,7 @@ from kerasdp.backends.base import Strategy
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.checkpointer import Checkpointer, newest, resume
 from kerasdp.checkpoint.files import Checkpoint
-from kerasdp.config import CHECKPOINTS, Config
+from kerasdp.config import Config
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.reporting import report
@@ -47,7 +46,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         callbacks: list[keras.callbacks.Callback] | None,
         *,
         facts: report.Facts,
-        folder: str | None,
+        fit: int,
         verbose: str | int | None,
     ):
         """Makes them. With `config.resume`, gives model and state the values of the newest checkpoint.
@@ -55,7 +54,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         Args:
             state: after its `begin_fit`.
             callbacks: the user's.
-            folder: where the files of the run go; None: there are none.
+            fit: number of this `fit`, from 1; each has a folder of its own.
             verbose: as in `fit`.
 
         Raises:
@@ -73,7 +72,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state, self._strategy, self._reader = state, strategy, reader
         # Keras' own `self.model` brings back all values from the running step with jax, each time it is asked for.
         self._trained = model
-        checkpoints = os.path.join(folder, CHECKPOINTS) if folder and config.keeps_checkpoints else None
+        folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
         identity: dict[str, Any] = {}
         found = newest(processes, checkpoints) if checkpoints and config.resume else None
         if found is not None:  # before the identity, in which the first batch is that of the order

@@ -14,6 +14,7 @@ from kerasdp.data.feed import Feed, FeedAdapter, Reader
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, weights_of_classes
+from kerasdp.data.stand_ins import StandIn
 from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
@@ -157,6 +158,8 @@ def _is_source(x: Any) -> bool:
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
+    if isinstance(source, StandIn):
+        return False
     choice, is_in_memory = config.data_on_device, isinstance(source, ArraySource)
     if choice == "on" and not is_in_memory:
         raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,17 +197,12 @@ class Runner:
             model=model.name,
             global_batch_size=batch_size,
         )
-        folder, known = self.next_folder(), (self.config, self.strategy, self.state)
-        return RunCallbacks(*known, model, reader, callbacks, facts=facts, folder=folder, verbose=verbose)
+        self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
+        return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
             print(line, flush=True)
-
-    def next_folder(self) -> str | None:
-        """Returns the folder of the next `fit`: a second one leaves the first one's files alone."""
-        self.num_fits, folder = self.num_fits + 1, self.config.workdir
-        return folder if folder is None or self.num_fits == 1 else os.path.join(folder, f"fit-{self.num_fits}")
 
     @through_model
     def evaluate(

@@ -1,5 +1,7 @@
 """JAX: joins the processes of several machines, each of which drives its own devices, to one program."""
 
+import atexit
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -11,6 +13,7 @@ from kerasdp.errors import UserError
 from kerasdp.runtime import messages
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError
+from kerasdp.runtime.host_link import HostLink
 from kerasdp.runtime.linked_processes import current_link, join
 
 # Longer than any run: who is gone is noticed by the link, which says who, where JAX's heartbeat ends a process by
@@ -46,6 +49,21 @@ def join_hosts(cluster: Cluster, interface: str | None) -> None:
         heartbeat_timeout_seconds=_SECONDS_OF_HEARTBEAT,
         shutdown_timeout_seconds=_SECONDS_TO_END,
     )
+    atexit.register(_leave, link)
+
+
+def _leave(link: HostLink) -> None:
+    """Disconnects from JAX's service, which process 0 takes away with it, before process 0 ends.
+
+    jaxlib (0.10.2) ends a process by SIGABRT that finds it gone; with recoverability it does not wait for the others.
+    """
+    if link.is_failing:  # and nobody waits for anybody
+        return
+    if link.rank:
+        jax.distributed.shutdown()
+    all_left = link.gather_later(None)
+    if link.rank == 0:
+        all_left()
 
 
 def check_joined(cluster: Cluster | None) -> None:

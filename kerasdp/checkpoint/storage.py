@@ -1,0 +1,257 @@
+"""Keeps files in a folder, or under a URL of object stores and other file systems (fsspec).
+
+https://filesystem-spec.readthedocs.io: s3://, gs://, az://, hdfs://, sftp:// and many more, each with a package of its
+own. Loads neither fsspec nor NumPy until a URL is used.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from kerasdp.errors import UserError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
+# An object is there when all of it has been sent, and not before.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos", "obs", "hf"}
+_TEMPORARY = ".tmp"
+
+
+class OutOfReachError(OSError):
+    """What a URL leads to cannot be had just now; nothing is known of the files there."""
+
+
+class Folder(Protocol):
+    """A place for files, each there as a whole or not at all."""
+
+    def names(self) -> list[str]:
+        """Returns the names of the files; none if there is no such folder."""
+        ...
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        """Gives a path to write to; the file is there, under its name, when the context ends without an error."""
+        ...
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[str]:
+        """Gives a path to read from."""
+        ...
+
+    def copy(self, name: str, new: str) -> None:
+        """Copies a file, or gives it a second name."""
+        ...
+
+    def rename(self, name: str, new: str) -> None:
+        """Gives a file another name."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Removes a file."""
+        ...
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path is a URL, as `s3://bucket/folder`."""
+    return _URL.match(path) is not None
+
+
+def folder_at(path: str) -> Folder:
+    """Returns the folder of a path or a URL.
+
+    Raises:
+        UserError: if the URL cannot be used on this machine.
+    """
+    return _RemoteFolder(path) if is_url(path) else _LocalFolder(path)
+
+
+def require_folder(path: str, resume: bool) -> None:
+    """Raises `UserError` unless checkpoints can be written to a path or a URL, and none of another run are lost there.
+
+    Args:
+        path: of `--checkpoint_dir`.
+        resume: whether the run may find checkpoints there.
+    """
+    folder = folder_at(path)
+    # Of this process: others of the run, on other machines, try the same.
+    probe = f".writable-{socket.gethostname()}-{os.getpid()}"
+    doing = "read"
+    try:
+        if not resume and any(name.startswith("step-") for name in folder.names()):
+            raise UserError(
+                f"--checkpoint_dir: {path!r} holds the checkpoints of an earlier run; resume it (--resume), or choose "
+                "another place"
+            )
+        doing = "write into"
+        with folder.writing(probe) as temporary, open(temporary, "w") as file:
+            file.write("can be removed")
+        folder.remove(probe)
+    except OSError as error:
+        raise UserError(
+            f"--checkpoint_dir: cannot {doing} {path!r} ({error.strerror or error}); choose another place, or give "
+            "this machine access to it"
+        ) from error
+
+
+class _LocalFolder:
+    def __init__(self, path: str):
+        self._path = path
+
+    def names(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return os.listdir(self._path)
+        return []
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        os.makedirs(self._path, exist_ok=True)
+        temporary = f"{self._at(name)}.{os.getpid()}{_TEMPORARY}"
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, self._at(name))
+            _sync(self._path)
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[str]:
+        yield self._at(name)
+
+    def copy(self, name: str, new: str) -> None:
+        temporary = self._at(f"{new}{_TEMPORARY}")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        try:
+            os.link(self._at(name), temporary)
+        except OSError:  # not every file system has links
+            shutil.copyfile(self._at(name), temporary)
+        os.replace(temporary, self._at(new))
+
+    def rename(self, name: str, new: str) -> None:
+        os.replace(self._at(name), self._at(new))
+
+    def remove(self, name: str) -> None:
+        os.remove(self._at(name))
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self._path, name)
+
+
+class _RemoteFolder:
+    def __init__(self, url: str):
+        self._url = url.rstrip("/")
+        self._files, self._path = _file_system(url)
+        protocols = self._files.protocol
+        self._is_object_store = not _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+
+    def names(self) -> list[str]:
+        def listed() -> list[str]:
+            self._files.invalidate_cache()  # s3fs, for one, remembers what a folder held
+            try:
+                return self._files.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+
+        return [path.rstrip("/").rpartition("/")[2] for path in self._tried(listed)]
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+            local = os.path.join(folder, name)
+            yield local
+            if self._is_object_store:
+                self._tried(lambda: self._files.put_file(local, self._at(name)))
+                return
+            temporary = f"{self._at(name)}.{os.getpid()}{_TEMPORARY}"
+            try:
+                self._tried(lambda: self._files.makedirs(self._path, exist_ok=True))
+                self._tried(lambda: self._files.put_file(local, temporary))
+                self._tried(lambda: self._files.mv(temporary, self._at(name)))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._tried(lambda: self._files.rm_file(temporary))
+                raise
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+            local = os.path.join(folder, name)
+            self._tried(lambda: self._files.get_file(self._at(name), local))
+            yield local
+
+    def copy(self, name: str, new: str) -> None:
+        try:
+            if self._is_object_store:
+                self._tried(lambda: self._files.cp_file(self._at(name), self._at(new)))
+                return
+            self._tried(lambda: self._files.cp_file(self._at(name), self._at(new + _TEMPORARY)))
+            self.rename(new + _TEMPORARY, new)
+        except OutOfReachError as error:
+            if not isinstance(error.__cause__, NotImplementedError):
+                raise
+            # What cannot copy by itself: by way of this machine.
+            with self.reading(name) as found, self.writing(new) as local:
+                shutil.copyfile(found, local)
+
+    def rename(self, name: str, new: str) -> None:
+        self._tried(lambda: self._files.mv(self._at(name), self._at(new)))
+
+    def remove(self, name: str) -> None:
+        self._tried(lambda: self._files.rm_file(self._at(name)))
+
+    def _at(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}"
+
+    def _tried(self, action: Callable[[], Any]) -> Any:
+        """Returns what an action returns; each package has errors of its own, not all of them an `OSError`."""
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise OutOfReachError(f"{type(error).__name__}: {text:.300}") from error
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Returns fsspec's file system of a URL, and the path in it."""
+    protocol = url.partition("::")[0].partition("://")[0]
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UserError(
+            f"--checkpoint_dir: {url!r} is read and written by fsspec, which is not installed: "
+            "pip install 'kerasdp[fsspec]'"
+        ) from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+        raise UserError(
+            f"--checkpoint_dir: {url!r} needs a package for {protocol}://: pip install "
+            f"{package.get(protocol, f'it ({error})')}"
+        ) from error
+    except Exception as error:  # of the protocol's own package, which may look for the account at once
+        known = ", ".join(sorted(fsspec.available_protocols()))
+        if protocol not in fsspec.available_protocols():
+            raise UserError(
+                f"--checkpoint_dir: fsspec knows no protocol {protocol!r}. Received: {url!r}; expected one of {known}"
+            ) from error
+        raise UserError(
+            f"--checkpoint_dir: cannot use {url!r} ({type(error).__name__}: {' '.join(str(error).split()):.300})"
+        ) from error
+
+
+def _sync(path: str) -> None:
+    """Waits until the file, or the names in the folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

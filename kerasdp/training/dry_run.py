@@ -1,0 +1,226 @@
+"""Says what a run would do, on machines that need not be there: its script runs here, up to its first `fit`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from kerasdp.backends.base import SingleProcess, Strategy
+from kerasdp.checkpoint.names import GROUPS, named, names_in
+from kerasdp.config import Config
+from kerasdp.data.batch import Batch
+from kerasdp.data.feed import Reader
+from kerasdp.data.sample_reader import SampleReader
+from kerasdp.data.sampling import replica_rows
+from kerasdp.errors import UserError
+from kerasdp.keras_compat import slots_by_weight
+from kerasdp.pipeline.plan import make_plan
+from kerasdp.reporting.dry_run import lines
+from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.training.runner import Runner
+from kerasdp.training.step_bytes import bytes_of, numbers_in, step_bytes
+
+# Samples that are read, of the first batch.
+_FEW = 32
+
+
+class _Described(BaseException):
+    """Ends the training function; no Exception, which that might catch."""
+
+    def __init__(self, figures: dict[str, Any]):
+        super().__init__()
+        self.figures = figures
+
+
+def figures_of(config: Config, train: Callable[..., Any], runner: Runner) -> dict[str, Any]:
+    """Runs `train` up to its first `fit`; prints what that would do, and returns it, as JSON can hold it.
+
+    Args:
+        config: of the run; `num_devices` is given.
+        train: as `kerasdp.launch` takes it.
+        runner: of one CPU device of this machine.
+
+    Raises:
+        UserError: as the run would; and if `train` calls no `fit`.
+    """
+    dry_runner = DryRunner(config, runner.devices, runner.strategy, runner.heartbeat)
+    try:
+        with dry_runner.training_function():
+            train(dry_runner)
+    except _Described as described:
+        figures = described.figures
+        if config.verbose != 0:
+            print("\n".join(lines(figures)), flush=True)
+        return figures
+    raise UserError("--dry_run tells what fit would do. Received: a training function that calls no fit")
+
+
+class DryRunner(Runner):
+    """A runner whose `fit` prepares all, as that of the run would, and then describes it.
+
+    `evaluate` and `predict` before it work as ever, on one CPU device.
+    """
+
+    def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat):
+        super().__init__(config, devices, strategy, heartbeat)
+        self._num_devices = config.host_range[1] * (config.num_devices or 1)
+        self._readers: list[Reader] = []
+        # What each replica is to compute of its own rows is looked at as if there were several.
+        shares_rows = config.backend != "jax" and config.engine == "data"
+        strategy.splits_batches = shares_rows and self.num_replicas > 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the run."""
+        return self.config.num_replicas(self._num_devices)
+
+    def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
+        reader = super()._reader(x, y, sample_weight, batch_size, **options)
+        if options.get("fitting"):
+            self._readers.append(reader)
+            if isinstance(reader, SampleReader):
+                reader.first = functools.partial(_first_rows, reader)  # type: ignore[method-assign]
+        return reader
+
+    def _begin_fit(self, model: keras.Model, reader: Reader, *args: Any) -> Any:
+        _, batch_size, num_rows, epochs, _ = args
+        if model.optimizer is not None and not model.optimizer.built:
+            with self._scope():
+                model.optimizer.build(model.trainable_variables)
+        config = dataclasses.replace(self.config, batch_size=batch_size)
+        data = _data(config, self._readers, self.num_replicas, self._num_devices)
+        self.state.begin_fit(
+            batch_size=num_rows, num_batches=data["steps_per_epoch"], epochs=epochs, max_steps=self.config.max_steps
+        )
+        raise _Described({
+            **_places(config, model, self._num_devices),
+            "data": data,
+            "steps": self.state.num_steps,
+            "epochs": epochs,
+            "memory": _memory(model),
+            "checkpoint_bytes": _checkpoint_bytes(model),
+            **_cost(config, model, self._num_devices),
+        })  # fmt: skip
+
+
+def _first_rows(reader: SampleReader) -> Batch:
+    """Returns the first batch with few of its rows, which tell their shape; a batch for a pod may fill this machine."""
+    indices = reader.order.batch(0, 0)
+    rows = indices[:_FEW]
+    targets, sample_weight = reader.source.targets(rows)
+    return Batch(
+        inputs=reader.source.inputs(rows), targets=targets, sample_weight=sample_weight, indices=indices,
+        own_indices=rows,
+    )  # fmt: skip
+
+
+def _places(config: Config, model: keras.Model, num_devices: int) -> dict[str, Any]:
+    """Returns which process drives which devices."""
+    hosts = config.host_range[1]
+    rate = getattr(model.optimizer, "learning_rate", None)
+    return {
+        "backend": config.backend, "model": model.name, "precision": config.precision, "strategy": config.strategy,
+        "hosts": hosts, "fewest_hosts": config.host_range[0], "devices_per_host": config.num_devices,
+        "device": config.device, "num_devices": num_devices, "num_replicas": config.num_replicas(num_devices),
+        "num_processes": num_devices if config.backend == "torch" else hosts, "batch_size": config.batch_size,
+        "learning_rate": None if rate is None else float(keras.ops.convert_to_numpy(rate)),
+        "workdir": config.workdir, "checkpoint_every": config.checkpoint_every, "keep": config.keep,
+    }  # fmt: skip
+
+
+def _data(config: Config, readers: list[Reader], num_replicas: int, num_devices: int) -> dict[str, Any]:
+    """Returns steps, rows and shards of an epoch's batches. The readers are of the training and the validation data."""
+    reader = readers[0]
+    first = reader.first()
+    leaves = keras.tree.flatten((first.inputs, first.targets, first.sample_weight))
+    num_processes = num_devices if config.backend == "torch" else config.host_range[1]
+    found: dict[str, Any] = {
+        "dataset": config.dataset, "note": None, "num_samples": None, "steps_per_epoch": reader.num_batches,
+        "full_batch": split_rows(len(first.indices), num_replicas), "last_batch": None,
+        "bytes_per_sample": sum(leaf.nbytes // max(len(leaf), 1) for leaf in leaves if leaf is not None),
+        "replicas_per_process": max(1, num_replicas // num_processes),
+        "num_test_samples": None, "test_steps": None,
+    }  # fmt: skip
+    if isinstance(reader, SampleReader):
+        found |= {"kind": type(reader.source).__name__, "is_handed_out": False, **_counts(reader)}
+        found["full_batch"] = split_rows(
+            min(config.batch_size, found["num_samples"] or config.batch_size), num_replicas
+        )
+        last = (found["num_samples"] or 0) % config.batch_size
+        if last and found["num_samples"] > config.batch_size:
+            found["last_batch"] = split_rows(last, num_replicas)
+    else:
+        found |= {"kind": type(reader.batches).__name__, "is_handed_out": True}
+    for test in readers[1:2]:
+        counts = _counts(test) if isinstance(test, SampleReader) else {"steps_per_epoch": test.num_batches}
+        found |= {"num_test_samples": counts.get("num_samples"), "test_steps": counts["steps_per_epoch"]}
+    return found
+
+
+def _counts(reader: SampleReader) -> dict[str, Any]:
+    """Returns the samples and steps of an epoch, and what is to be said of them; None where they are not known."""
+    is_counted, note = getattr(reader.source, "is_counted", True), getattr(reader.source, "note", None)
+    if not is_counted:
+        return {"num_samples": None, "steps_per_epoch": None, "note": note}
+    return {"num_samples": reader.source.num_samples, "steps_per_epoch": reader.num_batches, "note": note}
+
+
+def split_rows(num_rows: int, num_replicas: int) -> dict[str, int]:
+    """Returns how the rows of a batch are split: those of a full replica, how many are full, and what others have.
+
+    Returns:
+        `rows` of each of `full` replicas, `rest` of the next one (0: none is partly full), and `empty` replicas, with
+        padding alone.
+    """
+    rows = replica_rows(num_rows, num_replicas)
+    full, rest = divmod(num_rows, rows)
+    empty = num_replicas - full - (rest > 0)
+    return {"num_rows": num_rows, "rows": rows, "full": full, "rest": rest, "empty": empty}
+
+
+def _memory(model: keras.Model, weights: list[Any] | None = None) -> dict[str, int]:
+    """Returns the bytes that a replica holds of a model, or a stage of some of its weights."""
+    own = {id(variable): variable for variable in (model.variables if weights is None else weights)}
+    optimizers = [model.optimizer] if model.optimizer is not None else []
+    optimizers += [optimizer for _, optimizer in names_in(model).optimizers]
+    held = {id(variable): variable for optimizer in optimizers for variable in optimizer.variables}
+    if weights is not None:
+        of_weight = slots_by_weight(model.optimizer)
+        held = {key: variable for key, variable in held.items() if key in of_weight and id(of_weight[key][1]) in own}
+    trainable = [variable for variable in model.trainable_variables if id(variable) in own]
+    others = [variable for key, variable in own.items() if key not in {id(each) for each in trainable} | held.keys()]
+    return {
+        "num_trainable": numbers_in(trainable), "num_others": numbers_in(others),
+        "weights": bytes_of(trainable) + bytes_of(others), "gradients": bytes_of(trainable),
+        "optimizer": bytes_of(held.values()),
+    }  # fmt: skip
+
+
+def _checkpoint_bytes(model: keras.Model) -> int:
+    """Returns the bytes of the arrays of a checkpoint, in which bfloat16 is float32: NumPy has no such type."""
+    variables = [variable for group in GROUPS for _, variable in named(model, group)]
+    wide = [variable for variable in variables if keras.backend.standardize_dtype(variable.dtype) == "bfloat16"]
+    return bytes_of(variables) + bytes_of(wide)
+
+
+def _cost(config: Config, model: keras.Model, num_devices: int) -> dict[str, Any]:
+    """Returns what the devices of a step exchange; of a pipeline its stages."""
+    if config.strategy == "tensor":
+        raise UserError(
+            "--dry_run: there for --strategy=data and pipeline. Received: tensor, whose layers' tensors are cut where "
+            "they divide, and travel as XLA decides; leave one of them out"
+        )
+    if config.strategy == "pipeline":
+        is_by_time = config.balance == "time" and config.cut_at is None  # measured where the layers are to work
+        config = dataclasses.replace(config, balance="flops" if is_by_time else config.balance)
+        plan = make_plan(model, config, num_devices, SingleProcess().broadcast_from_rank0)
+        stages = [
+            {"layers": stage.layers, "bytes_per_sample": stage.num_bytes, **_memory(model, stage.model.weights)}
+            for stage in plan.stages
+        ]
+        return {"stages": stages, "micro_batch": plan.size, "is_cut_by_time": is_by_time}
+    sent = step_bytes(model, config, config.num_replicas(num_devices))
+    return {"step_bytes": dataclasses.asdict(sent), "sent_in_ring": sent.in_ring(num_devices)}

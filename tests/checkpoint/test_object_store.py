@@ -1,0 +1,178 @@
+"""Checkpoints in an object store: a server that speaks S3, behind a wire that can be made slow."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+
+from kerasdp.checkpoint import files
+from kerasdp.checkpoint.storage import folder_at, require_folder
+from kerasdp.errors import UserError
+from tests.helpers import BACKENDS, DEVICES, PROGRAMS, ROOT, environment, files_of_run, result_of, run
+
+pytestmark = pytest.mark.proof
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("s3fs")
+moto_server = pytest.importorskip("moto.server")
+
+BUCKET = "s3://bucket"
+
+
+class Wire:
+    """Passes on what a client sends to a server, and what it answers; slowly, if `bytes_per_second` is set."""
+
+    def __init__(self, port: int):
+        self.server, self.bytes_per_second, self.num_bytes = port, None, 0
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or it would all be on its way at once
+        self.port = self.door.getsockname()[1]
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.door.accept()
+                server = socket.create_connection(("127.0.0.1", self.server))
+                for ends in ((client, server, True), (server, client, False)):
+                    threading.Thread(target=self.pass_on, args=ends, daemon=True).start()
+
+    def pass_on(self, source, target, counts):
+        with contextlib.suppress(OSError):
+            while content := source.recv(4096):
+                if counts:
+                    self.num_bytes += len(content)
+                    if self.bytes_per_second:
+                        time.sleep(len(content) / self.bytes_per_second)
+                target.sendall(content)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    server = moto_server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    wire = Wire(server.get_host_and_port()[1])
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}", "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    post(wire, "reset")
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield wire
+    wire.door.close()
+    server.stop()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def post(wire, what, content=b""):
+    """Tells the server something that is not S3: https://docs.getmoto.org/en/latest/docs/configuration/."""
+    url = f"http://127.0.0.1:{wire.port}/moto-api/{what}"
+    urllib.request.urlopen(urllib.request.Request(url, content, {"Content-Type": "text/plain"}, method="POST")).close()
+
+
+def some(step, size=100):
+    arrays = {"model/kernel": np.random.RandomState(step).rand(size, size).astype("float32")}
+    return files.Checkpoint(arrays=arrays, state={"step": step})
+
+
+def test_what_is_written_is_kept_listed_and_read(wire):
+    place, told = f"{BUCKET}/a/b", []
+    require_folder(place, resume=False)
+    writer = files.Writer(place, 2, told.append)
+    for step in range(1, 5):
+        writer.write(some(step), is_best=step == 2)
+    writer.close()
+    names = ["best.safetensors", "step-00000003.safetensors", "step-00000004.safetensors"]
+    assert sorted(folder_at(place).names()) == names
+    assert files.load(f"{place}/best.safetensors").state["step"] == 2
+    system = fsspec.filesystem("s3")
+    system.pipe_file("bucket/a/b/step-00000005.safetensors", system.cat_file("bucket/a/b/" + names[2])[:-7])
+    path, found = files.load_newest(place, told.append)
+    assert path == f"{place}/step-00000004.safetensors" and len(told) == 1
+    np.testing.assert_array_equal(found.arrays["model/kernel"], some(4).arrays["model/kernel"])
+    files.set_aside(place, path)
+    assert sorted(folder_at(place).names()) == [*names, "step-00000005.safetensors.unusable"]
+    with pytest.raises(UserError, match="holds the checkpoints of an earlier run"):
+        require_folder(place, resume=False)
+
+
+def test_refusals(wire, monkeypatch):
+    with pytest.raises(UserError, match=r"cannot write into 's3://nobucket/run' \(.*bucket does not exist"):
+        require_folder("s3://nobucket/run", resume=False)
+    assert "nobucket" not in fsspec.filesystem("s3").ls("")  # nor is it made
+    post(wire, "reset-auth", b"0")  # from here on nobody may do anything
+    with pytest.raises(UserError, match=r"cannot read 's3://bucket/run' \(.*(Forbidden|denied|does not exist)"):
+        require_folder(f"{BUCKET}/run", resume=False)
+    post(wire, "reset-auth", b"1000000000")
+    require_folder(f"{BUCKET}/run", resume=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="cannot read 's3://bucket/run' .*Could not connect"):
+        require_folder(f"{BUCKET}/run", resume=False)
+    print(f"\nunreachable after {time.monotonic() - begin:.1f} s")
+
+
+KILLED = """
+import sys, numpy as np
+from kerasdp.checkpoint import files
+from tests.checkpoint.test_object_store import some
+files.save(files.path_of(sys.argv[1], 2), some(2, int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("size", [1700, 6000], ids=["12 MB in one put", "144 MB in parts"])
+def test_one_that_is_killed_while_it_is_sent_leaves_nothing(size, wire):
+    place = f"{BUCKET}/run"
+    files.save(files.path_of(place, 1), some(1))
+    wire.num_bytes, wire.bytes_per_second = 0, 2_000_000 if size == 1700 else 20_000_000
+    sender = subprocess.Popen([sys.executable, "-c", KILLED, place, str(size)], cwd=ROOT, env=environment())
+    half = 4 * size * size // 2
+    while wire.num_bytes < half:
+        assert sender.poll() is None, "it was sent before it could be killed"
+        time.sleep(0.01)
+    os.kill(sender.pid, signal.SIGKILL)
+    sender.wait()
+    wire.bytes_per_second = None
+    time.sleep(1)
+    assert half <= wire.num_bytes < 2 * half
+    assert folder_at(place).names() == ["step-00000001.safetensors"]
+    path, found = files.load_newest(place, lambda text: pytest.fail(text))
+    assert found.state["step"] == 1
+    files.save(files.path_of(place, 2), some(2))  # and the next one is
+    assert files.load_newest(place, print)[1].state["step"] == 2
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, BACKENDS[place - 1]) for place, old in enumerate(BACKENDS)])
+def test_another_backend_resumes(old, new, wire, tmp_path):
+    """Killed in the second epoch, and resumed in a workdir where nothing is."""
+
+    def train(workdir, backend, **choices):
+        fields = {"epochs": 4, "optimizer": "adam", "learning_rate": 0.01, "workdir": str(tmp_path / workdir)}
+        fields |= {"backend": backend, "num_devices": DEVICES[backend] if backend != new else 1} | choices
+        return run(PROGRAMS / "resume.py", json.dumps(fields))
+
+    whole = result_of(train("whole", old, checkpoint_every="never"))
+    place = {"checkpoint_dir": f"{BUCKET}/{old}/run", "checkpoint_every": "5"}
+    done = train("first", old, trouble="kill", at_step=17, **place)
+    assert done.returncode == 1 or done.returncode == -9
+    result = result_of(train("second", new, resume=True, **place))
+    np.testing.assert_allclose(result["history"]["loss"], whole["history"]["loss"], rtol=1e-3)
+    losses, _ = files_of_run(tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "second" / "steps.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] in (11, 16)  # after the checkpoint that had been written
+    begin = lines[0]["step"] - 1
+    np.testing.assert_allclose([line["loss"] for line in lines[:10]], losses[begin : begin + 10], rtol=1e-5)
