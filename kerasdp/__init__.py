@@ -11,7 +11,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, parity, pipeline
+    from kerasdp import benchmark, parity, pipeline, ray
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
@@ -49,6 +49,7 @@ _PACKAGES = {
     "layers": "kerasdp.portability.layers",
     "parity": "kerasdp.parity",
     "pipeline": "kerasdp.pipeline",
+    "ray": "kerasdp.ray",
 }
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "per_sample",
     "pipeline",
     "portable",
+    "ray",
 ]
 
 

@@ -28,6 +28,11 @@ def from_command_line() -> Iterator[None]:
             os.environ[_FROM_COMMAND_LINE] = kept
 
 
+def is_from_command_line() -> bool:
+    """Returns whether messages name flags."""
+    return _FROM_COMMAND_LINE in os.environ
+
+
 def addressed(message: str) -> str:
     """Returns a message in which choices are written as whoever started the run writes them.
 
@@ -35,7 +40,7 @@ def addressed(message: str) -> str:
         message: with flags, as `--gpus=2`. They stay on the command line, and become arguments, as `num_devices=2`, for
             people in Python. What has several lines is another program's text, and stays as it is.
     """
-    if _FROM_COMMAND_LINE in os.environ or "\n" in message:
+    if is_from_command_line() or "\n" in message:
         return message
     return _FLAG.sub(_as_argument, message)
 

@@ -146,7 +146,7 @@ class _LocalFolder:
 class _RemoteFolder:
     def __init__(self, url: str):
         self._url = url.rstrip("/")
-        self._files, self._path = _file_system(url)
+        self._files, self._path = file_system(url)
         protocols = self._files.protocol
         self._is_object_store = not _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
 
@@ -219,7 +219,7 @@ class _RemoteFolder:
             raise OutOfReachError(f"{type(error).__name__}: {text:.300}") from error
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """Returns fsspec's file system of a URL, and the path in it."""
     protocol = url.partition("::")[0].partition("://")[0]
     try:

@@ -17,6 +17,7 @@ _DEFAULTS = Config()
 COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
 STUDY = "Study of a pipeline (recipes/pipeline.py only)"
 BENCHMARK = "Benchmark (recipes/benchmark.py only)"
+RAY = "Ray (recipes/ray_train.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -185,6 +186,14 @@ def _define_flags_of_recipes() -> None:
             f"{', '.join(PEERS)}; or none. Default: all that can train the same on --backends.")  # fmt: skip
     _define(group, "rounds", number, 5, "How often each is measured, in turn.")
     _define(group, "steps_per_round", number, 20, "Training steps of each round.")
+
+    group = RAY
+    _define(group, "workers", text, "1", "Workers of the run, or the fewest and the most as 1:4, each with --gpus "
+            "devices.")  # fmt: skip
+    _define(group, "cpus_per_worker", flags.DEFINE_float, None, "Cores that Ray sets aside for each worker, or each "
+            "run of a sweep. Default: one for each device.")  # fmt: skip
+    _define(group, "sweep", text, None, "Flags and their values: many runs, one for each combination, instead of one "
+            "over several workers: 'learning_rate=0.01,0.03; batch_size=32,64'.")  # fmt: skip
 
 
 _define_flags_of_devices()

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_study
+from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_ray, parse_study
 from kerasdp.errors import PreemptedError, RunError, from_command_line
 from kerasdp.launch import launch
 
@@ -12,6 +12,7 @@ _PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
     "parity": parse_comparison,
     "pipeline": parse_study,
     "benchmark": parse_benchmark,
+    "ray_train": parse_ray,
 }
 
 
@@ -25,7 +26,8 @@ def main(function: Callable[..., Any], flags: str = "train") -> None:
             those of `"train"` it runs here, and False from it is exit code 1.
         flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
             `function(config, backends, device_counts)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
-            `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`.
+            `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`; `"ray_train"`:
+            `function(config, num_workers, cpus_per_worker, grid)`.
 
     Raises:
         SystemExit: where the exit code is not 0.

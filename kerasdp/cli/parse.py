@@ -4,17 +4,19 @@ import dataclasses
 import datetime
 import difflib
 import os
+import re
 from typing import Any
 
 from absl import flags
 
 from kerasdp.benchmark.contenders import SHAPES
-from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, STUDY, help_text
+from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, RAY, STUDY, help_text
 from kerasdp.config import Config
 from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
+_RECIPES = {COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train"}
 _OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
 _OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
@@ -33,7 +35,7 @@ def parse(arguments: list[str]) -> Config:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    _read(arguments, without=_of_recipes(COMPARISON, STUDY, BENCHMARK))
+    _read(arguments, without=_of_other_recipes())
     return _config()
 
 
@@ -46,7 +48,7 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
         | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
-        | _of_recipes(STUDY, BENCHMARK)
+        | _of_other_recipes(COMPARISON)
         | _OF_MACHINES,
     )
     names, numbers = _backends(), _numbers("device_counts")
@@ -63,7 +65,7 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     """
     _read(
         arguments,
-        without=_of_recipes(COMPARISON, BENCHMARK)
+        without=_of_other_recipes(STUDY)
         | _OF_MACHINES
         | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
         | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
@@ -84,7 +86,7 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     _read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | _of_recipes(STUDY)
+        | _of_other_recipes(BENCHMARK)
         | _OF_MACHINES
         | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
         | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
@@ -106,10 +108,55 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     return config, _backends(), counts, names, _value("rounds"), _value("steps_per_round")
 
 
-def _of_recipes(*groups: str) -> dict[str, str]:
-    """Returns the flags of these groups, each with the recipe that it belongs to."""
-    recipes = {COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark"}
-    return {name: f"it belongs to recipes/{recipes[group]}.py" for group in groups for name in GROUPS[group]}
+def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | None, dict[str, list[Any]] | None]:
+    """Turns the command line of a run on Ray into what is trained, workers (fewest, most), cores of each, a grid.
+
+    Args and errors as in `parse`.
+    """
+    machines = dict.fromkeys(
+        ["hosts", "host_rank", "coordinator", "interface"], "Ray starts the workers: use --workers"
+    )
+    _read(arguments, without=_of_other_recipes(RAY) | machines | {"dry_run": _OF_MACHINES["dry_run"]})
+    if FLAGS["sweep"].present and FLAGS["workers"].present:
+        raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
+    fewest, _, most = _value("workers").partition(":")
+    if not (fewest.isdecimal() and (most or fewest).isdecimal() and 0 < int(fewest) <= int(most or fewest)):
+        raise UserError(
+            f"--workers: expected a number, or the fewest and the most as 1:4. Received: {_value('workers')!r}"
+        )
+    cpus = _value("cpus_per_worker")
+    if cpus is not None and not cpus > 0:
+        raise UserError(f"--cpus_per_worker: expected a number above 0. Received: {cpus}")
+    return _config(), (int(fewest), int(most or fewest)), cpus, _grid(_value("sweep"))
+
+
+def _grid(text: str | None) -> dict[str, list[Any]] | None:
+    """Returns the values of each field in `flag=value,value; flag=value`; commas in brackets belong to a value."""
+    if text is None:
+        return None
+    grid = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, equals, values = part.partition("=")
+        if not equals or name not in FLAGS:
+            raise UserError(
+                f"--sweep: expected flags with values, as 'learning_rate=0.01,0.1; batch_size=32'. Received: {part!r}"
+            )
+        try:
+            found = [FLAGS[name].parser.parse(value.strip()) for value in re.split(r",(?![^(]*\))", values)]
+        except ValueError as error:
+            raise UserError(f"--sweep: {name}: {' '.join(str(error).split())}. Received: {values!r}") from error
+        grid[FIELDS_OF_FLAGS.get(name, name)] = found
+    return grid
+
+
+def _of_other_recipes(own: str | None = None) -> dict[str, str]:
+    """Returns the flags of the recipes' groups but for one's own, each with the recipe that it belongs to."""
+    return {
+        name: f"it belongs to recipes/{recipe}.py"
+        for group, recipe in _RECIPES.items()
+        for name in GROUPS[group]
+        if group != own
+    }
 
 
 def _backends() -> list[str] | None:
@@ -164,8 +211,7 @@ def _value(flag: str) -> Any:
 
 
 def _config(**choices: Any) -> Config:
-    of_recipes = (COMPARISON, STUDY, BENCHMARK)
-    values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in of_recipes}
+    values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in _RECIPES}
     values = {FIELDS_OF_FLAGS.get(name, name): value for name, value in values.items()}
     if values["workdir"] is None and (values["checkpoint_dir"] or not values["resume"]):
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -192,6 +192,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self._rank_sync.after_epoch(self._trained)
         if self.checkpointer:
             self.checkpointer.after_epoch(report.plain(numbers))
+        for listener in self.state.epoch_listeners:
+            listener(epoch, report.plain(numbers))
 
     def _end_training_part(self) -> None:
         self.recorder.catch_up()  # waits for the last step
