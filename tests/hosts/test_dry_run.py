@@ -91,7 +91,7 @@ def test_a_job_for_512_gpus_is_told_of_on_any_machine(tmp_path):
     gradients = 4 * (3 * 1000 + 1000)
     assert told["gradients"].startswith(f"{size(2 * 511 / 512 * gradients)}: 2 x 511/512 of their {gradients:,} bytes")
     assert len(lines) <= 24 and max(map(len, lines)) <= 130
-    assert told["checkpoints"].startswith("16.0 KB after each epoch; 4 are kept")
+    assert told["checkpoints"].startswith("32.0 KB after each epoch; 4 are kept")  # with the momentum
     assert not (tmp_path / "runs").exists()
 
 
