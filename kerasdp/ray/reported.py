@@ -39,18 +39,18 @@ def train_and_report(train: SentFunction, settings: Config, report: Callable[[di
 
 
 def _train(settings: Config, train: SentFunction, path: str) -> SentResult:
-    def train_and_tell(runner: Any) -> Any:
+    def train_and_report(runner: Any) -> Any:
         if runner.strategy.processes.local[0] == 0:
-            runner.state.epoch_listeners.append(lambda epoch, logs: _tell(path, {"epoch": epoch + 1, **logs}))
+            runner.state.epoch_listeners.append(lambda epoch, logs: _report(path, {"epoch": epoch + 1, **logs}))
         return train(runner)
 
-    result = launch(train_and_tell, settings)
+    result = launch(train_and_report, settings)
     if hasattr(result, "set_model"):
         result.set_model(None)  # a Keras `History` holds its model
     return SentResult(result)
 
 
-def _tell(path: str, line: dict[str, Any]) -> None:
+def _report(path: str, line: dict[str, Any]) -> None:
     with open(path, "a") as file:
         file.write(json.dumps(line) + "\n")
 

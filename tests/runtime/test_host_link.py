@@ -84,9 +84,8 @@ def test_only_who_knows_the_secret_may_join(monkeypatch):
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(200))
         call = f"from kerasdp.runtime import messages; messages.connect('127.0.0.1', {port}, b'', 5.0)"
         for other in ({"KERASDP_SECRET": "two"}, {}):
-            env = environment(PYTHONPATH=str(ROOT))
-            env.pop("KERASDP_SECRET")
-            done = subprocess.run([sys.executable, "-c", call], env=env | other, capture_output=True, text=True)
+            env = environment(PYTHONPATH=str(ROOT), **other)  # without that of this process
+            done = subprocess.run([sys.executable, "-c", call], env=env, capture_output=True, text=True)
             assert f"127.0.0.1:{port} knows another KERASDP_SECRET: set the same one" in done.stderr
         second = HostLink.among(1, 2, "127.0.0.1", port, "127.0.0.1")
         assert second.names == first.result(20).names
