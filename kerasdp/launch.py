@@ -29,7 +29,7 @@ from kerasdp.runtime.supervisor import supervise
 _OF_THE_MACHINES = (
     "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
     "micro_batches", "schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
-    "tensorboard", "resume", "max_restarts", "hang_timeout",
+    "checkpoint_dir", "tensorboard", "resume", "max_restarts", "hang_timeout",
 )  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}

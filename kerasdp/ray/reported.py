@@ -37,16 +37,16 @@ def train_and_report(train: SentFunction, settings: Config, report: Callable[[di
     with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "epochs.jsonl")
 
-        def train_and_tell(runner: Any) -> Any:
+        def reporting(runner: Any) -> Any:
             if runner.strategy.processes.local[0] == 0:
-                runner.state.epoch_listeners.append(lambda epoch, logs: _tell(path, {"epoch": epoch + 1, **logs}))
+                runner.state.epoch_listeners.append(lambda epoch, logs: _report(path, {"epoch": epoch + 1, **logs}))
             return train(runner)
 
         with _followed(path, report):
-            return SentResult(launch(train_and_tell, settings))
+            return SentResult(launch(reporting, settings))
 
 
-def _tell(path: str, line: dict[str, Any]) -> None:
+def _report(path: str, line: dict[str, Any]) -> None:
     with open(path, "a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -83,6 +83,7 @@ def _fit(
         run_config=ray.train.RunConfig(
             name=_FOLDER,
             failure_config=ray.train.FailureConfig(max_failures=settings.max_restarts),
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),  # it would print each report, of each worker
             **_storage(settings),
         ),
     )
@@ -99,7 +100,6 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it (2.60) would print each report, of each worker
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     address = broadcast_from_rank_zero(_free_address(ray.util.get_node_ip_address()) if rank == 0 else None)

@@ -145,7 +145,7 @@ def _held(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  weights", f"{size(held['weights'])}: {held['num_trainable']:,} trainable{others}"
     yield "  gradients", size(held["gradients"])
     yield "  optimizer", size(held["optimizer"])
-    if figures["workdir"] is None or figures["checkpoint_every"] == "never":
+    if not figures["keeps_checkpoints"]:
         yield "checkpoints", "none are kept"
         return
     kept = figures["keep"] + 1

@@ -152,7 +152,7 @@ class HostLink:
         content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {line_of(error)}"))
         self.error = self.error or WorkerError(line_of(error))
         self._is_over.set()
-        self._tell_all(_FAILED, content)
+        self._send_to_all(_FAILED, content)
 
     @property
     def is_failing(self) -> bool:
@@ -163,7 +163,7 @@ class HostLink:
         """Tells the others that this process ends in order."""
         if not self._is_over.is_set():
             self._is_over.set()
-            self._tell_all(_LEAVES, b"")
+            self._send_to_all(_LEAVES, b"")
 
     def reason(self, seconds: float) -> RunError | None:
         """Returns why the run has to end, if that becomes known in so many seconds."""
@@ -203,7 +203,7 @@ class HostLink:
         except OSError:
             self._lose(rank, "has left")
 
-    def _tell_all(self, kind: int, content: bytes) -> None:
+    def _send_to_all(self, kind: int, content: bytes) -> None:
         for channel in self._channels.values():
             try:
                 channel.send(kind, content=content)
@@ -266,7 +266,7 @@ class HostLink:
                 return
             self.error = error
         if self.rank == 0:
-            self._tell_all(_FAILED, pickle.dumps((type(error).__name__, str(error))))
+            self._send_to_all(_FAILED, pickle.dumps((type(error).__name__, str(error))))
         leave_with(error)
 
 

@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<BIqq")
 # Both ends show that they know the secret, by a digest over what the other one has just made up. The name in front
 # tells other programs that knock.
 _GREETING = b"kerasdp 1\n"
-_NONCE, _DIGEST = 32, 32
+_NONCE, _DIGEST, _MOST_WORDS = 32, 32, 4096
 _SECONDS_TO_GREET = 10.0
 _SECONDS_BETWEEN_TRIES = 0.2
 _SECONDS_BETWEEN_LINES = 30.0
@@ -144,10 +144,13 @@ def greeted(connection: socket.socket) -> bytes:
     connection.sendall(_GREETING + mine)
     theirs = received(connection, len(_GREETING) + _NONCE + _DIGEST + 4)
     nonce, digest = theirs[len(_GREETING) : len(_GREETING) + _NONCE], theirs[-_DIGEST - 4 : -4]
-    if not theirs.startswith(_GREETING) or not hmac.compare_digest(digest, _digest(b"joins", mine, nonce)):
+    size = int.from_bytes(theirs[-4:], "little")
+    if not theirs.startswith(_GREETING) or size > _MOST_WORDS:
+        raise ConnectionRefusedError("another program")
+    words = received(connection, size)
+    if not hmac.compare_digest(digest, _digest(b"joins", mine, nonce)):
         connection.sendall(bytes(_DIGEST))
-        raise ConnectionRefusedError("another KERASDP_SECRET, or another program")
-    words = received(connection, int.from_bytes(theirs[-4:], "little"))
+        raise ConnectionRefusedError("another KERASDP_SECRET")
     connection.sendall(_digest(b"listens", nonce, mine))
     return words
 

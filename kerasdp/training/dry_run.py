@@ -127,7 +127,7 @@ def _places(config: Config, model: keras.Model, num_devices: int) -> dict[str, A
         "device": config.device, "num_devices": num_devices, "num_replicas": config.num_replicas(num_devices),
         "num_processes": num_devices if config.backend == "torch" else hosts, "batch_size": config.batch_size,
         "learning_rate": None if rate is None else float(keras.ops.convert_to_numpy(rate)),
-        "workdir": config.workdir, "checkpoint_every": config.checkpoint_every, "keep": config.keep,
+        "keeps_checkpoints": config.keeps_checkpoints, "checkpoint_every": config.checkpoint_every, "keep": config.keep,
     }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_the_least_batch():
 @pytest.mark.proof
 def test_steps_on_virtual_devices_take_what_is_predicted():
     """Within a factor of three: the processes of a step share two cores, of which the model knows nothing."""
-    found = result_of(run(PROGRAMS / "scaling_times.py", "resnet18", timeout=900))
+    found = result_of(run(PROGRAMS / "scaling_times.py", "convnet", timeout=900))
     ratios = [measured / predicted for measured, predicted in zip(found["measured"], found["predicted"], strict=True)]
     print(found, ratios)
     assert ratios[0] == pytest.approx(1)

@@ -75,6 +75,7 @@ def test_a_job_for_512_gpus_is_told_of_on_any_machine(tmp_path):
     (tmp_path / "my_model.py").write_text(OWN_MODEL)
     data = "synthetic(shape=(224,224,3), num_classes=1000, num_samples=1281167)"
     flags = ["--hosts=64", "--gpus=8", "--batch_size=65536", "--epochs=90", "--model=my_model.py:build"]
+    flags += ["--checkpoint_dir=s3://no-such-bucket/run", "--resume", "--max_restarts=2"]  # of the cluster
     words = [f"--backend={BACKENDS[0]}", "--dry_run", f"--dataset={data}", *flags]
     done = run(ROOT / "recipes" / "train.py", *words, backend=BACKENDS[0], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -90,6 +91,7 @@ def test_a_job_for_512_gpus_is_told_of_on_any_machine(tmp_path):
     gradients = 4 * (3 * 1000 + 1000)
     assert told["gradients"].startswith(f"{size(2 * 511 / 512 * gradients)}: 2 x 511/512 of their {gradients:,} bytes")
     assert len(lines) <= 24 and max(map(len, lines)) <= 130
+    assert told["checkpoints"].startswith("32.0 KB after each epoch; 4 are kept")  # with the momentum
     assert not (tmp_path / "runs").exists()
 
 

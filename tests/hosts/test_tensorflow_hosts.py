@@ -32,7 +32,7 @@ def start_hosts(count, *arguments, **settings):
     return [start(*arguments, backend="tensorflow", RANK=str(rank), **hosts, **own) for rank in range(count)]
 
 
-def in_hosts(count, *arguments, timeout=280, **settings):
+def in_hosts(count, *arguments, timeout=560, **settings):
     """What each process printed."""
     programs = start_hosts(count, *arguments, **settings)
     with concurrent.futures.ThreadPoolExecutor(count) as waiting:
@@ -139,7 +139,8 @@ def test_user_defined_steps():
 def test_rows_of_twelve_hosts_are_in_their_order():
     """TensorFlow orders the members of a group by their names, as texts: the tenth before the second."""
     for result in in_hosts(12, PROGRAM, num_devices=1, only_gather=True):
-        assert result == [list(range(12))] * 2
+        assert result["rows"] == [list(range(12))] * 2
+        assert result["slopes"] == [sum(range(1, 13))]  # of all replicas, by what each gave
 
 
 @pytest.mark.proof
@@ -162,6 +163,23 @@ def test_a_host_that_is_gone_ends_the_others(hosts, number, words, seconds):
         assert f"process {hosts - 1}) {words}" in done.stderr.splitlines()[-1]
     last.send_signal(signal.SIGKILL) if number == signal.SIGSTOP else None
     last.finish(timeout=60)
+
+
+@pytest.mark.proof
+def test_weights_that_differ_between_hosts_are_named():
+    for program in start_hosts(2, PROGRAM, num_devices=1, model="mlp", drift=True):
+        done = program.finish(timeout=120)
+        assert done.returncode == 1
+        assert "the replicas of mlp hold different values in 1 variables, first in dense1/bias" in done.stderr
+
+
+def test_a_whole_step_is_compiled_on_one_device_only():
+    done = run(
+        PROGRAM,
+        json.dumps({"num_devices": 2, "model": "mlp", "compile": {"jit_compile": True}}),
+        backend="tensorflow",
+    )
+    assert done.returncode == 2 and "jit_compile=True: TensorFlow takes one device for it" in done.stderr
 
 
 def is_gone(pid):

@@ -32,29 +32,36 @@ def main():
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=True, logging_level="warning")
 
-    def lose_node():
+    returned = []
+    trained = threading.Thread(target=lambda: returned.append(run(settings, num_workers)))
+    trained.start()
+    if remove_at_step:  # in the main thread, in which alone Ray starts nodes
         path = pathlib.Path(settings["workdir"]) / "steps.jsonl"
         while not path.exists() or f'"step": {remove_at_step},' not in path.read_text():
+            assert trained.is_alive()
             time.sleep(0.05)
         cluster.remove_node(other, allow_graceful=False)
         print("a node was killed", flush=True)
         if spare_after is not None:
             time.sleep(spare_after)
             cluster.add_node(**node)
-
-    if remove_at_step:
-        threading.Thread(target=lose_node, daemon=True).start()
-    fields = {"device": "cpu", "log_every": 1, "verbose": 2} | settings
-    begin, code = time.monotonic(), 0
-    try:
-        history = kerasdp.ray.run(return_history, kerasdp.Config(**fields), num_workers=num_workers)
-        print("RESULT", json.dumps({"loss": history["loss"], "seconds": time.monotonic() - begin}))
-    except kerasdp.RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        code = error.exit_code
+    trained.join()
     ray.shutdown()
     cluster.shutdown()
-    sys.exit(code)
+    sys.exit(returned[0])
+
+
+def run(settings, num_workers):
+    """Trains, prints what came out, and returns the exit code."""
+    fields = {"device": "cpu", "log_every": 1, "verbose": 2} | settings
+    begin = time.monotonic()
+    try:
+        history = kerasdp.ray.run(return_history, kerasdp.Config(**fields), num_workers=num_workers)
+    except kerasdp.RunError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    print("RESULT", json.dumps({"loss": history["loss"], "seconds": time.monotonic() - begin}))
+    return 0
 
 
 def return_history(runner):

@@ -4,6 +4,7 @@ python tensorflow_hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
     num_samples, epochs: of the training
     compile: arguments of `Model.compile`
     signal: that the last process sends itself behind step 5
+    drift: the last process changes one of its weights at the end of training
     only_gather: trains nothing; gathers the number of each replica instead
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 
 import kerasdp
 
-OWN = ("num_samples", "compile", "signal", "only_gather")
+OWN = ("num_samples", "compile", "signal", "drift", "only_gather")
 # Of `struct tcp_info` in linux/tcp.h: bytes of data, without headers.
 BYTES_SENT = slice(200, 208)
 
@@ -41,7 +42,7 @@ def bytes_sent():
 
 
 def gather(runner):
-    """Gathers few and many rows, as they stand on each replica."""
+    """Gathers few and many rows, and differentiates by what each replica gave, as they stand on each."""
     import tensorflow as tf
 
     from kerasdp.backends.tensorflow import collectives
@@ -54,7 +55,16 @@ def gather(runner):
         rows = tf.function(lambda width=width: strategy.mirrored.run(in_replica, args=(width,)))()
         copies = strategy.mirrored.experimental_local_results(rows)
         found += [copy.numpy()[:, -1].tolist() for copy in copies]
-    return found
+
+    def slope():
+        own = tf.constant(1.0)
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            total = (collectives.rank() + 1.0) * tf.reduce_sum(collectives.gather_statistics(own))
+        return tape.gradient(total, own)
+
+    slopes = strategy.mirrored.experimental_local_results(tf.function(lambda: strategy.mirrored.run(slope))())
+    return {"rows": found, "slopes": [float(each) for each in slopes]}
 
 
 def train(settings, runner):
@@ -73,13 +83,18 @@ def train(settings, runner):
             **settings.get("compile", {}),
         )
     losses, sent = StepLosses(runner), []
+    is_last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
 
     class Steps(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             sent.append((time.perf_counter(), bytes_sent()))
 
+        def on_train_end(self, logs=None):
+            if is_last and "drift" in settings:
+                weight = self.model.trainable_weights[1]
+                weight.assign(weight + 1e-6)
+
         def on_train_batch_end(self, batch, logs=None):
-            is_last = runner.strategy.processes.rank == runner.strategy.processes.num_processes - 1
             if is_last and len(sent) == 5 and "signal" in settings:
                 os.kill(os.getpid(), settings["signal"])
 
