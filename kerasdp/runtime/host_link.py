@@ -177,7 +177,8 @@ class HostLink:
             arrived = self._arrived[channel, number]
         result = arrived.get()
         with self._lock:
-            del self._arrived[channel, number]
+            if arrived.empty():  # of a scatter, another one of the same number may be there already
+                del self._arrived[channel, number]
         return result
 
     def _arrive(self, channel: int, number: int, content: Any) -> None:
@@ -246,7 +247,8 @@ class HostLink:
             for rank, heard in list(self._heard.items()):
                 if rank not in self._left and now - heard > SECONDS_OF_SILENCE:
                     self._lose(
-                        rank, f"has not been heard of for {now - heard:.0f} s: its machine, network or process stands"
+                        rank,
+                        f"has not been heard of for {now - heard:.0f} s: stopped, or its machine or network failed",
                     )
 
     def _lose(self, rank: int, words: str) -> None:

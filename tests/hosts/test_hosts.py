@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -91,16 +92,33 @@ def test_a_step_sends_the_gradients_alone(backend, number):
 
 @ON_HOSTS
 @pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slow_network_costs_time_alone(backend):
+    """Every packet takes 50 ms, and one of a hundred is lost."""
+    settings = {"backend": backend, "epochs": 2}
+    expected = alone(**settings)
+    with netns.network(2) as hosts, hosts.slowed(delay=0.05, loss=0.01):
+        begin = time.monotonic()
+        found = results_of(on_hosts(hosts, **settings), timeout=400)[0]
+        seconds = time.monotonic() - begin
+    steps = [moment for moment, _ in found["steps"]]
+    print(f"\n{backend}: {seconds:.0f} s, {(steps[-1] - steps[1]) / (len(steps) - 2):.2f} s a step; "
+          f"losses {differences(found, expected)[0]:.1e} from one process")  # fmt: skip
+    assert max(differences(found, expected)) < 1e-5
+
+
+@ON_HOSTS
+@pytest.mark.proof
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_host_without_network_ends_the_others(backend, victim, tmp_path):
-    import time
-
+    """Once its cable is in again, the run resumes, and learns what an undisturbed one learns."""
+    settings = {"backend": backend, "epochs": 400, "checkpoint_every": "20", "max_steps": 1600, "log_every": 1}
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     with netns.network(2) as hosts:
-        settings = {"backend": backend, "epochs": 2000, "workdir": str(tmp_path / "run"), "checkpoint_every": "20"}
-        processes = on_hosts(hosts, **settings)
+        processes = on_hosts(hosts, workdir=cut, **settings)
         deadline = time.monotonic() + 200
-        while not list((tmp_path / "run").glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        while not list((tmp_path / "cut").glob("checkpoints/step-*")) and time.monotonic() < deadline:
             assert processes[0].poll() is None, processes[0].communicate()
             time.sleep(0.2)
         hosts[victim].set_cable(False)
@@ -109,4 +127,20 @@ def test_a_host_without_network_ends_the_others(backend, victim, tmp_path):
         seconds = time.monotonic() - begin
         print(f"\n{backend}: without host {victim} the other one ends after {seconds:.1f} s: {stderr.splitlines()[-1]}")
         assert seconds < 30 and f"host {hosts[victim].address} (host{victim}, process" in stderr
-    assert processes[1 - victim].returncode == 1
+        assert processes[1 - victim].returncode == 1
+        processes[victim].communicate(timeout=60)  # which cannot reach the other one, either
+        hosts[victim].set_cable(True)
+        last = last_step(tmp_path / "cut") + 40
+        settings["max_steps"] = last
+        results_of(on_hosts(hosts, workdir=cut, resume=True, **settings), timeout=300)
+        results_of(on_hosts(hosts, workdir=whole, **settings), timeout=300)
+    found, expected = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+        for name in ("cut", "whole")
+    )
+    assert len(found) == last and found == expected
+    print(f"{backend}: resumed, {last} losses bit-equal to those of an undisturbed run")
+
+
+def last_step(workdir):
+    return max(int(path.stem.partition("-")[2]) for path in (workdir / "checkpoints").glob("step-*"))

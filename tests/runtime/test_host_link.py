@@ -70,6 +70,12 @@ def test_values_are_exchanged_in_order():
             return [both[channel]([np.full(2, 100 * channel + rank) for rank in range(3)], number).tolist()
                     for number in range(2) for channel in range(2)]  # fmt: skip
 
+        def same_number(both):  # as of the first batch: process 0 is ahead
+            if both[0].rank:
+                time.sleep(0.3)
+            return [both[0]([turn] * 3, 0) for turn in range(3)]
+
+        assert list(threads.map(same_number, scatters)) == [[0, 1, 2]] * 3
         assert list(threads.map(hand_out, scatters)) == [[[rank] * 2, [100 + rank] * 2] * 2 for rank in range(3)]
     for link in links:
         link.leave()

@@ -136,11 +136,12 @@ def join_processes(
         if (name := messages.interface_of_address(own)) is not None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
-    dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None)
-    if devices.cluster is not None:
-        _link_ranks(own)
-    if not is_gpu:
-        sockets.connect(None if is_local else own)
+    if not dist.is_initialized():  # by an earlier run of this program, which something else has started as a rank
+        dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None)
+        if devices.cluster is not None:
+            _link_ranks(own)
+        if not is_gpu:
+            sockets.connect(None if is_local else own)
     local = (int(os.environ["LOCAL_RANK"]), devices.of_process) if devices.of_process > 1 else (0, 1)
     return ProcessGroup(dist.get_rank(), devices.count, device, timeout, local)
 
