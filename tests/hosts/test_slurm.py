@@ -38,7 +38,9 @@ class Job:
         return found
 
     def wait_for_steps(self, number):
-        wait_for_steps(self.workdir, number, lambda: self.slurm.job(self.number)["JobState"] != "FAILED")
+        wait_for_steps(
+            self.workdir, number, lambda: self.slurm.job(self.number)["JobState"] != "FAILED", lambda: self.log
+        )
 
     def begin_again(self):
         """At once: SLURM lets a requeued job wait for two minutes."""
