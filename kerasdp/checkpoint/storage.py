@@ -55,18 +55,19 @@ class Folder(Protocol):
         ...
 
 
-def is_url(path: str) -> bool:
+def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is a URL, as `s3://bucket/folder`."""
-    return _URL.match(path) is not None
+    return _URL.match(os.fspath(path)) is not None
 
 
-def folder_at(path: str) -> Folder:
+def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Returns the folder of a path or a URL.
 
     Raises:
         UserError: if the URL cannot be used on this machine.
     """
-    return _RemoteFolder(path) if is_url(path) else _LocalFolder(path)
+    name = os.fspath(path)
+    return _RemoteFolder(name) if is_url(name) else _LocalFolder(name)
 
 
 def require_folder(path: str, resume: bool) -> None:

@@ -1,10 +1,11 @@
-"""Runs a training in a process of its own, and hears of each of its epochs.
+"""Runs a training in processes of its own, and hears of each of its epochs.
 
-Ray (2.60) calls a worker's function in a thread, where no signal is handled, in a process that it may use again. And
-with torch on several devices a worker has processes of its own, in which Ray's `report` does not exist.
+Ray (2.60) calls a worker's function in a thread, where no signal is handled. And Ray's `report` does not exist in the
+processes that train.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
@@ -12,12 +13,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp.config import Config
+from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.launch import launch
-from kerasdp.runtime.processes import call_in_new_process
 from kerasdp.runtime.sending import SentFunction, SentResult
 
 _SECONDS_BETWEEN_LOOKS = 0.1
+_NEVER = 1e9  # seconds
 
 
 def train_and_report(train: SentFunction, settings: Config, report: Callable[[dict[str, Any]], None]) -> SentResult:
@@ -31,23 +32,18 @@ def train_and_report(train: SentFunction, settings: Config, report: Callable[[di
     Raises:
         RunError: as `kerasdp.launch`.
     """
+    timeout = HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or _NEVER
+    settings = dataclasses.replace(settings, hang_timeout=timeout)  # whereby `launch` starts a process
     with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "epochs.jsonl")
+
+        def reporting(runner: Any) -> Any:
+            if runner.strategy.processes.local[0] == 0:
+                runner.state.epoch_listeners.append(lambda epoch, logs: _report(path, {"epoch": epoch + 1, **logs}))
+            return train(runner)
+
         with _followed(path, report):
-            result: SentResult = call_in_new_process(_train, settings, train, path, name="the worker")
-    return result
-
-
-def _train(settings: Config, train: SentFunction, path: str) -> SentResult:
-    def train_and_report(runner: Any) -> Any:
-        if runner.strategy.processes.local[0] == 0:
-            runner.state.epoch_listeners.append(lambda epoch, logs: _report(path, {"epoch": epoch + 1, **logs}))
-        return train(runner)
-
-    result = launch(train_and_report, settings)
-    if hasattr(result, "set_model"):
-        result.set_model(None)  # a Keras `History` holds its model
-    return SentResult(result)
+            return SentResult(launch(reporting, settings))
 
 
 def _report(path: str, line: dict[str, Any]) -> None:

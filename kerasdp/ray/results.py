@@ -99,18 +99,26 @@ def draw(runs: list[Run], path: str) -> None:
     names = [name for name in names if name in known]
     if not names:
         return
-    colours = colormaps["viridis"].resampled(len(runs))
+    colours = [colormaps["viridis"](0.9 * number / max(1, len(runs) - 1)) for number in range(len(runs))]  # no yellow
     figure, all_axes = make_figure(5.0 * len(names), 3.6 + 0.2 * -(-len(runs) // 2), columns=len(names))
     for axes, name in zip(all_axes, names):
         for number, run in enumerate(runs):
             points = [(row["epoch"], row[name]) for row in run.history if name in row]
             if points:
                 label = run.name if axes is all_axes[0] else None
-                axes.plot(*zip(*points), marker="o", markersize=3, color=colours(number), label=label)
-        axes.set(xlabel="epoch", title=name)
+                axes.plot(*zip(*points), marker="o", markersize=3, color=colours[number], label=label)
+        axes.set(
+            xlabel="epoch",
+            title=name,
+            yscale="log" if name.endswith("loss") and _are_positive(runs, name) else "linear",
+        )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _are_positive(runs: list[Run], name: str) -> bool:
+    return all(row.get(name, 1.0) > 0 for run in runs for row in run.history)
 
 
 def _row(run: Run) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def outcome(config: dict[str, Any], settings: Config, report: Callable[[dict[str
     """Trains, and returns the result, or the error if it is one that no restart helps.
 
     Args:
-        config: `train`, and of the program that started Ray: its folder, and whether it has a command line.
+        config: `train`, and what `described` returned.
         settings: the choices of the run.
         report: gets the metrics of each epoch.
 
@@ -131,6 +131,7 @@ def outcome(config: dict[str, Any], settings: Config, report: Callable[[dict[str
     """
     if os.path.isdir(config["cwd"]):  # paths such as --model=my_model.py:build are meant from there
         os.chdir(config["cwd"])
+    sys.path += [path for path in config["path"] if path not in sys.path]  # modules that `train` imports
     with from_command_line() if config["flags"] else contextlib.nullcontext():
         try:
             return {"result": train_and_report(config["train"], settings, report)}
@@ -142,7 +143,7 @@ def outcome(config: dict[str, Any], settings: Config, report: Callable[[dict[str
 
 def described() -> dict[str, Any]:
     """Returns what `outcome` needs to know of this program."""
-    return {"cwd": os.getcwd(), "flags": is_from_command_line()}
+    return {"cwd": os.getcwd(), "path": list(sys.path), "flags": is_from_command_line()}
 
 
 def at_home(settings: Config) -> Config:

@@ -32,21 +32,32 @@ def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
         # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
         # bfloat16, too.
         parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    if strategy.num_replicas > 2:
+        # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as they
+        # came. Where in a message a number stands decides in which order those of the ranks are added: the first step
+        # after a resume would differ by round-off. The sum of two is the same in any order.
+        _loss(strategy, model, parallel, batch).backward()
+        for variable in model.trainable_weights:
+            variable.value.grad = None
     return parallel
+
+
+def _loss(strategy: Any, model: Any, module: Any, batch: DeviceBatch) -> Any:
+    """Returns the loss of a batch by the model, or its wrapper; leaves no trace in any variable."""
+    import keras
+
+    values = [(variable, variable.value) for variable in all_variables(model)]
+    # Penalties of weights want the values by themselves (Keras 3.15).
+    with keras.StatelessScope(values, collect_losses=True):
+        steps = ShardSteps(model)
+        with use(strategy.context(model, len(batch.indices))) as context:
+            outputs = steps.forward(module, batch.inputs, context, training=True)
+        return steps.global_batch(batch, outputs, context, training=True).loss
 
 
 def _used_weights(strategy: Any, model: Any, batch: DeviceBatch) -> list[Any]:
     """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
-    import keras
-
-    values = [(variable, variable.value) for variable in all_variables(model)]
-    # Leaves no trace in any variable. Penalties of weights want the values by themselves (Keras 3.15).
-    with keras.StatelessScope(values, collect_losses=True):
-        steps = ShardSteps(model)
-        with use(strategy.context(model, len(batch.indices))) as context:
-            outputs = steps.forward(model, batch.inputs, context, training=True)
-        loss = steps.global_batch(batch, outputs, context, training=True).loss
-    used, seen, ahead = set(), set(), [loss.grad_fn]
+    used, seen, ahead = set(), set(), [_loss(strategy, model, model, batch).grad_fn]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
