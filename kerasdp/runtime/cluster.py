@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
+from kerasdp.runtime import messages
 
 Environment = Mapping[str, str]
 
@@ -94,7 +95,9 @@ def find_cluster(config: Config, environment: Environment = os.environ) -> Clust
 
 
 def check_cluster(config: Config, cluster: Cluster | None) -> None:
-    """Raises `UserError` if the run cannot have several processes that something else starts."""
+    """Raises `UserError` if the run cannot have several processes that something else starts, or they cannot meet."""
+    if cluster is not None and cluster.coordinator and cluster.process == 0 and not cluster.is_local:
+        messages.check_name(cluster.address[0])
     if cluster is None or config.backend == "torch" or config.engine == "data":
         return
     what = f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -48,6 +49,28 @@ def own_address(coordinator: tuple[str, int], interface: str | None = None) -> s
         raise UserError(
             f"--coordinator: no way from this machine to {host}:{port} ({error.strerror}); check the address"
         ) from error
+
+
+def check_name(host: str) -> None:
+    """Raises `UserError` if the name of this machine is known to this machine alone.
+
+    Debian's and Ubuntu's /etc/hosts says 127.0.1.1 of it: this machine would listen where no other one can reach it.
+    """
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return  # whoever listens there says so
+    if host in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
+        return
+    others = []
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(UserError):
+            others.append(f"{address_of_interface(name)} ({name})")
+    known = ", ".join(other for other in others if not other.startswith("127.")) or "none that is known"
+    raise UserError(
+        f"--coordinator: expected an address that other machines reach. Received: {host}, which is {address} on its "
+        f"own machine (/etc/hosts); give its address there as --coordinator=ADDRESS:PORT: {known}"
+    )
 
 
 def address_of_interface(name: str) -> str:

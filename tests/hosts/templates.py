@@ -55,12 +55,12 @@ def num_steps(workdir: pathlib.Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_for_steps(workdir: pathlib.Path, number: int, is_running, timeout: float = 240) -> None:
+def wait_for_steps(workdir: pathlib.Path, number: int, is_running, log, timeout: float = 240) -> None:
     """Waits until a run has logged so many steps."""
     deadline = time.monotonic() + timeout
     while num_steps(workdir) < number:
-        assert is_running(), f"the run has ended after {num_steps(workdir)} steps"
-        assert time.monotonic() < deadline, f"the run has come to step {num_steps(workdir)}"
+        assert is_running(), f"the run has ended after {num_steps(workdir)} steps: {log()}"
+        assert time.monotonic() < deadline, f"the run has come to step {num_steps(workdir)}: {log()}"
         time.sleep(0.2)
 
 

@@ -42,7 +42,7 @@ class Started:
             raise AssertionError(self.logs()) from None
 
     def wait_for_steps(self, number, *programs):
-        wait_for_steps(self.workdir, number, lambda: all(program.poll() is None for program in programs))
+        wait_for_steps(self.workdir, number, lambda: all(program.poll() is None for program in programs), self.logs)
 
     def check_losses(self, backend, what):
         seen = difference_from_one_process(self.workdir, backend, self.folder)
@@ -90,6 +90,7 @@ def test_mpirun_stops_by_sigusr1_and_resumes(started, backend, number):
 
 def torchrun(started, hosts, backend, machines, devices):
     changes = {"devices=gpu ": f"devices={devices} ", "node0:": "host0:", "machines=2 ": f"machines={machines} "}
+    changes["--gpus=1"] = f"--gpus={devices}"  # of each machine
     (started.folder / "torchrun.sh").write_text(edited("torchrun.sh", changes, backend=backend))
     return [started(host, "bash", "torchrun.sh") for host in hosts]
 

@@ -20,9 +20,10 @@ def cluster(tmp_path_factory):
 
 
 class Job:
-    def __init__(self, cluster, backend):
+    def __init__(self, cluster, backend, devices=1):
         self.slurm, self.folder = cluster
         changes = {"#SBATCH --gpus-per-node=4 ": "# ", "--cpus-per-task=16": "--cpus-per-task=1"}
+        changes["--gpus=1"] = f"--gpus={devices}"
         script = self.folder / f"{backend}.sbatch"
         script.write_text(edited("slurm.sbatch", changes, backend=backend))
         self.number = self.slurm.submit(script, cwd=self.folder)
@@ -38,25 +39,31 @@ class Job:
         return found
 
     def wait_for_steps(self, number):
-        wait_for_steps(self.workdir, number, lambda: self.slurm.job(self.number)["JobState"] != "FAILED")
+        wait_for_steps(
+            self.workdir, number, lambda: self.slurm.job(self.number)["JobState"] != "FAILED", lambda: self.log
+        )
 
     def begin_again(self):
         """At once: SLURM lets a requeued job wait for two minutes."""
         self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_job_that_is_stopped_is_requeued_and_resumes(cluster, backend):
-    job = Job(cluster, backend)
+@pytest.mark.parametrize(
+    ("backend", "devices"), [(name, 1) for name in BACKENDS] + [("torch", 2)] * ("torch" in BACKENDS)
+)
+def test_a_job_that_is_stopped_is_requeued_and_resumes(cluster, backend, devices):
+    job = Job(cluster, backend, devices)
     job.wait_for_steps(30)
     job.slurm.run("scancel", "--signal=TERM", job.number)
     assert job.wait_for("PENDING")["Restarts"] == "1"
     assert "stopped by SIGTERM after step" in job.log and "resumes" not in job.log
     job.begin_again()
     assert job.wait_for("COMPLETED")["ExitCode"] == "0:0"
-    assert "resumes after step" in job.log and f"{backend} on 2 virtual CPU devices of 2 processes" in job.log
+    assert "resumes after step" in job.log
+    # With torch, each task starts a process for each of its devices.
+    assert f"{backend} on {2 * devices} virtual CPU devices of {2 * devices} processes" in job.log
     seen = difference_from_one_process(job.workdir, backend, job.folder)
-    print(f"\n{backend}: stopped, requeued and resumed on 2 nodes: losses {seen:.1e} from one process")
+    print(f"\n{backend} on 2 nodes of {devices}: stopped, requeued, resumed: losses {seen:.1e} from one process")
     assert seen < 1e-5
 
 
