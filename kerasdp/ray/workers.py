@@ -51,6 +51,9 @@ def run(
         RunError: if the run failed; as `kerasdp.launch`.
     """
     settings = at_home(dataclasses.replace(settings or Config(), **changes))
+    if not isinstance(num_workers, int):
+        fewest, most = num_workers
+        num_workers = fewest if fewest == most else (fewest, most)
     with prepared_workdir(settings.workdir, settings.resume), connected():
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume)
