@@ -112,8 +112,11 @@ def test_a_slow_network_costs_time_alone(backend):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_host_without_network_ends_the_others(backend, victim, tmp_path):
-    """Once its cable is in again, the run resumes, and learns what an undisturbed one learns."""
-    settings = {"backend": backend, "epochs": 400, "checkpoint_every": "20", "max_steps": 1600, "log_every": 1}
+    """Once its cable is in again, the run resumes, and learns what an undisturbed one learns.
+
+    Of fewer than 1,000 steps, which torch does not compile: so do the runs that end earlier.
+    """
+    settings = {"backend": backend, "epochs": 400, "checkpoint_every": "20", "max_steps": 900, "log_every": 1}
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     with netns.network(2) as hosts:
         processes = on_hosts(hosts, workdir=cut, **settings)
