@@ -86,7 +86,7 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     _read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | _of_other_recipes(BENCHMARK)
+        | _of_other_recipes(COMPARISON, BENCHMARK)
         | _OF_MACHINES
         | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
         | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
@@ -149,13 +149,13 @@ def _grid(text: str | None) -> dict[str, list[Any]] | None:
     return grid
 
 
-def _of_other_recipes(own: str | None = None) -> dict[str, str]:
-    """Returns the flags of the recipes' groups but for one's own, each with the recipe that it belongs to."""
+def _of_other_recipes(*own: str) -> dict[str, str]:
+    """Returns the flags of the recipes' groups but for a recipe's own, each with the recipe that it belongs to."""
     return {
         name: f"it belongs to recipes/{recipe}.py"
         for group, recipe in _RECIPES.items()
         for name in GROUPS[group]
-        if group != own
+        if group not in own
     }
 
 

@@ -16,7 +16,7 @@ from kerasdp.runtime.cluster import Cluster, check_cluster
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run, start
 
 pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="TensorFlow is not installed")
-PROGRAM = PROGRAMS / "tensorflow_hosts.py"
+PROGRAM = PROGRAMS / "hosts.py"
 LEARN = ("binary", "two_heads", "unused_weights", "contrastive", "masked_tokens", "random_layers", "callbacks")
 
 

@@ -7,7 +7,7 @@ import sys
 
 from tests.helpers import PROGRAMS, ROOT, environment
 
-PROGRAM = PROGRAMS / "tensorflow_hosts.py"
+PROGRAM = PROGRAMS / "hosts.py"
 
 
 def free_port():

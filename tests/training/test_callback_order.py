@@ -72,8 +72,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=(), k
         global_batch_size=4,
     )  # fmt: skip
     callbacks = RunCallbacks(
-        config, OneDevice(), state, model, feed.reader, [SumOfBatches(), *extra], facts=facts, folder=str(folder),
-        verbose=2,
+        config, OneDevice(), state, model, feed.reader, [SumOfBatches(), *extra], facts=facts, fit=1, verbose=2,
     )  # fmt: skip
     callbacks.callbacks = [callbacks.callbacks[place] for place in order]
     model.stop_training = False

@@ -1,6 +1,6 @@
-"""Trains in one of several processes with TensorFlow; prints what came out, and the bytes that a step sends.
+"""Trains in one of several processes; prints what came out, and the bytes that a step sends.
 
-python tensorflow_hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
+python hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
     num_samples, epochs: of the training
     compile: arguments of `Model.compile`
     signal: that the last process sends itself behind step 5
