@@ -171,7 +171,7 @@ def at_home(settings: Config) -> Config:
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
     """Connects with the Ray cluster that this machine is part of, or that $RAY_ADDRESS names; else starts one."""
-    # A cluster that is gone is still the one that this machine remembers. Ray (2.60) would try 20 times, 40 seconds each.
+    # A cluster that is gone is still the one that this machine remembers. Ray (2.60) tries 20 times, for 40 seconds.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     try:
         import ray
