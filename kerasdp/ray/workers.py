@@ -171,6 +171,8 @@ def at_home(settings: Config) -> Config:
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
     """Connects with the Ray cluster that this machine is part of, or that $RAY_ADDRESS names; else starts one."""
+    # A cluster that is gone is still the one that this machine remembers. Ray (2.60) tries 20 times, for 40 seconds.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     try:
         import ray
     except ImportError as error:
@@ -184,7 +186,7 @@ def connected() -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"cannot connect with the Ray cluster at {os.environ.get('RAY_ADDRESS', 'this machine')} "
-            f"({' '.join(str(error).split()):.300})"
+            f"({' '.join(str(error).split()):.300}); RAY_ADDRESS=local starts one of this machine"
         ) from error
     try:
         yield

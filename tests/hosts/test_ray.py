@@ -105,21 +105,20 @@ def test_a_sweep_is_interrupted_and_continues(tmp_path):
     workdir = tmp_path / "sweep"
     flags = ["--sweep=learning_rate=0.01,0.03,0.1; batch_size=32,64", f"--workdir={workdir}", "--log_every=1"]
     flags += [f"--backend={BACKENDS[0]}", "--device=cpu", "--epochs=2"]
-    program = subprocess.Popen(
-        [sys.executable, RECIPE, *flags], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    with open(tmp_path / "first.txt", "w") as said:
+        command = [sys.executable, RECIPE, *flags]
+        env = environment(RAY_ADDRESS="local")
+        program = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said)
     while len(list(workdir.glob("*/report.json"))) < 2:
-        assert program.poll() is None, program.stdout.read().decode()
+        assert program.poll() is None, (tmp_path / "first.txt").read_text()
         time.sleep(0.2)
     program.send_signal(signal.SIGINT)
-    time.sleep(5)
-    program.kill()
-    program.communicate()
+    program.wait(120)
     begun = {path: path.stat().st_ino for path in workdir.glob("*/checkpoints/step-*")}
     assert len(begun) >= 2
-    refused = run(RECIPE, *flags, timeout=200)
+    refused = run(RECIPE, *flags, timeout=200, RAY_ADDRESS="local")
     assert refused.returncode == 2 and "holds the checkpoints of an earlier run" in refused.stderr
-    done = run(RECIPE, *flags, "--resume", timeout=600)
+    done = run(RECIPE, *flags, "--resume", timeout=600, RAY_ADDRESS="local")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     with open(workdir / "sweep.csv") as file:
         rows = list(csv.DictReader(file))
@@ -165,3 +164,11 @@ def test_a_job_is_submitted(tmp_path):
     finally:
         head.terminate()  # it ends what it started
         head.wait(60)
+
+
+def test_a_cluster_that_is_gone(tmp_path):
+    """Said in two minutes, not in thirteen."""
+    begin = time.monotonic()
+    done = run(RECIPE, f"--workdir={tmp_path}/run", timeout=300, RAY_ADDRESS="127.0.0.1:1")
+    assert done.returncode == 2 and "RAY_ADDRESS=local starts one of this machine" in done.stderr, done.stderr
+    assert time.monotonic() - begin < 180
