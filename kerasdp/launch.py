@@ -78,6 +78,8 @@ def _run(settings: Config, train: Callable[..., Any]) -> Any:
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
         cluster = find_cluster(settings)
+        if cluster is None and current_link() is not None:  # in which collectives would wait for the others
+            raise AlreadyStartedError("this program has joined those of other machines")
         is_supervised = settings.max_restarts or settings.hang_timeout
         if not is_supervised or (cluster and cluster.is_elastic):  # torch's launcher restarts those that come and go
             return _start(settings, train)
@@ -125,7 +127,7 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
     """Starts the workers; `folder` is where they leave their heartbeats."""
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
-    with ending_together():
+    with ending_together(cluster):
         with _native_stderr_suppressed():
             backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
         # Where others are waited for, that is said.
@@ -162,7 +164,7 @@ def _native_stderr_suppressed() -> Iterator[None]:
 def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
     write_errors(folder, int(os.environ.get("LOCAL_RANK", 0)))
-    with signals.noticed(is_watched=folder is not None), ending_together():
+    with signals.noticed(is_watched=folder is not None), ending_together(devices.cluster):
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.
@@ -170,7 +172,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
 
         if isinstance(train, SentFunction):
             train = train.received()
-        processes, link = strategy.processes, current_link()
+        processes, link = strategy.processes, current_link() if devices.cluster else None
         if link is not None:  # by default one of rank 0's time and number
             settings = dataclasses.replace(settings, workdir=link.all_gather_object(settings.workdir)[0])
         local_rank, num_local = processes.local if folder else (0, 1)

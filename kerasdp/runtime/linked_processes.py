@@ -100,14 +100,17 @@ class HostScatter:
 
 
 @contextlib.contextmanager
-def ending_together() -> Iterator[None]:
-    """Lets the others know if this process fails, and says which of them did if one of them was first."""
+def ending_together(cluster: Cluster | None) -> Iterator[None]:
+    """Lets the others know if this process fails, and says which of them did if one of them was first.
+
+    `cluster`: of the run; None: it is this process's alone, whatever the program has joined before.
+    """
     try:
         yield
     except PreemptedError:
         raise  # with all others
     except BaseException as error:
-        if _link is None:
+        if _link is None or cluster is None:
             raise
         if not isinstance(error, RunError) and (reason := _link.reason(_SECONDS_TO_KNOW)) is not None:
             raise reason from error

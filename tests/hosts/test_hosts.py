@@ -45,6 +45,16 @@ def test_two_processes_learn_what_one_does(backend):
         assert max(differences(found, expected)) < 1e-5
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_by_itself_between_two_of_both(backend):
+    """It waits for nobody, and its error is nobody else's."""
+    program = PROGRAM.with_name("alone_after_hosts.py")
+    first, second = results_of(started(2, program=program, backend=backend, num_devices=1))
+    assert len(first) == 3 and np.ptp(first) < 1e-5
+    assert second == [first[0], first[2]]
+
+
 CASES = {
     "lenet": ({}, 1e-5),
     "convnet": ({"model": "convnet"}, 1e-4),

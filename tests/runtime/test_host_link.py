@@ -25,11 +25,12 @@ from kerasdp.runtime import host_link, linked_processes
 host_link.SECONDS_OF_SILENCE = 3.0
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 link = host_link.HostLink.among(rank, 3, "127.0.0.1", port, "127.0.0.1")
-linked_processes.use_link(link, None)
+cluster = object()
+linked_processes.use_link(link, cluster)
 print(link.all_gather_object(rank), flush=True)
 if len(sys.argv) > 3 and rank == 1:
     try:
-        with linked_processes.ending_together():
+        with linked_processes.ending_together(cluster):
             raise UserError("no such file")
     except UserError:
         sys.exit(2)
