@@ -61,10 +61,12 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         raise UserError(_unknown(unknown, changes[unknown]))
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
-    settings = dataclasses.replace(settings, backend=name).with_devices_for_stages()
+    settings = dataclasses.replace(settings, backend=name)
     if settings.dry_run:
-        return _describe(settings, train)
+        return _describe(settings.with_devices_for_stages(), train)
     cluster = find_cluster(settings)
+    if cluster is None:
+        settings = settings.with_devices_for_stages()
     # A machine that joins a run later finds the checkpoints of that run.
     is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
     with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):

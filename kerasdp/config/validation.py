@@ -155,7 +155,7 @@ def check(config: Any) -> None:
             f"{config.compile}; leave it out (on jax and tensorflow the model's jit_compile decides)"
         )
     if config.num_devices is not None:
-        config.check_replicas(config.num_replicas(config.num_devices))
+        config.check_replicas(config.num_replicas(config.num_devices * config.host_range[1]))
 
 
 def _check_values(config: Any) -> None:

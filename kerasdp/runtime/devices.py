@@ -164,7 +164,9 @@ def share_of_process(num_found: int, cluster: Cluster | None) -> range:
     return range(cluster.local_process * share, (cluster.local_process + 1) * share)
 
 
-def choose_devices(config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None) -> Devices:
+def choose_devices(
+    config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None, *, is_rank: bool = False
+) -> Devices:
     """Returns the devices to use.
 
     Args:
@@ -172,6 +174,7 @@ def choose_devices(config: Config, num_found: int, kind: str = "gpu", cluster: C
         num_found: GPUs, or other accelerators, that the backend sees, and that are this process's.
         kind: what they are, as in `Devices`.
         cluster: of this process, among others.
+        is_rank: whether each of these has one device.
 
     Raises:
         UserError: if there are some but fewer than asked for, or none though they were asked for.
@@ -183,7 +186,8 @@ def choose_devices(config: Config, num_found: int, kind: str = "gpu", cluster: C
             f"--device={config.device}: this backend sees no {config.device.upper()}{reason}; use --device=cpu for "
             "virtual CPU devices"
         )
-    asked, num_processes = devices_of_process(config, cluster), cluster.num_processes if cluster else 1
+    asked = 1 if is_rank else devices_of_process(config, cluster)
+    num_processes = cluster.num_processes if cluster else 1
     if config.device == "cpu" or num_found == 0:
         reason = "as asked" if config.device == "cpu" else _why_there_are_none(str(config.backend))
         devices = Devices(kind="cpu", count=(asked or 1) * num_processes, reason=reason, cluster=cluster)

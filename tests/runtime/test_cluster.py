@@ -122,3 +122,10 @@ def test_pipelines_on_several_machines_are_for_torch():
 )  # fmt: skip
 def test_the_first_of_slurms_nodes(nodes, first):
     assert first_host(nodes) == first
+
+
+def test_stages_count_the_devices_of_all_machines():
+    job = {"hosts": 2, "host_rank": 0, "coordinator": "a:1", "strategy": "pipeline", "backend": "torch"}
+    assert Config(**job, num_stages=2, num_devices=1).num_stages == 2
+    with pytest.raises(UserError, match="--gpus: expected a multiple of the 3 stages, a device each. Received: 4"):
+        Config(**job, num_stages=3, num_devices=2)

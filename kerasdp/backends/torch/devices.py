@@ -1,6 +1,5 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
-import dataclasses
 import os
 import sys
 import warnings
@@ -50,24 +49,20 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
     """
     num_found = torch.cuda.device_count()
-    if cluster is not None and is_rank(cluster):
+    # A process that was started is one rank, with one device, or the launcher of a machine.
+    is_rank = cluster is not None and (cluster.local_processes > 1 or cluster.source in OF_RANKS)
+    if cluster is not None and is_rank:
         if devices_of_process(config, cluster) not in (None, 1):
             raise UserError(
                 f"--gpus={config.num_devices}: {cluster.source} starts {cluster.local_processes} processes on each "
                 "machine, of which each has one device with torch: let it start as many as there are devices"
             )
-        config = dataclasses.replace(config, num_devices=cluster.local_processes)
         num_found = min(num_found, 1)
-    devices = choose_devices(config, num_found, cluster=cluster)
+    devices = choose_devices(config, num_found, cluster=cluster, is_rank=is_rank)
     wanted, known = _KERAS_DEVICES[devices.kind], _keras_device()
     if devices.of_process == 1 and "keras" in sys.modules and wanted != known:
         raise AlreadyStartedError(f"Keras is already imported, and works on torch's device {known}")
     return devices
-
-
-def is_rank(cluster: Cluster) -> bool:
-    """Returns whether a process that was started is one rank, with one device, not the launcher of a machine."""
-    return cluster.local_processes > 1 or cluster.source in OF_RANKS
 
 
 def _keras_device() -> str:
