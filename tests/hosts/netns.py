@@ -84,6 +84,11 @@ class Host:
         (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
         return link["stats64"]["rx"]["bytes"], link["stats64"]["tx"]["bytes"]
 
+    def packets_sent(self) -> int:
+        """Returns how many packets have gone out by its network card so far."""
+        (link,) = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show", INTERFACE))
+        return int(link["stats64"]["tx"]["packets"])
+
     def set_cable(self, is_in: bool) -> None:
         """Pulls the network cable out, or puts it in again. Nobody is told: packets do not arrive."""
         _ip("-n", self._switch, "link", "set", f"port{self.number}", "up" if is_in else "down")

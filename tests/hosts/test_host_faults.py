@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import BACKENDS, ROOT, environment
 from tests.hosts.together import free_port
 
-pytestmark = pytest.mark.proof
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(2 * 3600)]
 EPOCHS = 6
 
 

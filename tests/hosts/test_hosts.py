@@ -71,6 +71,10 @@ CASES = {
     "convnet": ({"model": "convnet"}, 1e-4),
     "convnet in float64": ({"model": "convnet", "precision": "float64"}, 1e-9),
 }
+# Of the convnet's 12 steps, those in which float32 says something: after them torch and jax on one device each, or
+# torch on one device and on two, are 1e-4 apart, too (seen: 2e-4 and 1e-4). In float64 all 12 are compared.
+STEPS_OF_FLOAT32 = 6
+HEADERS = 66  # bytes of a packet: Ethernet 14, IP 20, TCP 32 with its time stamps
 
 
 @ON_HOSTS
@@ -79,15 +83,18 @@ CASES = {
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hosts_learn_what_one_process_does(backend, number, case):
+    """As one process on one device; and, closer, as one machine with as many devices."""
     changes, bound = CASES[case]
     settings = {"backend": backend, "epochs": 3} | changes
-    expected = alone(**settings)
+    if case == "convnet":
+        settings["max_steps"] = STEPS_OF_FLOAT32
     with netns.network(number) as hosts:
         found = results_of(on_hosts(hosts, **settings), timeout=400)[0]
-    seen = differences(found, expected)
-    print(f"\n{backend}, {number} hosts of 2 devices, {case}: losses {seen[0]:.1e}, evaluate {seen[1]:.1e}, "
-          f"predict {seen[2]:.1e} from one process")  # fmt: skip
-    assert max(seen) < bound
+    for devices, limit in ((1, bound), (2 * number, bound / 10)):
+        seen = differences(found, alone(**settings, num_devices=devices))
+        print(f"\n{backend}, {number} hosts of 2 devices, {case}: losses {seen[0]:.1e}, evaluate {seen[1]:.1e}, "
+              f"predict {seen[2]:.1e} from one machine with {devices} devices")  # fmt: skip
+        assert max(seen) < limit
 
 
 @ON_HOSTS
@@ -95,20 +102,24 @@ def test_hosts_learn_what_one_process_does(backend, number, case):
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_sends_the_gradients_alone(backend, number):
-    """Counted on the network cards of the hosts, in two runs of which one has 40 steps more."""
+    """Counted on the network cards of the hosts, in two runs of which one has 40 steps more.
+
+    jax's sockets send packets of 1,500 bytes, torch's larger ones (jaxlib 0.10.2, torch 2.13), so that headers, of
+    Ethernet, IP and TCP, are 3 to 5% of what leaves a host with jax: they are counted apart.
+    """
     counts = {}
     for epochs in (2, 12):
         with netns.network(number) as hosts:
             found = results_of(on_hosts(hosts, backend=backend, epochs=epochs), timeout=400)[0]
-            counts[epochs] = [host.traffic()[1] for host in hosts]
-    sent = [(long - short) / 40 for long, short in zip(counts[12], counts[2], strict=True)]
+            counts[epochs] = [(host.traffic()[1], host.packets_sent()) for host in hosts]
+    more = np.subtract(counts[12], counts[2]) / 40
     # Of TensorFlow the ring goes from machine to machine, of the others from device to device.
     ranks = number if backend == "tensorflow" else 2 * number
     ideal = 2 * (ranks - 1) / ranks * found["gradient_bytes"]
-    print(f"\n{backend}, {number} hosts: {[round(each) for each in sent]} bytes a step leave each host; "
-          f"ring all-reduce of the gradients: {ideal:.0f}")  # fmt: skip
-    # XLA joins small sums on GPUs, not on CPUs (jaxlib 0.10.2): a dozen a step, and the headers of their packets.
-    assert max(sent) < (1.10 if backend == "jax" else 1.05) * ideal
+    sent = [num_bytes - HEADERS * num_packets for num_bytes, num_packets in more]
+    print(f"\n{backend}, {number} hosts: a step sends {max(sent) / ideal - 1:+.1%} of the gradients' ring all-reduce, "
+          f"{max(more[:, 0]) / ideal - 1:+.1%} with the headers of packets; {ideal:.0f} bytes")  # fmt: skip
+    assert ideal < max(sent) < 1.05 * ideal
 
 
 @ON_HOSTS
