@@ -1,5 +1,6 @@
 """Defines the flags, in groups, and writes the text of `--help`."""
 
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from kerasdp.config import Config, validation
 
 FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
+PROGRAM = "KERASDP_PROGRAM"  # in the environment: how the user called the recipe, if not by its file
 
 _DEFAULTS = Config()
 # Groups that belong to one recipe alone.
@@ -207,7 +209,8 @@ flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(),
 
 def help_text(program: str) -> str:
     """Returns the text of `--help`: the flags in their groups."""
-    lines = [f"usage: python {program} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
+    command = os.environ.get(PROGRAM, f"python {program}")
+    lines = [f"usage: {command} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
     for group, names in GROUPS.items():
         lines += ["", f"{group}:"]
         for name in names:
