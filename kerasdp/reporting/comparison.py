@@ -14,7 +14,7 @@ from kerasdp.errors import UserError
 from kerasdp.reporting.figure import make_figure
 
 # Choices of where a run is and what it leaves, not of what it learns or how fast.
-_PLACES = (
+PLACES = (
     "workdir", "checkpoint_dir", "checkpoint_every", "keep", "resume", "max_restarts", "hang_timeout", "export",
     "host_rank", "coordinator", "interface", "verbose", "log_every", "tensorboard", "dry_run", "versions",
 )  # fmt: skip
@@ -64,7 +64,7 @@ def read_runs(folders: list[str]) -> list[Run]:
         UserError: if a folder holds no run.
     """
     everything = [_settings(folder) for folder in folders]
-    names = dict.fromkeys(name for settings in everything for name in settings if name not in _PLACES)
+    names = dict.fromkeys(name for settings in everything for name in settings if name not in PLACES)
     defaults = Config().as_dict()
     choices = [{name: settings.get(name, defaults.get(name)) for name in names} for settings in everything]
     differ = [name for name in names if any(each[name] != choices[0][name] for each in choices)]
