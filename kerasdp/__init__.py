@@ -11,7 +11,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, parity, pipeline, ray
+    from kerasdp import benchmark, parity, pipeline, ray, sweep
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
@@ -50,6 +50,7 @@ _PACKAGES = {
     "parity": "kerasdp.parity",
     "pipeline": "kerasdp.pipeline",
     "ray": "kerasdp.ray",
+    "sweep": "kerasdp.sweep",
 }
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "pipeline",
     "portable",
     "ray",
+    "sweep",
 ]
 
 

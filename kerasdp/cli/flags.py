@@ -20,6 +20,8 @@ COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
 STUDY = "Study of a pipeline (recipes/pipeline.py only)"
 BENCHMARK = "Benchmark (recipes/benchmark.py only)"
 RAY = "Ray (recipes/ray_train.py only)"
+SWEEP = "Sweep (recipes/sweep.py and recipes/ray_train.py only)"
+SEARCH = "Search (recipes/sweep.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -194,8 +196,11 @@ def _define_flags_of_recipes() -> None:
             "devices.")  # fmt: skip
     _define(group, "cpus_per_worker", flags.DEFINE_float, None, "Cores that Ray sets aside for each worker, or each "
             "run of a sweep. Default: one for each device.")  # fmt: skip
-    _define(group, "sweep", text, None, "Flags and their values: many runs, one for each combination, instead of one "
-            "over several workers: 'learning_rate=0.01,0.03; batch_size=32,64'.")  # fmt: skip
+
+    _define(SWEEP, "sweep", text, None, "Flags and their values: many runs, one for each combination: "
+            "'learning_rate=0.01,0.03; batch_size=32,64'; with --trials ranges, too: 'seed=1..9'.")  # fmt: skip
+    _define(SEARCH, "trials", number, None, "Runs whose values Optuna picks from --sweep, for the lowest validation "
+            "loss. Default: all combinations are trained.")  # fmt: skip
 
 
 _define_flags_of_devices()

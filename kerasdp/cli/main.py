@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_ray, parse_study
+from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_study
+from kerasdp.cli.sweeps import parse_ray, parse_sweep
 from kerasdp.errors import PreemptedError, RunError, from_command_line
 from kerasdp.launch import launch
 
@@ -13,6 +14,7 @@ _PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
     "pipeline": parse_study,
     "benchmark": parse_benchmark,
     "ray_train": parse_ray,
+    "sweep": parse_sweep,
 }
 
 
@@ -27,7 +29,7 @@ def main(function: Callable[..., Any], flags: str = "train") -> None:
         flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
             `function(config, backends, device_counts)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
             `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`; `"ray_train"`:
-            `function(config, num_workers, cpus_per_worker, grid)`.
+            `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`.
 
     Raises:
         SystemExit: where the exit code is not 0.

@@ -91,7 +91,7 @@ def test_the_flags_are_these():
         "gradient_precision", "hang_timeout", "host_rank", "hosts", "interface", "keep", "kernel_initializer",
         "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
         "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
-        "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "verbose", "workdir",
+        "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "trials", "verbose", "workdir",
         "workers",
     ]  # fmt: skip
 

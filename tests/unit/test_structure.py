@@ -21,7 +21,7 @@ FLOORS = (
     ("backends",),
     ("training",),
     ("launch",),
-    ("parity", "benchmark", "ray"),
+    ("parity", "benchmark", "sweep", "ray"),
     ("cli", "pytest_plugin"),
 )
 # What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and by the
@@ -163,7 +163,7 @@ def test_recipes_use_public_names_only():
         }
         assert used <= set(kerasdp.__all__), path
         known = {"kerasdp", "keras", "numpy", "sklearn", "PIL", "datasets", "grain", "array_record", *STANDARD_LIBRARY}
-        known |= {"train"} if path.name == "ray_train.py" else set()  # the recipe beside it
+        known |= {"train"} if path.name in ("ray_train.py", "sweep.py") else set()  # the recipe beside it
         assert roots(imports(path, anywhere=True)) <= known, path
         assert len(path.read_text().splitlines()) <= 70, path
 
