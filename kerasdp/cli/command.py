@@ -94,8 +94,10 @@ def _with_path(flag: str) -> str:
     name, _, value = flag.partition("=")
     if name.lstrip("-") != "flagfile" or not value or os.path.exists(value):
         return flag
-    known = {name: item.path for item in kit.items("flags") for name in (item.name, item.path.stem, f"flags/{item.name}")}
-    return f"{name}={known[value]}" if value in known else flag
+    for item in kit.items("flags"):
+        if value in (item.name, item.path.stem, f"flags/{item.name}"):
+            return f"{name}={item.path}"
+    return flag
 
 
 def _list(words: list[str]) -> int:

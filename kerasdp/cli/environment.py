@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -34,7 +35,7 @@ def report() -> tuple[list[str], list[str]]:
             lines.append(f"{name}: cannot be used")
             problems.append(f"{name} cannot be imported ({found['error']}): pip install --force-reinstall {name}")
             continue
-        devices = found.pop("devices")
+        devices: list[str] = found.pop("devices")
         lines.append(f"{name} {found.pop('version')}: {', '.join(devices) or 'no GPU or TPU; virtual CPU devices'}")
         lines += [f"    {what} {value}" for what, value in found.items() if value]
         if num_nvidia and not devices:
@@ -88,7 +89,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _of_backend(name: str) -> dict[str, object]:
+def _of_backend(name: str) -> dict[str, Any]:
     """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
     program = f"import json; from kerasdp.backends.{name}.about import describe; print('FOUND', json.dumps(describe()))"
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -101,6 +102,6 @@ def _of_backend(name: str) -> dict[str, object]:
         return {"error": f"it has not answered within {_SECONDS} s"}
     for line in done.stdout.splitlines():
         if line.startswith("FOUND "):
-            found: dict[str, object] = json.loads(line.removeprefix("FOUND "))
+            found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
             return found
     return {"error": (done.stderr.strip().splitlines() or ["it has ended"])[-1]}

@@ -1,4 +1,4 @@
-"""Finds what comes with the package for people to run and to copy: recipes, flagfiles, benchmark programs, templates."""
+"""Finds what comes with the package to run and to copy: recipes, flagfiles, benchmark programs, templates."""
 
 import ast
 import dataclasses

@@ -23,6 +23,7 @@ FLOORS = (
     ("launch",),
     ("parity", "benchmark", "sweep", "ray"),
     ("cli", "pytest_plugin"),
+    ("__main__",),
 )
 # What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and by the
 # layers, which also work outside of a run, their backend's own arithmetic, which knows nothing of the kit.

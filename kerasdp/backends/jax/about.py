@@ -1,9 +1,9 @@
 """Says which version of JAX is installed, and which devices it sees."""
 
+import importlib.metadata
 from typing import Any
 
 import jax
-import jaxlib
 
 
 def describe() -> dict[str, Any]:
@@ -13,6 +13,6 @@ def describe() -> dict[str, Any]:
     return {
         "version": jax.__version__,
         "devices": [f"{device.device_kind} ({size:.0f} GiB for jax)" for device, size in zip(found, memory)],
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": found[0].client.platform_version.replace("\n", " ") if found else None,
     }
