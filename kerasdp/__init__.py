@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
-from kerasdp.launch import launch
+from kerasdp.launch import launch, local_devices
 
 if TYPE_CHECKING:
     from kerasdp import benchmark, parity, pipeline, ray
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.records import RecordSource
+    from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
     from kerasdp.portability import layers
@@ -32,6 +33,7 @@ _MODULES = {
     "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
+    "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.records",
     "Runner": "kerasdp.training.runner",
     "all_rows": "kerasdp.portability.all_rows",
@@ -58,6 +60,7 @@ __all__ = [
     "Config",
     "Dataset",
     "ImageFolder",
+    "Order",
     "RecordSource",
     "RunError",
     "Runner",
@@ -69,6 +72,7 @@ __all__ = [
     "launch",
     "layers",
     "load_data",
+    "local_devices",
     "main",
     "make_optimizer",
     "parity",

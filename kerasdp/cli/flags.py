@@ -18,6 +18,8 @@ COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
 STUDY = "Study of a pipeline (recipes/pipeline.py only)"
 BENCHMARK = "Benchmark (recipes/benchmark.py only)"
 RAY = "Ray (recipes/ray_train.py only)"
+INFERENCE = "Evaluation and prediction (recipes/evaluate.py and recipes/predict.py only)"
+PREDICTION = "Prediction (recipes/predict.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -194,6 +196,18 @@ def _define_flags_of_recipes() -> None:
             "run of a sweep. Default: one for each device.")  # fmt: skip
     _define(group, "sweep", text, None, "Flags and their values: many runs, one for each combination, instead of one "
             "over several workers: 'learning_rate=0.01,0.03; batch_size=32,64'.")  # fmt: skip
+
+    group = INFERENCE
+    _define(group, "checkpoint", text, None, "Model to use: the --workdir of a run, a folder or URL of checkpoints, or "
+            "one file: .safetensors (a checkpoint), .keras or .weights.h5, of any backend.")  # fmt: skip
+    _define(group, "inputs", text, None, "Instead of --dataset: an image, a folder of images (with a sub-folder for "
+            "each class, or without), .npy, or .npz with x and, for labels, y.")  # fmt: skip
+    _define(group, "activation", text, None, "softmax, sigmoid or none: what makes probabilities of the model's "
+            "outputs. Default: softmax, unless its last layer has an activation.")  # fmt: skip
+
+    group = PREDICTION
+    _define(group, "output", text, None, "File for the predictions: .npy, .csv or .parquet. Default: predictions.csv "
+            "in --workdir.")  # fmt: skip
 
 
 _define_flags_of_devices()
