@@ -11,7 +11,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch, local_devices
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, parity, pipeline, ray
+    from kerasdp import benchmark, inference, parity, pipeline, ray
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.datasets import Dataset, load_data
@@ -48,6 +48,7 @@ _MODULES = {
 
 _PACKAGES = {
     "benchmark": "kerasdp.benchmark",
+    "inference": "kerasdp.inference",
     "layers": "kerasdp.portability.layers",
     "parity": "kerasdp.parity",
     "pipeline": "kerasdp.pipeline",
@@ -69,6 +70,7 @@ __all__ = [
     "benchmark",
     "build_model",
     "export",
+    "inference",
     "launch",
     "layers",
     "load_data",

@@ -6,8 +6,8 @@ from typing import Any
 from kerasdp.cli.flags import FLAGS, INFERENCE, PREDICTION
 from kerasdp.cli.parse import OF_MACHINES, config_of_flags, of_other_recipes, read, value_of
 from kerasdp.config import Config
+from kerasdp.config.request import Request
 from kerasdp.errors import UserError
-from kerasdp.inference.request import Request
 
 _OF_FILES = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _OF_STEPS = ["epochs", "max_steps", "optimizer", "learning_rate", "lr_base_batch", "accumulate", "gradient_precision"]
@@ -59,4 +59,4 @@ def _request(arguments: list[str], without: dict[str, str]) -> tuple[Config, Req
     config = config_of_flags()
     names = [field.name for field in dataclasses.fields(Request) if field.name in FLAGS]
     given = {name: value_of(name) for name in names if FLAGS[name].present}
-    return config, Request(workdir=str(config.workdir), **given)
+    return config, Request(**given | {"workdir": str(config.workdir)})

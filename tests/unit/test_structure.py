@@ -21,7 +21,7 @@ FLOORS = (
     ("backends",),
     ("training",),
     ("launch",),
-    ("parity", "benchmark", "ray"),
+    ("parity", "benchmark", "ray", "inference"),
     ("cli", "pytest_plugin"),
 )
 # What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and by the
