@@ -53,10 +53,9 @@ def loss_and_gradients() -> Any:
 
         return jax.jit(jax.value_and_grad(loss_of))
     if keras.backend.backend() == "torch":
-        from torch.func import grad_and_value
+        import torch
 
-        gradients_and_loss = grad_and_value(loss_of)
-        return lambda *arguments: gradients_and_loss(*arguments)[::-1]
+        return lambda *arguments: torch.func.grad_and_value(loss_of)(*arguments)[::-1]
     import tensorflow as tf
 
     @tf.function
@@ -117,7 +116,7 @@ def demonstrate(devices: list, weights: list[np.ndarray]) -> None:
     print("allreduce:", *(ops.convert_to_numpy(array).tolist() for array in allreduce(small, devices[:2])))
     print("split_and_load:", *(tuple(shard.shape) for shard in split_and_load(np.ones((4, 4)), devices[:2])))
     size, others = sum(array.size for array in weights), len(devices) - 1
-    _, sent = ring_allreduce([copy_to(device, np.ones(size, "float32")) for device in devices], devices)
+    _, sent = ring_allreduce([copy_to(device, np.ones(size)) for device in devices], devices)
     print(f"bytes sent for LeNet's gradients: allreduce {[4 * size * others] + [4 * size] * others}, "
           f"ring {[4 * number for number in sent]}")  # fmt: skip
 
@@ -161,18 +160,15 @@ def train(config: kerasdp.Config) -> None:
         with open(os.path.join(config.workdir, "steps.jsonl"), "w") as log:
             for epoch in range(config.epochs):
                 losses, start = [], time.perf_counter()
-                for rows in itertools.islice(order.batches(epoch), config.max_steps):
+                for rows in order.batches(epoch):
                     # The last batch of an epoch is shorter, and may not divide: the first device trains it.
                     working = devices if len(rows) == config.batch_size else devices[:1]
                     batch = data.train.inputs(rows), data.train.targets(rows)[0]
                     losses.append(train_batch(parameters, devices, working, batch, config.learning_rate))
                     print(json.dumps({"step": epoch * order.num_batches + len(losses), "loss": losses[-1]}), file=log)
-                seconds, tested = (
-                    time.perf_counter() - start,
-                    accuracy(parameters, devices, data.test, config.batch_size),
-                )
-                print(f"epoch {epoch + 1}: loss {np.mean(losses):.4f}, test accuracy {tested:.4f}, {seconds:.1f} s")
-        print(f"{len(devices)} devices ({', '.join(devices)}); losses in {config.workdir}/steps.jsonl")
+                text = f"epoch {epoch + 1}: {time.perf_counter() - start:.1f} s, loss {np.mean(losses):.4f}"
+                print(f"{text}, test accuracy {accuracy(parameters, devices, data.test, config.batch_size):.4f}")
+        print(f"devices: {', '.join(devices)}; the loss of each step is in {config.workdir}/steps.jsonl")
 
 
 if __name__ == "__main__":

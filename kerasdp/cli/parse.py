@@ -30,8 +30,8 @@ _RECIPES = {
     COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train", INFERENCE: "predict",
     PREDICTION: "predict",
 }  # fmt: skip
-OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
-OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
+_OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
+_OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
 _NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
 _NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
@@ -48,7 +48,7 @@ def parse(arguments: list[str]) -> Config:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    read(arguments, without=of_other_recipes())
+    read(arguments, without=_of_other_recipes())
     return config_of_flags()
 
 
@@ -61,8 +61,8 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
         | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
-        | of_other_recipes(COMPARISON)
-        | OF_MACHINES,
+        | _of_other_recipes(COMPARISON)
+        | _OF_MACHINES,
     )
     names, numbers = _backends(), _numbers("device_counts")
     config = config_of_flags()
@@ -78,8 +78,8 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
     """
     read(
         arguments,
-        without=of_other_recipes(STUDY)
-        | OF_MACHINES
+        without=_of_other_recipes(STUDY)
+        | _OF_MACHINES
         | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
         | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
         | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
@@ -99,8 +99,8 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | of_other_recipes(COMPARISON, BENCHMARK)
-        | OF_MACHINES
+        | _of_other_recipes(COMPARISON, BENCHMARK)
+        | _OF_MACHINES
         | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
         | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
         | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
@@ -129,7 +129,7 @@ def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | No
     machines = dict.fromkeys(
         ["hosts", "host_rank", "coordinator", "interface"], "Ray starts the workers: use --workers"
     )
-    read(arguments, without=of_other_recipes(RAY) | machines | {"dry_run": OF_MACHINES["dry_run"]})
+    read(arguments, without=_of_other_recipes(RAY) | machines | {"dry_run": _OF_MACHINES["dry_run"]})
     if FLAGS["sweep"].present and FLAGS["workers"].present:
         raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
     fewest, _, most = value_of("workers").partition(":")
@@ -162,7 +162,7 @@ def _grid(text: str | None) -> dict[str, list[Any]] | None:
     return grid
 
 
-def of_other_recipes(*own: str) -> dict[str, str]:
+def _of_other_recipes(*own: str) -> dict[str, str]:
     """Returns the flags of the recipes' groups but for a recipe's own, each with the recipe that it belongs to."""
     return {
         name: f"it belongs to recipes/{recipe}.py"
