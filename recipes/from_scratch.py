@@ -26,10 +26,10 @@ import kerasdp
 
 def logits_of(parameters: list, images: Any) -> Any:
     """Returns LeNet's output for each image and class, computed on the device where its arguments are."""
-    from keras import ops
+    from keras import config, ops
 
     kernel1, bias1, kernel2, bias2, kernel3, bias3, kernel4, bias4 = parameters
-    x = ops.cast(images, "float32") * (1 / 255)
+    x = ops.cast(images, config.floatx()) * (1 / 255)
     x = ops.average_pool(ops.relu(ops.conv(x, kernel1) + bias1), 2, 2)  # 20 filters 3x3
     x = ops.average_pool(ops.relu(ops.conv(x, kernel2) + bias2), 2, 2)  # 50 filters 5x5
     x = ops.relu(ops.matmul(ops.reshape(x, (len(images), -1)), kernel3) + bias3)

@@ -23,14 +23,16 @@ _OF_ALL = {
     "batch_size",
     "workdir",
 }
-_OF_LESSON = _OF_ALL | {"epochs", "learning_rate", "kernel_initializer", "seed"}
+_OF_LESSON = _OF_ALL | {"epochs", "learning_rate", "kernel_initializer", "seed", "precision"}
 _OF_EVALUATION = _OF_ALL | {"model", "precision", "compile", "deterministic", "hang_timeout", *GROUPS[INFERENCE]}
 _OF_PREDICTION = _OF_EVALUATION | set(GROUPS[PREDICTION])
 
 
 def parse_from_scratch(arguments: list[str]) -> tuple[Config]:
     """Turns the command line of the lesson into what is trained. Args and errors as in `parse`."""
-    _read_only(arguments, _OF_LESSON, "the lesson trains LeNet with plain SGD, in float32, and keeps its losses alone")
+    _read_only(arguments, _OF_LESSON, "the lesson trains LeNet with plain SGD, and keeps its losses alone")
+    if value_of("precision") not in ("float32", "float64"):
+        raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {value_of('precision')!r}")
     defaults: dict[str, Any] = {
         "dataset": "fashion_mnist", "batch_size": 256, "epochs": 5, "learning_rate": 0.3,
         "kernel_initializer": "random_normal(stddev=0.01)",
