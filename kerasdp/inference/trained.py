@@ -152,8 +152,9 @@ def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
     try:
         return action()
     except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"--checkpoint: the model of {path} cannot be built ({reason:.200}); {instead}") from error
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = line.partition(". ")[0]
+        raise UserError(f"--checkpoint: the model of {path} cannot be built ({reason}); {instead}") from error
 
 
 def _kind_of(model: keras.Model, activation: str | None) -> tuple[str, bool]:
