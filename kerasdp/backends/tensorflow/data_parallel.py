@@ -2,10 +2,10 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure
@@ -26,8 +26,8 @@ from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_stra
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
-from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
+from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
@@ -82,34 +82,34 @@ class DataParallel(Strategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
+        num_rows = len(batch.indices)
 
-        def split(data: Structure) -> list[Structure]:
-            return [put_on_device(self._shard_of(data, rank), name) for rank, name in enumerate(self.device_names)]
+        def shards_of(data: Structure) -> list[Structure]:
+            shards = self._shards_of(data, num_rows)
+            return [put_on_device(shard, name) for shard, name in zip(shards, self.device_names)]
 
         if isinstance(batch.inputs, CachedRows):
-            cached, numbers = batch.inputs.kept.copies(self._keep), batch.inputs.numbers
-            inputs = [
-                take_rows(arrays, self._shard_of(numbers, rank), name)
-                for rank, (arrays, name) in enumerate(zip(cached, self.device_names))
-            ]
+            cached, numbers = batch.inputs.kept.copies(self._keep), self._shards_of(batch.inputs.numbers, num_rows)
+            inputs = [take_rows(*place) for place in zip(cached, numbers, self.device_names)]
         else:
-            inputs = split(batch.inputs)
-        return DeviceBatch(inputs, split(batch.targets), split(batch.sample_weight), batch.indices)
+            inputs = shards_of(batch.inputs)
+        return DeviceBatch(inputs, shards_of(batch.targets), shards_of(batch.sample_weight), batch.indices)
 
     def _keep(self, arrays: Structure) -> list[Structure]:
         return [keep_on_device(arrays, name) for name in self.device_names]
 
-    def _shard_of(self, data: Structure, rank: int) -> Structure:
-        """Returns a replica's rows of this process's arrays, whose rows divide by its replicas."""
+    def _shards_of(self, data: Structure, num_rows: int) -> list[Structure]:
+        """Returns each replica's rows of this process's arrays, of a global batch of `num_rows`."""
         import keras
 
-        def rows_of(leaf: np.ndarray | None) -> np.ndarray | None:
-            if leaf is None:
-                return None
-            size = len(leaf) // len(self.device_names)
-            return leaf[rank * size : (rank + 1) * size]
+        first = self.processes.rank * len(self.device_names)
+        own = self.split.replicas(num_rows)[first : first + len(self.device_names)]
+        places = [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(each.size for each in own)])]
 
-        return keras.tree.map_structure(rows_of, data)
+        def rows_of(rows: slice) -> Structure:
+            return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+
+        return [rows_of(rows) for rows in places]
 
     def adapt(self, feed: "Feed") -> FeedDataset:
         """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
@@ -123,12 +123,15 @@ class DataParallel(Strategy):
         """
         if self.num_replicas == 1:
             return outputs
+        replicas = self.split.replicas(num_rows)
+        own = replicas[collectives.rank()]
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
-            size = num_rows * (rows.shape[0] // replica_rows(num_rows, self.num_replicas))
-            whole = tf.cast(collectives.gather_rows(collectives.sendable(rows))[:size], rows.dtype)
+            whole = gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
-            return tf.ensure_shape(whole, (size, *rows.shape[1:]))
+            return tf.ensure_shape(
+                tf.cast(whole, rows.dtype), (num_rows * (rows.shape[0] // own.size), *rows.shape[1:])
+            )
 
         return tf.nest.map_structure(gather, outputs)
 
@@ -139,15 +142,12 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return None
-        return ReplicaContext.of_shard(
-            num_rows,
+        return ReplicaContext.of_replica(
             collectives.rank(),
-            self.num_replicas,
-            replica_rows(num_rows, self.num_replicas),
+            self.split.replicas(num_rows),
             row_axes=(row_axes := row_axes_of(model, step)),
             gather=collectives.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
-            moving=[],
             adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
@@ -250,7 +250,8 @@ class DataParallel(Strategy):
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
             first = tf.nest.flatten([shards[0] for shards in data[0]])
-            key = weights.key(), len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
+            key = weights.key(), len(data), num_rows, self.split.shares
+            key += tuple((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
             if key not in graphs:
                 graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.

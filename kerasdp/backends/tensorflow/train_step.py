@@ -9,7 +9,6 @@ import tensorflow as tf
 from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.tensorflow import collectives, optimizer_update
-from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -160,7 +159,9 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     from kerasdp.portability.row_search import row_axes_of
 
     steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
-    rows, num_local = replica_rows(num_rows, strategy.num_replicas), len(strategy.device_names)
+    num_local = len(strategy.device_names)
+    first = strategy.processes.rank * num_local
+    replicas = strategy.split.replicas(num_rows)[first : first + num_local]
 
     def run(*data: Any) -> Any:
         return steps.shard_pass(num_rows, *(field[collectives.local_rank()] for field in data))
@@ -169,12 +170,11 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
         results = strategy.mirrored.run(run, args=tuple(batch[:3]))
     passes = []
-    for rank in range(num_local):
+    for rank, own in enumerate(replicas):
         layers, outputs, loss = tf.nest.map_structure(
             lambda value, rank=rank: strategy.mirrored.experimental_local_results(value)[rank], results
         )
-        first = (strategy.processes.rank * num_local + rank) * rows
-        passes.append(ShardPass(layers, outputs, loss, first, min(max(num_rows - first, 0), rows), rows))
+        passes.append(ShardPass(layers, outputs, loss, *own))
     return passes
 
 

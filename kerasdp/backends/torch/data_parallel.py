@@ -21,7 +21,8 @@ from kerasdp.backends.torch.distributed_model import distributed, reduce_others
 from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
-from kerasdp.data.sampling import SKIPPED, replica_rows
+from kerasdp.data.sampling import SKIPPED
+from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
@@ -81,15 +82,12 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return None
-        return ReplicaContext.of_shard(
-            num_rows,
+        return ReplicaContext.of_replica(
             self.processes.rank,
-            self.num_replicas,
-            replica_rows(num_rows, self.num_replicas),
+            self.split.replicas(num_rows),
             row_axes=(row_axes := row_axes_of(model, step)),
             gather=functools.partial(gather_statistics, group=self.statistics_group),
             gather_rows=lambda rows: self.gather(rows, num_rows),
-            moving=[],
             adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
@@ -103,10 +101,11 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return outputs
-        size = replica_rows(num_rows, self.num_replicas)
+        replicas = self.split.replicas(num_rows)
+        own = replicas[self.processes.rank]
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
-            return gather_rows(rows)[: num_rows * (len(rows) // size)]
+            return gather_shards(rows, own, replicas, gather_rows)
 
         return keras.tree.map_structure(gather, outputs)
 
