@@ -267,6 +267,12 @@ class Strategy(Protocol):
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
         return []
 
+    def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
+        """Returns the seconds of a forward and a backward pass on each replica of this process; no variable changes.
+
+        For strategies that split batches. Each replica has its rows of the batch, and waits for no other.
+        """
+
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +17,15 @@ from kerasdp.backends.steps import (
     train_on_next_batches,
 )
 from kerasdp.backends.tensorflow import collectives, private
-from kerasdp.backends.tensorflow.cached_rows import keep_on_device, take_rows
+from kerasdp.backends.tensorflow.batch_shards import shard_batch
 from kerasdp.backends.tensorflow.deterministic import require_deterministic
-from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
+from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_strategy
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
-from kerasdp.data.device_cache import CachedRows
+from kerasdp.config.sharing import VIRTUAL, shares_of
+from kerasdp.data.split import Split
 from kerasdp.errors import UserError
 from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext
@@ -51,13 +51,17 @@ class DataParallel(Strategy):
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
+        self.split = Split(devices.count, shares_of(config.device_shares))
         self.gradient_precision = config.gradient_precision
         self.must_be_deterministic = config.deterministic and devices.is_accelerator
         collectives.require_sum(config.gradient_precision, devices)
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
-        self.mirrored = one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes)
+        self.mirrored = (
+            one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes, config.reduce)
+        )
+        self.reduce = config.reduce
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -82,34 +86,7 @@ class DataParallel(Strategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
-        num_rows = len(batch.indices)
-
-        def shards_of(data: Structure) -> list[Structure]:
-            shards = self._shards_of(data, num_rows)
-            return [put_on_device(shard, name) for shard, name in zip(shards, self.device_names)]
-
-        if isinstance(batch.inputs, CachedRows):
-            cached, numbers = batch.inputs.kept.copies(self._keep), self._shards_of(batch.inputs.numbers, num_rows)
-            inputs = [take_rows(*place) for place in zip(cached, numbers, self.device_names)]
-        else:
-            inputs = shards_of(batch.inputs)
-        return DeviceBatch(inputs, shards_of(batch.targets), shards_of(batch.sample_weight), batch.indices)
-
-    def _keep(self, arrays: Structure) -> list[Structure]:
-        return [keep_on_device(arrays, name) for name in self.device_names]
-
-    def _shards_of(self, data: Structure, num_rows: int) -> list[Structure]:
-        """Returns each replica's rows of this process's arrays, of a global batch of `num_rows`."""
-        import keras
-
-        first = self.processes.rank * len(self.device_names)
-        own = self.split.replicas(num_rows)[first : first + len(self.device_names)]
-        places = [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(each.size for each in own)])]
-
-        def rows_of(rows: slice) -> Structure:
-            return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
-
-        return [rows_of(rows) for rows in places]
+        return shard_batch(self, batch)
 
     def adapt(self, feed: "Feed") -> FeedDataset:
         """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
@@ -217,6 +194,23 @@ class DataParallel(Strategy):
         from kerasdp.backends.tensorflow.train_step import try_own_step
 
         return try_own_step(self, model, batch)
+
+    def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
+        """Returns the seconds of a forward and a backward pass on each replica, one after the other."""
+        from kerasdp.backends.tensorflow.train_step import pass_seconds
+
+        return [pass_seconds(self, model, batch, rank) for rank in range(len(self.device_names))]
+
+    def description(self, model: "keras.Model") -> str:
+        """Returns where gradients are added, if that was chosen."""
+        if self.reduce is None:
+            return ""
+        if self.device_names[0].startswith("CPU"):
+            way = (
+                "the first of them adds the gradients" if self.reduce == "host" else "they add the gradients in a ring"
+            )
+            return f"--reduce={self.reduce}: {VIRTUAL}; {way}"
+        return "gradients are added " + ("in host memory" if self.reduce == "host" else "on the GPUs")
 
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
         """Builds an optimizer from within a replica, once for all."""

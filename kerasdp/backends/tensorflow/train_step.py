@@ -1,6 +1,8 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.portability.global_batch import GlobalBatch
+
+# Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
+_UNMEASURED, _MEASURED = 2, 5
 
 
 class ReplicaSteps:
@@ -176,6 +181,37 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
         )
         passes.append(ShardPass(layers, outputs, loss, *own))
     return passes
+
+
+def pass_seconds(strategy: Any, model: "keras.Model", batch: DeviceBatch, rank: int) -> float:
+    """Returns the seconds of a forward and a backward pass on one replica of this process, while the others wait."""
+    import keras
+
+    from kerasdp.keras_compat import compute_loss
+
+    steps = ReplicaSteps(strategy, model)
+
+    def run(*data: Any) -> Any:
+        if collectives.local_rank() != rank:
+            return tf.constant(0.0)
+        inputs, targets, sample_weight = (field[rank] for field in data)
+        with tf.GradientTape() as tape:
+            values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
+            with keras.StatelessScope(values, collect_losses=True):
+                outputs = steps._forward(inputs, training=True)
+                loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+        gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
+        return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
+
+    def on_all() -> Any:
+        return strategy.mirrored.run(run, args=tuple(batch[:3]))
+
+    function, times = on_all if model.run_eagerly else tf.function(on_all, autograph=False), []
+    for _ in range(_UNMEASURED + _MEASURED):
+        begin = time.perf_counter()
+        strategy.mirrored.experimental_local_results(function())[rank].numpy()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[_UNMEASURED:])
 
 
 def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
