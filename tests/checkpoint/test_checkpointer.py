@@ -41,7 +41,8 @@ def make(tmp_path):
         recorder.set_model(model)
         one = Checkpointer(
             config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1,
-            split=Split(1), identity={}, resumed=None, gather_variables=lambda model: None, folder=str(tmp_path / "checkpoints"),
+            split=Split(1), identity={}, resumed=None, gather_variables=lambda model: None,
+            folder=str(tmp_path / "checkpoints"),
             data_state=lambda epoch, batch: {"place": [epoch, batch]},
         )  # fmt: skip
         made.append(one)
