@@ -16,6 +16,7 @@ from kerasdp.checkpoint.architecture import architecture_of
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
+from kerasdp.data.split import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat import set_monitor_direction
 from kerasdp.reporting import report
@@ -92,6 +93,7 @@ class Checkpointer:
         *,
         processes: Processes,
         num_devices: int,
+        split: Split,
         gather_variables: Callable[[keras.Model], None],
         data_state: Callable[[int, int], Any],
         identity: dict[str, Any],
@@ -104,7 +106,7 @@ class Checkpointer:
         `data_state` returns, in JSON, what the data needs to continue with a batch of an epoch.
         """
         self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
-        self.stateful, self.processes, self.num_devices = stateful, processes, num_devices
+        self.stateful, self.processes, self.num_devices, self._split = stateful, processes, num_devices, split
         self.identity, self.folder = identity, folder
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
@@ -236,6 +238,7 @@ class Checkpointer:
             "saved_by": {
                 "backend": self.config.backend,
                 "devices": self.num_devices,
+                "device_shares": self._split.shares,
                 "precision": self.config.precision,
             },
             "config": self.config.as_dict(),

@@ -59,7 +59,10 @@ def _define_flags_of_devices() -> None:
     )
     _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16, which halves "
             "what devices send when they exchange gradients (torch, tensorflow).")  # fmt: skip
-
+    _define(group, "reduce", text, None, "Where the gradients of several devices are added: device, or host: in host "
+            "memory, which is slower and leaves device memory free (torch, tensorflow). Default: device.")  # fmt: skip
+    _define(group, "device_shares", text, None, "Shares of the batch for devices of unequal speed: 3,1, or auto, which "
+            "measures first (torch, tensorflow). Default: equal shards.")  # fmt: skip
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: a step of training or evaluation as one "
             "compiled graph on torch, in runs with 1,000 of its kind or more. On jax and tensorflow the model's "
             "jit_compile decides, as in Keras.")  # fmt: skip

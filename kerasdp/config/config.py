@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
-from kerasdp.config import validation
+from kerasdp.config import sharing, validation
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError
 
@@ -62,6 +62,11 @@ class Config:
             with a warning. On jax and tensorflow the model's `jit_compile` decides, as in Keras.
         gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
             (torch; tensorflow on virtual CPU devices alone, since it sums no bfloat16 between GPUs).
+        reduce: where the gradients of several devices are added: on the devices (`"device"`), or in host memory
+            (`"host"`; torch, tensorflow): slower, and leaves device memory free. None: on the devices; on virtual CPU
+            devices, which are host memory, as is fastest.
+        device_shares: shares of the global batch that the devices get, as `"3,1"`, in the order of the ranks, for
+            devices of unequal speed (torch, tensorflow); `"auto"`: as measured when training begins. None: equal ones.
         check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
             split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
         seed: seed of initial weights, sample order and dropout.
@@ -120,6 +125,8 @@ class Config:
     compile: str = "auto"
     check: str = "first"
     gradient_precision: str = "float32"
+    reduce: str | None = None
+    device_shares: str | None = None
     seed: int = 0
     deterministic: bool = False
     workdir: str | None = None
@@ -146,6 +153,7 @@ class Config:
                 f"--gradient_precision={self.gradient_precision}: one device sends no gradients; leave it out, or use "
                 "--gpus=2 or more"
             )
+        sharing.check_replicas(self, num_replicas)
         if self.accumulate > 1 and num_replicas > 1 and self.backend == "tensorflow":
             raise UserError(
                 f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "

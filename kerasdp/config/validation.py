@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from kerasdp.config import spec
+from kerasdp.config import sharing, spec
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "check": CHECKS,
     "data_on_device": SWITCHES,
     "gradient_precision": GRADIENT_PRECISIONS,
+    "reduce": sharing.REDUCES,
     "verbose": (None, 0, 1, 2),
 }
 _COUNTS = (
@@ -76,6 +77,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "host_rank": ("a whole number from 0", lambda number: number >= 0),
     "coordinator": ("the address and port of host 0, as 10.0.0.1:29500", _is_address),
     "interface": ("a network interface, as eth0", lambda name: True),
+    "device_shares": ("auto, or a whole number of at least 1 for each device, as 3,1", sharing.are_shares),
     "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
@@ -147,6 +149,7 @@ def check(config: Any) -> None:
         )
     _check_hosts(config)
     _check_gradients(config)
+    sharing.check(config)
     if config.data_on_device == "on" and config.engine != "data":
         raise UserError(f"--data_on_device=on: not together with {_engine_flag(config)}; leave out one of them")
     if config.compile != "auto" and (config.backend in ("jax", "tensorflow") or config.engine == "pipeline"):

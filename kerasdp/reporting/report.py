@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from kerasdp.config import Config
+from kerasdp.data.split import Split
 from kerasdp.errors import addressed
 
 PACKAGES = ("kerasdp", "keras", "torch", "jax", "tensorflow", "numpy")
@@ -28,6 +29,7 @@ class Facts:
         num_processes: worker processes.
         model: the model's name.
         global_batch_size: samples a step, over all devices.
+        split: of a batch over the replicas; None: equal shards.
     """
 
     config: Config
@@ -38,6 +40,7 @@ class Facts:
     num_processes: int
     model: str
     global_batch_size: int
+    split: Split | None = None
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
@@ -63,7 +66,9 @@ def versions() -> dict[str, str]:
 
 def start_line(facts: Facts, learning_rate: float) -> str:
     """Formats the first line of a run: backend, devices, model, batch, learning rate, precision."""
-    replica_batch = facts.config.replica_batch_size(facts.num_replicas)
+    replica_batch = str(facts.config.replica_batch_size(facts.num_replicas))
+    if facts.split is not None and facts.split.shares is not None:
+        replica_batch = ", ".join(str(each.num_rows) for each in facts.split.replicas(facts.global_batch_size))
     share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
@@ -115,6 +120,7 @@ def result(
         "model": facts.model,
         "dataset": config.dataset,
         "global_batch_size": facts.global_batch_size,
+        "device_shares": None if facts.split is None else facts.split.shares,
         "epochs": len(epoch_seconds),
         "steps": steps,
         "final": final,

@@ -120,6 +120,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             stateful,
             processes=self._strategy.processes,
             num_devices=self._strategy.num_devices,
+            split=self._strategy.split,
             gather_variables=self._strategy.gather_variables,
             data_state=self._reader.saved_state,
             identity=identity,

@@ -9,6 +9,7 @@ import pytest
 from kerasdp.data.feed import Feed
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.data.sources import ColumnSource
+from kerasdp.data.split import Split
 from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
@@ -22,7 +23,7 @@ def batches(count=5, rows=4):
 
 
 def reader_of(data, *, steps=None, replicas=1, shard=(0, 1), **options):
-    return StreamReader(data, replicas, shard, steps, **options)
+    return StreamReader(data, Split(replicas), shard, steps, **options)
 
 
 def feed_of(reader):
