@@ -196,6 +196,8 @@ class Runner:
             num_processes=self.strategy.processes.num_processes,
             model=model.name,
             global_batch_size=batch_size,
+            data=reader.name,
+            folder=self.config.folder_of_fit(self.num_fits + 1),
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
