@@ -15,6 +15,7 @@ from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
 from kerasdp.errors import RunError, UserError
+from kerasdp.reporting.live_figure import live_figures
 from kerasdp.runtime import signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
@@ -69,7 +70,13 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         settings = settings.with_devices_for_stages()
     # A machine that joins a run later finds the checkpoints of that run.
     is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
-    with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):
+    # Where several hosts share the folder, host 0 locks it; hosts that come and go have no such host.
+    is_owner = cluster is None or (cluster.process == 0 and not cluster.is_elastic)
+    with (
+        config.prepared_workdir(settings.workdir, settings.resume or is_of_run),
+        config.locked_workdir(settings.workdir if is_owner else None, settings.resume),
+        live_figures() if settings.verbose != 0 else contextlib.nullcontext(),
+    ):
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         result = _run(settings, train)

@@ -54,7 +54,7 @@ def compare(config: kerasdp.Config, backends: list[str] | None, device_counts: l
     print(comparison.table())
     os.makedirs(config.workdir, exist_ok=True)
     picture = os.path.join(config.workdir, "parity.png")
-    comparison.draw(picture)
+    comparison.draw(picture, f"{config.model} on {config.dataset}, batch {config.batch_size}, trained many ways")
     print(f"picture in {picture}")
     return comparison.passed
 

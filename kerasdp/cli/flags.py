@@ -153,7 +153,8 @@ def _define_flags_of_files() -> None:
         "verbose",
         number,
         None,
-        "0: nothing, 1: progress bar, 2: a line per epoch. Default: a bar in a terminal.",
+        "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far. Default: 1 in a "
+        "terminal, else 2.",
     )
     _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
     _define(group, "export", text, None, "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.")

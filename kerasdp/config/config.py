@@ -74,7 +74,8 @@ class Config:
             it always is on the CPU; slower. What the backend cannot do so ends the run.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
-        verbose: 0 nothing, 1 progress bar, 2 a line per epoch; None: a bar in a terminal, else lines.
+        verbose: 0 nothing, 1 progress bar, 2 a line per epoch, 3 also curves, as a figure in a notebook, as text in a
+            terminal; None: 1 in a terminal, 3 in a notebook, else 2.
         tensorboard: write event files into the workdir.
         checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
             after every 50 steps; `"10m"`, and every 10 minutes; `"never"`, none at all.

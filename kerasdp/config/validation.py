@@ -36,7 +36,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "data_on_device": SWITCHES,
     "gradient_precision": GRADIENT_PRECISIONS,
     "reduce": sharing.REDUCES,
-    "verbose": (None, 0, 1, 2),
+    "verbose": (None, 0, 1, 2, 3),
 }
 _COUNTS = (
     "num_devices", "batch_size", "accumulate", "epochs", "max_steps", "lr_base_batch", "log_every", "keep",

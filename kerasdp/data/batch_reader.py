@@ -38,12 +38,14 @@ class BatchReader(abc.ABC):
 
     Attributes:
         check: looks at each batch that is read for a feed, if there is one.
+        name: of the data set: it has none.
         num_batches: of an epoch; None if the object does not tell.
         num_threads: that read at once.
         warn: prints a line about the data, where it is read.
     """
 
     check: BatchCheck | None = None
+    name = ""
     num_threads = 1
     num_batches: int | None
 

@@ -46,6 +46,12 @@ def load_data(config: Config) -> Dataset:
     Raises:
         UserError: if there is no such data set, or its files are missing, damaged or out of range.
     """
+    data = _load(config)
+    data.train.name = data.test.name = config.dataset  # by which pictures of the run are headed
+    return data
+
+
+def _load(config: Config) -> Dataset:
     name, arguments = spec.parse(config.dataset, "dataset")
     if spec.is_user_function(name):
         _refuse_data_dir(name, config.data_dir)

@@ -18,6 +18,7 @@ class SampleReader:
 
     Attributes:
         check: looks at each batch that is read for a feed, if there is one.
+        name: of the data set, if it has one.
     """
 
     check: BatchCheck | None = None
@@ -28,6 +29,7 @@ class SampleReader:
         self.source, self.order, self.split, self.shard = source, order, split, shard
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
+        self.name: str = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
         """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""

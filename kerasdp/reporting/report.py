@@ -30,6 +30,8 @@ class Facts:
         model: the model's name.
         global_batch_size: samples a step, over all devices.
         split: of a batch over the replicas; None: equal shards.
+        data: name of the data set, if it has one.
+        folder: where the files of this `fit` go; None: there are none.
     """
 
     config: Config
@@ -41,6 +43,14 @@ class Facts:
     model: str
     global_batch_size: int
     split: Split | None = None
+    data: str = ""
+    folder: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Returns what a picture of the run is headed by: model, data, backend, devices, batch."""
+        of = f" on {self.data}" if self.data else ""
+        return f"{self.model}{of} | {self.config.backend} on {self.devices} | batch {self.global_batch_size}"
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
@@ -135,9 +145,9 @@ def end_line(facts: Facts, result: dict[str, Any]) -> str:
     """Formats the last line of a run: its result and speed."""
     final = result["final"]
     name = next((name for name in ("val_accuracy", "accuracy", "val_loss", "loss") if name in final), None)
-    words = {"val_accuracy": "test accuracy", "accuracy": "training accuracy", "val_loss": "test loss"}
+    words = {"val_accuracy": "validation accuracy", "accuracy": "training accuracy", "val_loss": "validation loss"}
     score = f"{words.get(name, name)} {final[name]:.4f}, " if name else ""
     return (
         f"{score}{result['seconds_per_epoch']:.2f} s/epoch, {result['images_per_second']:,.0f} images/s "
-        f"on {facts.devices}" + (f"; files in {facts.config.workdir}" if facts.config.workdir else "")
+        f"on {facts.devices}" + (f"; files in {facts.folder}" if facts.folder else "")
     )

@@ -30,7 +30,7 @@ class RunFiles:
         history: list[dict[str, Any]] | None = None,
     ):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
-        self.workdir = workdir
+        self.workdir, self._title = workdir, facts.title
         self.history = list(history or [])
         self._reported: set[str] = set()
         self._steps: TextIO | None = None
@@ -81,7 +81,7 @@ class RunFiles:
             writer.writeheader()
             writer.writerows(self.history)
         with self._tolerated("curves.png"):
-            draw_curves(self.history, self._path("curves.png"))
+            draw_curves(self.history, self._path("curves.png"), self._title)
 
     def add_result(self, result: dict[str, Any]) -> None:
         """Writes report.json."""
@@ -140,12 +140,13 @@ def _event_writer(folder: str, last_step: int) -> Any:
     return SummaryWriter(folder, purge_step=last_step + 1 if last_step else None)
 
 
-def draw_curves(history: list[dict[str, Any]], path: str) -> None:
+def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     """Draws loss and accuracy by epoch.
 
     Args:
         history: a dictionary per epoch, as the rows of history.csv.
         path: of the PNG file.
+        title: says what was trained, where.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -155,7 +156,7 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
     figure, all_axes = make_figure(5.2 * len(names), 3.6, columns=len(names))
     for axes, name in zip(all_axes, names, strict=True):
         ends = {key: row[key] for row in history for key in (name, f"val_{name}") if key in row}
-        for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "test", "#f58518")):
+        for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "validation", "#f58518")):
             points = [(row["epoch"], row[key]) for row in history if key in row]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
@@ -173,4 +174,5 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.12)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=120, format="png")

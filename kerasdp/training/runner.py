@@ -198,6 +198,8 @@ class Runner:
             model=model.name,
             global_batch_size=batch_size,
             split=self.strategy.split,
+            data=reader.name,
+            folder=self.config.folder_of_fit(self.num_fits + 1),
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)

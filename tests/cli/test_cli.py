@@ -89,12 +89,12 @@ def test_the_flags_are_these():
         "accumulate", "activation", "backend", "backends", "balance", "batch_norm", "batch_size", "check",
         "checkpoint", "checkpoint_dir", "checkpoint_every", "compile", "coordinator", "cpus_per_worker",
         "cut_at", "data_dir", "data_on_device", "dataset", "deterministic", "device", "device_counts",
-        "devices", "dry_run", "epochs", "export", "gpus", "gradient_precision", "hang_timeout", "host_rank",
-        "hosts", "inputs", "interface", "keep", "kernel_initializer", "learning_rate", "log_every",
+        "device_shares", "devices", "dry_run", "epochs", "export", "gpus", "gradient_precision", "hang_timeout",
+        "host_rank", "hosts", "inputs", "interface", "keep", "kernel_initializer", "learning_rate", "log_every",
         "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
-        "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes",
-        "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "trials", "verbose", "workdir",
-        "workers",
+        "precision", "reduce", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
+        "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "trials", "verbose",
+        "workdir", "workers",
     ]  # fmt: skip
 
 

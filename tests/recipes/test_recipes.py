@@ -62,7 +62,9 @@ def test_the_default_command_learns(backend, count, tmp_path):
     devices = f"{count} virtual CPU device{'s' if count > 1 else ''} (as asked)"
     assert lines[0] == f"{backend} on {devices} | lenet | batch 64{share} | learning rate 0.03 | float32"
     assert [line.partition(" ")[0] for line in lines[1:-1]] == ["epoch"] * 20  # once, however many processes
-    accuracy = float(re.fullmatch(r"test accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1])
+    accuracy = float(
+        re.fullmatch(r"validation accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1]
+    )
     assert accuracy >= 0.96
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["final"]["val_accuracy"] == pytest.approx(accuracy, abs=1e-4)

@@ -40,15 +40,18 @@ def test_the_first_epoch_does_not_count(tmp_path):
 
 
 def test_lines(tmp_path):
-    of = facts(tmp_path)
+    of = facts(tmp_path, folder="X/fit-2")
     assert report.start_line(of, 0.03) == (
         "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
     )
     # The stages of a pipeline share the batch, but cut it by themselves.
     assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
     assert report.end_line(of, result(of)) == (
-        f"test accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); files in {tmp_path}"
+        "validation accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); files in X/fit-2"
     )
+    assert report.end_line(facts(tmp_path, folder=None), result(of)).endswith("(no GPU found)")
+    assert of.title == "lenet | jax on 2 virtual CPU devices (no GPU found) | batch 61"
+    assert facts(tmp_path, data="digits").title.startswith("lenet on digits | jax on ")
     assert report.epoch_line(0, 3, {"loss": 0.5}, 1.5, 2000.0) == "epoch 1/3 - 1.5 s - 2,000 images/s - loss 0.5000"
 
 
