@@ -29,7 +29,7 @@ from kerasdp.runtime.supervisor import supervise
 # What a dry run leaves to the machines that it tells of: it runs on one CPU device of this one.
 _OF_THE_MACHINES = (
     "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
-    "micro_batches", "schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
+    "micro_batches", "pipeline_schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
     "checkpoint_dir", "tensorboard", "resume", "max_restarts", "hang_timeout",
 )  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.

@@ -86,7 +86,7 @@ def _define_flags_of_devices() -> None:
         None,
         "Number of micro-batches, instead of --split_size. Default: two per stage.",
     )
-    _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
+    _define(group, "pipeline_schedule", text, _DEFAULTS.pipeline_schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
             "soon as possible; interleaved1f1b: with several stages per device (torch).")  # fmt: skip
 
 

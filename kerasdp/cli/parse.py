@@ -32,7 +32,16 @@ _RECIPES |= {SWEEP: "sweep", SEARCH: "sweep", INFERENCE: "predict", PREDICTION: 
 OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
 OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision", "reduce", "device_shares"]
-_NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
+_NOT_MEASURED = [
+    "strategy",
+    "accumulate",
+    "stages",
+    "cut_at",
+    "balance",
+    "split_size",
+    "micro_batches",
+    "pipeline_schedule",
+]
 _NOT_MEASURED += ["reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
 _NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 

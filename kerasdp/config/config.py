@@ -36,7 +36,7 @@ class Config:
         balance: what the stages of a pipeline have equal shares of: `"time"` (measured), `"flops"`, `"parameters"`.
         split_size: samples per micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
         micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
-        schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward passes as
+        pipeline_schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward passes as
             soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
         model: a model of `kerasdp.models`, or a user-defined function (`file.py:function`).
         dataset: a data set of `kerasdp.data`, or a user-defined function.
@@ -108,7 +108,7 @@ class Config:
     balance: str = "time"
     split_size: int | str | None = None
     micro_batches: int | None = None
-    schedule: str = "gpipe"
+    pipeline_schedule: str = "gpipe"
     model: str = "lenet"
     dataset: str = "digits"
     data_dir: str | None = None
@@ -201,7 +201,9 @@ class Config:
         if self.strategy != "pipeline" or self.num_devices or not (self.num_stages or self.cut_at):
             return self
         stages = self.stages_on(1)
-        return dataclasses.replace(self, num_devices=-(-stages // 2) if self.schedule == "interleaved1f1b" else stages)
+        return dataclasses.replace(
+            self, num_devices=-(-stages // 2) if self.pipeline_schedule == "interleaved1f1b" else stages
+        )
 
     def stages_on(self, num_devices: int) -> int:
         """Returns how many stages a pipeline has on that many devices."""
@@ -209,7 +211,7 @@ class Config:
             return 1
         if self.cut_at is not None:
             return len(self.cut_at.split(",")) + 1
-        return self.num_stages or (2 * num_devices if self.schedule == "interleaved1f1b" else num_devices)
+        return self.num_stages or (2 * num_devices if self.pipeline_schedule == "interleaved1f1b" else num_devices)
 
     def num_pipelines(self, num_devices: int) -> int:
         """Returns how many pipelines share the batch, each with a replica of the model.
@@ -218,10 +220,10 @@ class Config:
             UserError: if stages and devices do not go together.
         """
         stages = self.stages_on(num_devices)
-        if self.schedule == "interleaved1f1b":
+        if self.pipeline_schedule == "interleaved1f1b":
             if stages % num_devices or stages == num_devices:
                 raise UserError(
-                    f"--stages: expected a multiple of the {num_devices} devices with --schedule=interleaved1f1b, "
+                    f"--stages: expected a multiple of the {num_devices} devices with --pipeline_schedule=interleaved1f1b, "
                     f"several on each. Received: {stages}"
                 )
             return 1

@@ -27,7 +27,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "backend": (None, *BACKENDS),
     "device": DEVICES,
     "strategy": STRATEGIES,
-    "schedule": SCHEDULES,
+    "pipeline_schedule": SCHEDULES,
     "balance": BALANCES,
     "batch_norm": BATCH_NORMS,
     "precision": PRECISIONS,
@@ -87,7 +87,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }  # fmt: skip
 _PATHS = ("workdir", "checkpoint_dir", "data_dir", "export")
 # Fields that data parallelism has no use for.
-_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "schedule")
+_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule")
 
 
 def normalized(config: Any) -> dict[str, Any]:
@@ -193,9 +193,11 @@ def _check_pipeline(config: Any) -> None:
         named = len(config.cut_at.split(",")) + 1
         if config.num_stages not in (None, named):
             raise UserError(f"--stages: --cut_at makes {named} of them. Received: {config.num_stages}; leave it out")
-    is_interleaved = config.schedule == "interleaved1f1b"
+    is_interleaved = config.pipeline_schedule == "interleaved1f1b"
     if is_interleaved and config.backend not in (None, "torch"):
-        raise UserError(f"--schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}")
+        raise UserError(
+            f"--pipeline_schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}"
+        )
 
 
 def _check_hosts(config: Any) -> None:

@@ -92,7 +92,7 @@ def test_the_flags_are_these():
         "device_shares", "devices", "dry_run", "epochs", "export", "gpus", "gradient_precision", "hang_timeout",
         "host_rank", "hosts", "inputs", "interface", "keep", "kernel_initializer", "learning_rate", "log_every",
         "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
-        "precision", "reduce", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
+        "precision", "reduce", "repetitions", "resume", "rounds", "pipeline_schedule", "seed", "split_size",
         "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "trials", "verbose",
         "workdir", "workers",
     ]  # fmt: skip
