@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kerasdp.portability import layers
     from kerasdp.portability.all_rows import all_rows
     from kerasdp.portability.portable import portable
+    from kerasdp.training.fit_callbacks import make_callbacks
+    from kerasdp.training.losses import make_loss
     from kerasdp.training.optimizers import make_optimizer
     from kerasdp.training.runner import Runner
 
@@ -41,6 +43,8 @@ _MODULES = {
     "export": "kerasdp.checkpoint.export",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
+    "make_callbacks": "kerasdp.training.fit_callbacks",
+    "make_loss": "kerasdp.training.losses",
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.loss_reduction",
     "portable": "kerasdp.portability.portable",
@@ -77,6 +81,8 @@ __all__ = [
     "load_data",
     "local_devices",
     "main",
+    "make_callbacks",
+    "make_loss",
     "make_optimizer",
     "parity",
     "per_sample",

@@ -86,8 +86,8 @@ def _define_flags_of_devices() -> None:
         None,
         "Number of micro-batches, instead of --split_size. Default: two per stage.",
     )
-    _define(group, "pipeline_schedule", text, _DEFAULTS.pipeline_schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
-            "soon as possible; interleaved1f1b: with several stages per device (torch).")  # fmt: skip
+    _define(group, "pipeline_schedule", text, _DEFAULTS.pipeline_schedule, "gpipe: all forward passes first; 1f1b: "
+            "backward passes as soon as possible; interleaved1f1b: several stages per device (torch).")  # fmt: skip
 
 
 def _define_flags_of_machines() -> None:
@@ -127,6 +127,17 @@ def _define_flags_of_training() -> None:
     _define(group, "max_steps", number, None, "Ends the run after this many updates.")
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
     _define(group, "learning_rate", real, None, "Learning rate. Default: that of --optimizer.")
+    _define(group, "schedule", text, _DEFAULTS.schedule, "constant, or how the rate falls: cosine, linear (both to 0 "
+            "at the end), step(every=10, factor=0.1), in epochs.")  # fmt: skip
+    _define(group, "warmup", number, _DEFAULTS.warmup, "Updates in which the rate rises to its full height.")
+    _define(group, "ema", flags.DEFINE_float, None, "Decay of an exponential moving average of the weights, as 0.99: "
+            "it is evaluated, and is what the training leaves. Default: none.")  # fmt: skip
+    _define(group, "label_smoothing", flags.DEFINE_float, _DEFAULTS.label_smoothing, "Share of the target that all "
+            "classes have alike, as 0.1.")  # fmt: skip
+    _define(group, "augment", text, None, f"Changes of images in training: some of "
+            f"{', '.join(validation.AUGMENTATIONS)}, as 'flip, rotate(factor=0.1)'. Default: none.")  # fmt: skip
+    _define(group, "early_stopping", number, None, "Epochs without a lower validation loss after which the training "
+            "ends, with the weights of the best. Default: it goes on.")  # fmt: skip
     _define(group, "lr_base_batch", number, None, "Multiplies the learning rate by batch_size over this number.")
     _define(
         group,

@@ -36,8 +36,8 @@ class Config:
         balance: what the stages of a pipeline have equal shares of: `"time"` (measured), `"flops"`, `"parameters"`.
         split_size: samples per micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
         micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
-        pipeline_schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward passes as
-            soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
+        pipeline_schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward
+            passes as soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
         model: a model of `kerasdp.models`, or a user-defined function (`file.py:function`).
         dataset: a data set of `kerasdp.data`, or a user-defined function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
@@ -51,6 +51,15 @@ class Config:
         max_steps: updates after which the run ends. None: it ends after `epochs`.
         optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
         learning_rate: None: that of `optimizer`, its argument or its default.
+        schedule: how the rate falls in the course of the run: `"constant"`, `"cosine"` and `"linear"`, to 0,
+            `"step(every=10, factor=0.1)"`, every 10 epochs.
+        warmup: updates in which the rate rises to its full height.
+        ema: decay of an exponential moving average of the weights, which are evaluated, and are the weights when the
+            training ends: 0.99. None: no average.
+        label_smoothing: share of the target that all classes have alike: 0.1.
+        augment: changes of the images in training: `"flip, translate(factor=0.1)"`. None: none.
+        early_stopping: epochs without a lower validation loss (else training loss) after which the training ends, with
+            the weights of the best epoch. None: it goes on.
         lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
         kernel_initializer: a Keras initializer for every convolution and dense kernel of the built-in models,
             as `random_normal(stddev=0.01)`. None: each layer's default.
@@ -119,6 +128,12 @@ class Config:
     max_steps: int | None = None
     optimizer: str = "sgd(learning_rate=0.03, momentum=0.9)"
     learning_rate: float | None = None
+    schedule: str = "constant"
+    warmup: int = 0
+    ema: float | None = None
+    label_smoothing: float = 0.0
+    augment: str | None = None
+    early_stopping: int | None = None
     lr_base_batch: int | None = None
     kernel_initializer: str | None = None
     batch_norm: str = "sync"
@@ -149,31 +164,7 @@ class Config:
 
     def check_replicas(self, num_replicas: int) -> None:
         """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
-        if self.gradient_precision != "float32" and num_replicas == 1:
-            raise UserError(
-                f"--gradient_precision={self.gradient_precision}: one device sends no gradients; leave it out, or use "
-                "--gpus=2 or more"
-            )
         sharing.check_replicas(self, num_replicas)
-        if self.accumulate > 1 and num_replicas > 1 and self.backend == "tensorflow":
-            raise UserError(
-                f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
-                f"Received: {num_replicas}; use --backend=torch or jax"
-            )
-        if self.batch_size < num_replicas:
-            raise UserError(
-                f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
-                f"for {num_replicas} devices. Received: {self.batch_size}"
-            )
-        rows = self.replica_batch_size(num_replicas)
-        if self.accumulate > rows:
-            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
-        count = -(-rows // -(-rows // self.accumulate))
-        if count != self.accumulate:
-            raise UserError(
-                f"--accumulate: {rows} samples, those of a device, cannot be cut into {self.accumulate} parts of one "
-                f"size, but for the last; use {count}, or another --batch_size"
-            )
 
     @property
     def host_range(self) -> tuple[int, int]:
@@ -219,24 +210,7 @@ class Config:
         Raises:
             UserError: if stages and devices do not go together.
         """
-        stages = self.stages_on(num_devices)
-        if self.pipeline_schedule == "interleaved1f1b":
-            if stages % num_devices or stages == num_devices:
-                raise UserError(
-                    f"--stages: expected a multiple of the {num_devices} devices with --pipeline_schedule=interleaved1f1b, "
-                    f"several on each. Received: {stages}"
-                )
-            return 1
-        if num_devices % stages:
-            raise UserError(
-                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
-            )
-        if self.backend == "tensorflow" and num_devices > stages:
-            raise UserError(
-                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
-                f"device by device. Received: {num_devices}; use --backend=torch or jax"
-            )
-        return num_devices // stages
+        return sharing.num_pipelines(self, num_devices)
 
     def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
         """Returns the samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""

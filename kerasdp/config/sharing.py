@@ -60,6 +60,58 @@ def check(config: Any) -> None:
 
 def check_replicas(config: Any, num_replicas: int) -> None:
     """Raises `UserError` if so many replicas cannot share a batch, or add gradients, as asked."""
+    if config.gradient_precision != "float32" and num_replicas == 1:
+        raise UserError(
+            f"--gradient_precision={config.gradient_precision}: one device sends no gradients; leave it out, or use "
+            "--gpus=2 or more"
+        )
+    _check_shares(config, num_replicas)
+    if config.accumulate > 1 and num_replicas > 1 and config.backend == "tensorflow":
+        raise UserError(
+            f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
+            f"Received: {num_replicas}; use --backend=torch or jax"
+        )
+    if config.batch_size < num_replicas:
+        raise UserError(
+            f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
+            f"for {num_replicas} devices. Received: {config.batch_size}"
+        )
+    rows = config.replica_batch_size(num_replicas)
+    if config.accumulate > rows:
+        raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {config.accumulate}")
+    count = -(-rows // -(-rows // config.accumulate))
+    if count != config.accumulate:
+        raise UserError(
+            f"--accumulate: {rows} samples, those of a device, cannot be cut into {config.accumulate} parts of one "
+            f"size, but for the last; use {count}, or another --batch_size"
+        )
+
+
+def num_pipelines(config: Any, num_devices: int) -> int:
+    """Returns how many pipelines share the batch.
+
+    Raises:
+        UserError: if stages and devices do not go together.
+    """
+    stages = config.stages_on(num_devices)
+    if config.pipeline_schedule == "interleaved1f1b":
+        if stages % num_devices or stages == num_devices:
+            raise UserError(
+                f"--stages: expected a multiple of the {num_devices} devices with --pipeline_schedule=interleaved1f1b, "
+                f"several on each. Received: {stages}"
+            )
+        return 1
+    if num_devices % stages:
+        raise UserError(f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}")
+    if config.backend == "tensorflow" and num_devices > stages:
+        raise UserError(
+            f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
+            f"device by device. Received: {num_devices}; use --backend=torch or jax"
+        )
+    return num_devices // stages
+
+
+def _check_shares(config: Any, num_replicas: int) -> None:
     for flag in ("reduce", "device_shares"):
         if getattr(config, flag) is not None and num_replicas == 1:
             does = "adds no gradients" if flag == "reduce" else "has all of the batch"

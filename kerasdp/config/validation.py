@@ -40,9 +40,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = (
     "num_devices", "batch_size", "accumulate", "epochs", "max_steps", "lr_base_batch", "log_every", "keep",
-    "num_stages", "micro_batches",
+    "num_stages", "micro_batches", "early_stopping",
 )  # fmt: skip
-_NAMES = ("model", "dataset", "optimizer", "kernel_initializer")
+_NAMES = ("model", "dataset", "optimizer", "kernel_initializer", "schedule")
+RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
+AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
 CHECKPOINT_TIMES = "epoch, never, steps (as 50) or minutes (as 10m)"
 
 
@@ -78,6 +80,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "coordinator": ("the address and port of host 0, as 10.0.0.1:29500", _is_address),
     "interface": ("a network interface, as eth0", lambda name: True),
     "device_shares": ("auto, or a whole number of at least 1 for each device, as 3,1", sharing.are_shares),
+    "warmup": ("a whole number of updates, from 0", lambda number: number >= 0),
+    "ema": ("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
+    "label_smoothing": ("a number from 0, below 1, as 0.1", lambda number: 0 <= number < 1),
+    "augment": (f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
     "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
@@ -127,11 +133,13 @@ def check(config: Any) -> None:
     for flag in _NAMES:
         if getattr(config, flag) is not None:
             name, _ = spec.parse(getattr(config, flag), flag)
-            known = {"model": MODELS, "dataset": DATASETS}.get(flag)
-            if known and name not in known and not spec.is_user_function(name):
-                raise UserError(
-                    f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}"
-                )
+            known = {"model": MODELS, "dataset": DATASETS, "schedule": RATE_SCHEDULES}.get(flag)
+            if known and name not in known and (flag == "schedule" or not spec.is_user_function(name)):
+                instead = "" if flag == "schedule" else ", or file.py:function"
+                raise UserError(f"--{flag}: expected one of {', '.join(known)}{instead}. Received: {name!r}")
+    for name, _ in spec.parse_list(config.augment or "", "augment"):
+        if name not in AUGMENTATIONS:
+            raise UserError(f"--augment: expected some of {', '.join(AUGMENTATIONS)}. Received: {name!r}")
     if config.strategy == "pipeline":
         _check_pipeline(config)
     elif any(getattr(config, name) != getattr(type(config), name) for name in _OF_PIPELINES):

@@ -257,14 +257,14 @@ def _check_sizes(config: Config, num_stages: int, num_pipelines: int, num_device
         )
     if config.pipeline_schedule != "gpipe" and count < num_stages:
         raise UserError(
-            f"--pipeline_schedule={config.pipeline_schedule}: expected at least {num_stages} micro-batches, one per stage. Received: "
-            f"{count}; give a smaller --split_size, or use gpipe"
+            f"--pipeline_schedule={config.pipeline_schedule}: expected at least {num_stages} micro-batches, one per "
+            f"stage. Received: {count}; give a smaller --split_size, or use gpipe"
         )
     rounds = max(1, count // num_devices)
     if config.pipeline_schedule == "interleaved1f1b" and count % rounds:
         raise UserError(
-            f"--pipeline_schedule=interleaved1f1b: expected a multiple of {rounds} micro-batches. Received: {count}; give "
-            "another --split_size"
+            f"--pipeline_schedule=interleaved1f1b: expected a multiple of {rounds} micro-batches. Received: {count}; "
+            "give another --split_size"
         )
 
 

@@ -104,6 +104,7 @@ def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, ra
 def result(
     facts: Facts,
     *,
+    update_rule: dict[str, Any],
     steps: int,
     final: dict[str, float],
     epoch_seconds: list[float],
@@ -114,6 +115,7 @@ def result(
 
     Args:
         facts: what was known before.
+        update_rule: `optimizer`, `learning_rate` (of the first update) and `schedule`, by these names.
         steps: updates made.
         final: loss and metrics of the last epoch.
         epoch_seconds: seconds of the training part of each epoch. The first, with compilation in it, is left out of
@@ -129,6 +131,7 @@ def result(
         "num_processes": facts.num_processes,
         "model": facts.model,
         "dataset": config.dataset,
+        **update_rule,
         "global_batch_size": facts.global_batch_size,
         "device_shares": None if facts.split is None else facts.split.shares,
         "epochs": len(epoch_seconds),
