@@ -30,7 +30,7 @@ from kerasdp.runtime.supervisor import supervise
 _OF_THE_MACHINES = (
     "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
     "micro_batches", "pipeline_schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
-    "checkpoint_dir", "tensorboard", "resume", "max_restarts", "hang_timeout",
+    "checkpoint_dir", "tracker", "profile", "resume", "max_restarts", "hang_timeout",
 )  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
@@ -63,6 +63,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name)
+    check_installed(settings)
     if settings.dry_run:
         return _describe(settings.with_devices_for_stages(), train)
     cluster = find_cluster(settings)

@@ -137,7 +137,7 @@ def _define_flags_of_training() -> None:
     _define(group, "augment", text, None, f"Changes of images in training: some of "
             f"{', '.join(validation.AUGMENTATIONS)}, as 'flip, rotate(factor=0.1)'. Default: none.")  # fmt: skip
     _define(group, "early_stopping", number, None, "Epochs without a lower validation loss after which the training "
-            "ends, with the weights of the best. Default: it goes on.")  # fmt: skip
+            "ends, with the weights of the best. Default: never.")  # fmt: skip
     _define(group, "lr_base_batch", number, None, "Multiplies the learning rate by batch_size over this number.")
     _define(
         group,
@@ -167,7 +167,9 @@ def _define_flags_of_files() -> None:
         "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far. Default: 1 in a "
         "terminal, else 2.",
     )
-    _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
+    _define(group, "tracker", text, None, f"Some of {', '.join(validation.TRACKERS)}, comma-separated: where the "
+            "numbers of the run go beside its files. Default: nowhere.")  # fmt: skip
+    _define(group, "profile", text, None, "Steps that the profiler of the backend records, as 5:8, into the workdir.")
     _define(group, "export", text, None, "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.")
 
     group = "Checkpoints and faults"

@@ -43,7 +43,7 @@ _NOT_MEASURED = [
     "pipeline_schedule",
 ]
 _NOT_MEASURED += ["reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
-_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
+_NOT_STUDIED = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 
 
 def parse(arguments: list[str]) -> Config:

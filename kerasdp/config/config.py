@@ -59,7 +59,7 @@ class Config:
         label_smoothing: share of the target that all classes have alike: 0.1.
         augment: changes of the images in training: `"flip, translate(factor=0.1)"`. None: none.
         early_stopping: epochs without a lower validation loss (else training loss) after which the training ends, with
-            the weights of the best epoch. None: it goes on.
+            the weights of the best epoch. None: never.
         lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
         kernel_initializer: a Keras initializer for every convolution and dense kernel of the built-in models,
             as `random_normal(stddev=0.01)`. None: each layer's default.
@@ -85,7 +85,8 @@ class Config:
         log_every: steps between two lines of steps.jsonl.
         verbose: 0 nothing, 1 progress bar, 2 a line per epoch, 3 also curves, as a figure in a notebook, as text in a
             terminal; None: 1 in a terminal, 3 in a notebook, else 2.
-        tensorboard: write event files into the workdir.
+        tracker: where the numbers of the run go beside its files: some of `"tensorboard,wandb,mlflow"`. None: nowhere.
+        profile: steps that the backend's profiler records, as `"5:8"`, into the workdir. None: none.
         checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
             after every 50 steps; `"10m"`, and every 10 minutes; `"never"`, none at all.
         checkpoint_dir: folder of the checkpoints, or a URL as `"s3://bucket/run"`, which fsspec writes to and reads
@@ -148,7 +149,8 @@ class Config:
     workdir: str | None = None
     log_every: int = 10
     verbose: int | None = None
-    tensorboard: bool = False
+    tracker: str | None = None
+    profile: str | None = None
     checkpoint_every: str = "epoch"
     checkpoint_dir: str | None = None
     keep: int = 3
@@ -228,6 +230,17 @@ class Config:
         """Returns `learning_rate`, or the optimizer's (`default`), scaled if `lr_base_batch` is set."""
         rate = default if self.learning_rate is None else self.learning_rate
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
+
+    @property
+    def trackers(self) -> list[str]:
+        """Returns the names in `tracker`."""
+        return [name.strip() for name in self.tracker.split(",")] if self.tracker else []
+
+    @property
+    def profiled_steps(self) -> tuple[int, int]:
+        """Returns the first and the last step that `profile` names; (0, 0) without."""
+        first, _, last = (self.profile or "0").partition(":")
+        return int(first), int(last or first)
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
         """Returns the steps and the seconds after which a checkpoint is due; None where they do not count."""

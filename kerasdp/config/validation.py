@@ -1,6 +1,7 @@
 """What may be chosen for a run, and which choices go together."""
 
 import dataclasses
+import importlib.util
 import math
 import numbers
 import os
@@ -45,6 +46,8 @@ _COUNTS = (
 _NAMES = ("model", "dataset", "optimizer", "kernel_initializer", "schedule")
 RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
 AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
+# The package of each; tensorboardX comes with kerasdp, the others with an extra of the tracker's name.
+TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 CHECKPOINT_TIMES = "epoch, never, steps (as 50) or minutes (as 10m)"
 
 
@@ -52,7 +55,7 @@ def _is_split_size(size: int | str) -> bool:
     return size == "auto" or (str(size).isdecimal() and int(size) > 0)
 
 
-def _are_hosts(text: str) -> bool:
+def _is_count_or_range(text: str) -> bool:
     numbers = [int(number) if number.isdecimal() else 0 for number in text.split(":")]
     return len(numbers) <= 2 and numbers[0] >= 1 and numbers[-1] >= numbers[0]
 
@@ -75,7 +78,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     # What else these must be is checked where they are parsed.
     **dict.fromkeys(_NAMES, ("a name, or a name with arguments such as sgd(momentum=0.9)", lambda text: True)),
-    "hosts": ("a number of machines, or the least and the most of them as 1:3", _are_hosts),
+    "hosts": ("a number of machines, or the least and the most of them as 1:3", _is_count_or_range),
     "host_rank": ("a whole number from 0", lambda number: number >= 0),
     "coordinator": ("the address and port of host 0, as 10.0.0.1:29500", _is_address),
     "interface": ("a network interface, as eth0", lambda name: True),
@@ -84,12 +87,16 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ema": ("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
     "label_smoothing": ("a number from 0, below 1, as 0.1", lambda number: 0 <= number < 1),
     "augment": (f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
+    "tracker": (
+        f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}
+    ),
+    "profile": ("a step, or the first and the last one as 5:8", _is_count_or_range),
     "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
     "checkpoint_dir": ("a folder, or a URL as s3://bucket/folder", bool),
     "data_dir": ("a folder", lambda path: True),
-    **dict.fromkeys(("deterministic", "dry_run", "tensorboard", "resume"), ("True or False", lambda switch: True)),
+    **dict.fromkeys(("deterministic", "dry_run", "resume"), ("True or False", lambda switch: True)),
 }  # fmt: skip
 _PATHS = ("workdir", "checkpoint_dir", "data_dir", "export")
 # Fields that data parallelism has no use for.
@@ -119,7 +126,8 @@ def check(config: Any) -> None:
     _check_values(config)
     config.checkpoint_interval()
     for flag, needs_workdir in (
-        ("tensorboard", config.tensorboard),
+        ("tracker", config.tracker),
+        ("profile", config.profile),
         ("resume", config.resume and config.checkpoint_dir is None),
         ("max_restarts", config.max_restarts and config.checkpoint_dir is None),
     ):
@@ -167,6 +175,13 @@ def check(config: Any) -> None:
         )
     if config.num_devices is not None:
         config.check_replicas(config.num_replicas(config.num_devices * config.host_range[1]))
+
+
+def check_installed(config: Any) -> None:
+    """Raises `UserError` if the package of one of the trackers is not installed."""
+    for name in config.trackers:
+        if importlib.util.find_spec(TRACKERS[name]) is None:
+            raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
 
 
 def _check_values(config: Any) -> None:

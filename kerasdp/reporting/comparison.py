@@ -16,7 +16,7 @@ from kerasdp.reporting.figure import make_figure
 # Choices of where a run is and what it leaves, not of what it learns or how fast.
 PLACES = (
     "workdir", "checkpoint_dir", "checkpoint_every", "keep", "resume", "max_restarts", "hang_timeout", "export",
-    "host_rank", "coordinator", "interface", "verbose", "log_every", "tensorboard", "dry_run", "versions",
+    "host_rank", "coordinator", "interface", "verbose", "log_every", "tracker", "profile", "dry_run", "versions",
 )  # fmt: skip
 _NOT_METRICS = ("epoch", "seconds", "images_per_second", "learning_rate")
 _MOST_IN_LEGEND = 16

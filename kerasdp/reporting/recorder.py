@@ -59,7 +59,6 @@ class Recorder(keras.callbacks.Callback):
             self.files = run_files.RunFiles(
                 folder,
                 facts,
-                tensorboard=facts.config.tensorboard,
                 last_step=run_state.step,
                 history=recorded["history"],
             )

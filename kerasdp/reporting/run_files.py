@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, versions, warn
+from kerasdp.reporting.trackers import open_trackers
 
 
 class RunFiles:
@@ -25,7 +26,6 @@ class RunFiles:
         workdir: str,
         facts: Facts,
         *,
-        tensorboard: bool = False,
         last_step: int = 0,
         history: list[dict[str, Any]] | None = None,
     ):
@@ -45,7 +45,7 @@ class RunFiles:
                 file.writelines(_lines_until(last_step, path))
             os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
             self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
-        self._events: Any = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
+        self._trackers = open_trackers(facts, workdir, last_step)
         if self.history:
             self._write_history()
 
@@ -61,17 +61,14 @@ class RunFiles:
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.write(json.dumps(line) + "\n")
-        if self._can_write_events():
-            for name in ("loss", "learning_rate", "images_per_second"):
-                self._events.add_scalar(f"step/{name}", line[name], step)
+        numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
+        self._trackers.add("step", step, numbers)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
         """Writes a row of history.csv and draws curves.png again."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
-        if self._can_write_events():
-            for name, value in logs.items():
-                self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
+        self._trackers.add("epoch", epoch + 1, logs)
 
     def _write_history(self) -> None:
         # Rewritten each time: with validation_freq a column may first come in a later epoch.
@@ -92,16 +89,7 @@ class RunFiles:
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.close()
-        if self._can_write_events():
-            self._events.close()
-
-    def _can_write_events(self) -> bool:
-        # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
-        # tensorboardX has no public name for that thread.
-        if self._events and not self._events.file_writer.event_writer._worker.is_alive():
-            warn(f"cannot write into {self._path('tensorboard')}; training continues")
-            self._events = None
-        return self._events is not None
+        self._trackers.close()
 
     def _path(self, name: str) -> str:
         return os.path.join(self.workdir, name)
@@ -132,12 +120,6 @@ def _lines_until(last_step: int, path: str) -> list[str]:
                 if json.loads(line)["step"] <= last_step:
                     kept.append(line.rstrip("\n") + "\n")
     return kept
-
-
-def _event_writer(folder: str, last_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # writes event files without TensorFlow
-
-    return SummaryWriter(folder, purge_step=last_step + 1 if last_step else None)
 
 
 def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:

@@ -20,6 +20,7 @@ from kerasdp.reporting.progress import Progress, as_numbers
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.training.profile import Profile
 from kerasdp.training.rank_sync import RankSync
 
 # These write files: one process does it, or each would write over the others.
@@ -236,11 +237,13 @@ def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
 def _shown(
     state: RunState, facts: report.Facts, fit: int, verbose: str | int, resumed: Checkpoint | None
 ) -> list[keras.callbacks.Callback]:
-    """Returns what shows the progress: lines or a bar, and curves."""
+    """Returns what shows the progress: lines or a bar, and curves; and the profile of some steps."""
     shown: list[keras.callbacks.Callback] = [Progress(state, bar=verbose == 1)] if verbose else []
     if verbose == 3:
         history = resumed.state["recorder"]["history"] if resumed else None
         shown.append(LiveCurve(facts, fit=fit, history=history))
+    if facts.config.profile and facts.folder:
+        shown.append(Profile(facts.config, state, facts.folder))
     return shown
 
 

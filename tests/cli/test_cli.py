@@ -32,9 +32,10 @@ def test_defaults_are_those_of_the_config():
 def test_flags_and_flagfile(tmp_path):
     file = tmp_path / "some.flags"
     file.write_text("# a comment\n--epochs=3\n--gpus=2\n--optimizer=sgd(momentum=0.9)\n")
-    settings = parse_training(f"--flagfile={file}", "--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tensorboard")
+    flags = ("--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tracker=tensorboard")
+    settings = parse_training(f"--flagfile={file}", *flags)
     assert (settings.epochs, settings.num_devices, settings.optimizer) == (4, 2, "sgd(momentum=0.9)")
-    assert (settings.learning_rate, settings.workdir, settings.tensorboard) == (0.5, "w", True)
+    assert (settings.learning_rate, settings.workdir, settings.tracker) == (0.5, "w", "tensorboard")
 
 
 def test_devices_is_another_name_of_gpus(tmp_path):
@@ -93,8 +94,8 @@ def test_the_flags_are_these():
         "gpus", "gradient_precision", "hang_timeout", "host_rank", "hosts", "inputs", "interface", "keep",
         "kernel_initializer", "label_smoothing", "learning_rate", "log_every", "lr_base_batch", "max_restarts",
         "max_steps", "micro_batches", "model", "optimizer", "output", "peers", "pipeline_schedule", "precision",
-        "reduce", "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes", "stages",
-        "steps_per_round", "strategy", "sweep", "tensorboard", "trials", "verbose", "warmup", "workdir",
+        "profile", "reduce", "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes",
+        "stages", "steps_per_round", "strategy", "sweep", "tracker", "trials", "verbose", "warmup", "workdir",
         "workers",
     ]  # fmt: skip
 

@@ -41,7 +41,7 @@ from kerasdp.errors import UserError
         ),
         ({"strategy": "tensor", "backend": "tensorflow"}, "for --backend=jax only. Received: tensorflow"),
         ({"strategy": "tensor", "num_stages": 2}, "have an effect only with --strategy=pipeline"),
-        ({"tensorboard": True}, "add --workdir=FOLDER"),
+        ({"tracker": "tensorboard"}, "add --workdir=FOLDER"),
         ({"accumulate": 0}, "--accumulate: expected a whole number of at least 1. Received: 0"),
         ({"accumulate": 2.0}, "--accumulate: expected a whole number of at least 1. Received: 2.0"),
         (

@@ -133,7 +133,7 @@ PRECISIONS = [(name, precision) for precision in ("bfloat16", "float16", "float6
 def test_precision_and_event_files(backend, precision, tmp_path):
     done = train(
         f"--backend={backend}", "--gpus=2", "--device=cpu", "--model=convnet", "--optimizer=adam", "--epochs=1",
-        "--max_steps=12", "--batch_size=61", f"--precision={precision}", "--tensorboard", "--log_every=1",
+        "--max_steps=12", "--batch_size=61", f"--precision={precision}", "--tracker=tensorboard", "--log_every=1",
         f"--workdir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
