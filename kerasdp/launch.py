@@ -14,6 +14,7 @@ from kerasdp import config
 from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
+from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UserError
 from kerasdp.reporting.live_figure import live_figures
 from kerasdp.runtime import signals
