@@ -92,15 +92,15 @@ def test_shards_of_a_batch(lesson):
 @pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_device_and_two_in_float64(backend, tmp_path):
-    """Beyond the plateau at the start, whose end makes much of round-off: 240 steps from weights of N(0, 0.01)."""
+    """120 steps at a rate that makes much of round-off: in float32 losses differ by 1e-3 after 24."""
     losses = []
     for count in (1, 2):
         workdir = tmp_path / str(count)
-        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=24", "--epochs=4", "--precision=float64")
-        done = follow(*flags, "--learning_rate=0.3", f"--workdir={workdir}", backend=backend)
+        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=48", "--epochs=4", "--precision=float64", GLOROT)
+        done = follow(*flags, "--learning_rate=0.1", f"--workdir={workdir}", backend=backend)
         assert done.returncode == 0, done.stderr
         losses.append(losses_in(workdir))
-    assert len(losses[0]) == 240 and losses[0][-1] < 1.0
+    assert len(losses[0]) == 120 and losses[0][-1] < 1.0
     np.testing.assert_allclose(*losses, rtol=0, atol=1e-9)
 
 
