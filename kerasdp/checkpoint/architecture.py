@@ -1,6 +1,7 @@
 """Describes a model in a checkpoint, so that it can be built again where the code that made it is not at hand."""
 
 import json
+import warnings
 from typing import Any
 
 import keras
@@ -9,17 +10,21 @@ from kerasdp.keras_compat import as_functional, without_tensorflow
 
 
 def architecture_of(model: keras.Model) -> dict[str, Any] | None:
-    """Returns the layers of a model and how they are connected, as JSON can hold it; None if Keras cannot say it.
+    """Returns the layers of a model and how they are connected, as JSON can hold it; None if that cannot be said.
+
+    It cannot of a model that is no graph, nor of a `lambda`, which Keras writes as code that it does not run again.
 
     Of layers in the precision of the run it says none: they take that of the run that builds the model.
     """
     if as_functional(model) is None:
         return None
     try:
-        with without_tensorflow():
+        with without_tensorflow(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras (3.15) warns of a lambda
             found = keras.saving.serialize_keras_object(model)
         found.pop("compile_config", None)
-        return json.loads(json.dumps(_without_precision(found)))
+        text = json.dumps(_without_precision(found))
+        return None if '"__lambda__"' in text else json.loads(text)
     except (TypeError, ValueError, NotImplementedError, AttributeError):  # a layer whose arguments are not known
         return None
 

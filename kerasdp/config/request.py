@@ -50,7 +50,9 @@ class Request:
                 f"--output: expected a file that ends in {', '.join(OUTPUT_ENDINGS)}. Received: {self.output!r}"
             )
         if self.output_path.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
-            raise UserError("--output: Parquet is written by pyarrow, which is not installed: pip install pyarrow")
+            raise UserError(
+                "--output: .parquet is written by pyarrow, which is missing: pip install 'kerasdp[parquet]'"
+            )
 
     @property
     def output_path(self) -> str:

@@ -13,7 +13,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.architecture import build_architecture
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.storage import is_url
-from kerasdp.config import Config
+from kerasdp.config import Config, spec
 from kerasdp.config.request import Request
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.data.datasets import load_data
@@ -103,15 +103,20 @@ def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
 
 
 def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
-    architecture = saved.state.get("architecture")
     if saved.format == 1:
         raise UserError(
             f"--checkpoint: {path} is of an old format: resume its run once (--resume), which writes a new one"
         )
-    if request.model is not None or architecture is None:
-        model = _build(request, saved.state["config"])
+    run, architecture = saved.state["config"], {} if request.model else saved.state.get("architecture") or {}
+    if architecture:
+        try:
+            model = _tried(lambda: build_architecture(architecture), path, _WITH_MODEL)
+        except UserError:
+            if not spec.is_user_function(run["model"]):
+                raise
+            model = _build(request, run)  # which knows user-defined layers
     else:
-        model = _tried(lambda: build_architecture(architecture), path, _WITH_MODEL)
+        model = _build(request, run)
     portable(model)  # random layers then have the seeds that the checkpoint holds
     try:
         training_state.restore(model, saved.arrays, ("model",))

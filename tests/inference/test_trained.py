@@ -1,5 +1,7 @@
 """A trained model is loaded from whatever holds it, or a line says what is missing."""
 
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -158,7 +160,28 @@ def test_layers_that_are_not_known_here(tmp_path):
     x = keras.Input((3,))
     model = keras.Model(x, keras.layers.Dense(2)(keras.layers.Lambda(lambda y: 2 * y)(x)))
     path = saved(model, tmp_path)
-    with pytest.raises(
-        UserError, match=r"cannot be built .*; name the function that builds it: --model=FILE.py:FUNCTION"
-    ):
+    with pytest.raises(UserError, match="name the function that builds it: --model=FILE.py:FUNCTION"):
         load_trained(Request(checkpoint=path))
+
+
+def test_layers_of_the_function_that_the_run_named(tmp_path):
+    (tmp_path / "own_layers.py").write_text(
+        "import keras\n"
+        "class Doubled(keras.layers.Layer):\n"
+        "    def call(self, x):\n"
+        "        return 2 * x\n"
+        "def build(input_shape, num_classes):\n"
+        "    layers = [keras.Input(input_shape), Doubled(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]\n"
+        "    return keras.Sequential(layers)\n"
+    )
+    named = f"{tmp_path}/own_layers.py:build"
+    model = build_model(Config(model=named), (28, 28, 1), 10)
+    place = saved(model, tmp_path, model=named)
+    sys.modules.pop("own_layers")  # as in another process
+    trained = load_trained(Request(checkpoint=place))
+    expected = model.predict(IMAGES, verbose=0)
+    np.testing.assert_allclose(trained.model.predict(IMAGES, verbose=0), expected, atol=1e-4)
+    other = saved(model, tmp_path / "other", model="lenet")  # a script of its own, which is not named
+    sys.modules.pop("own_layers")
+    with pytest.raises(UserError, match="cannot be built .*; name the function that builds it: --model="):
+        load_trained(Request(checkpoint=other))
