@@ -12,7 +12,12 @@ from kerasdp.config import locked_workdir
 from kerasdp.errors import UserError
 from tests.helpers import ROOT
 
-HOLD = "import sys, time, kerasdp.config as c\nwith c.locked_workdir(sys.argv[1]): print('has it', flush=True); time.sleep(60)"
+HOLD = """
+import sys, time, kerasdp.config as config
+with config.locked_workdir(sys.argv[1]):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
 
 
 def holder(folder):
