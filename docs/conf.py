@@ -68,14 +68,17 @@ def _directive(path: str, value: object) -> list[str]:
     return [f".. autofunction:: {path}", ""] if callable(value) else []
 
 
+def _entries(beginning: str, listed: list[str]) -> str:
+    """Returns the lines of a navigation for the pages whose names begin so, and are not listed by name."""
+    names = sorted(page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.glob(f"{beginning}*.md"))
+    return "".join(f"{name}\n" for name in names if name not in listed)
+
+
 def _complete(app: object, page: str, source: list[str]) -> None:
     """Fills in what is made of the code; a link that leaves docs/ becomes the file's name in the repository."""
     text = source[0].replace("<!-- flags -->", _flags() if "<!-- flags -->" in source[0] else "")
     text = text.replace("<!-- api -->", _api() if "<!-- api -->" in source[0] else "")
-    # An entry of the navigation that ends with * may be of a page that is not there.
-    text = re.sub(
-        r"^([\w/-]+\*)\n", lambda entry: entry[0] if any(DOCS.glob(f"{entry[1]}.md")) else "", text, flags=re.M
-    )
+    text = re.sub(r"^([\w/-]+)\*\n", lambda entry: _entries(entry[1], text.splitlines()), text, flags=re.MULTILINE)
     folder = (DOCS / page).parent
 
     def named(link: re.Match[str]) -> str:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import kerasdp
 from kerasdp.config import locked_workdir
 from kerasdp.errors import UserError
 from tests.helpers import ROOT
@@ -29,6 +30,8 @@ def holder(folder):
 
 def test_a_second_run_is_refused_by_name_and_a_killed_one_is_forgotten(tmp_path):
     other = holder(tmp_path)
+    with pytest.raises(UserError, match="workdir: .* is in use by another run"):
+        kerasdp.launch(print, num_devices=1, workdir=str(tmp_path))
     named = f"in use by another run .process {other.pid} on {socket.gethostname()}.; wait for its end, or choose"
     with pytest.raises(UserError, match=named), locked_workdir(str(tmp_path)):
         pass
