@@ -57,7 +57,9 @@ def test_the_lock_of_a_forked_process_is_lifted_as_well(tmp_path):
         if child == 0:  # holds the open file as long as it lives
             os.read(reader, 1)
             os._exit(0)
-    with locked_workdir(str(tmp_path)):
-        pass
-    os.write(writer, b"x")
-    os.waitpid(child, 0)
+    try:
+        with locked_workdir(str(tmp_path)):
+            pass
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
