@@ -58,6 +58,9 @@ def _watch(folder: str, end: threading.Event) -> None:
                 continue
             with open(path, "rb") as file:
                 picture = Image(data=file.read(), format="png", width=620)
-            handle = shown[name][1] if name in shown else display(display_id=True)
-            handle.update(picture) if name in shown else handle.display(picture)
+            if name in shown:
+                handle = shown[name][1]
+                handle.update(picture)
+            else:
+                handle = display(picture, display_id=True)
             shown[name] = (written, handle)

@@ -33,7 +33,7 @@ from kerasdp.errors import UserError
         ({"precision": "int8"}, "--precision"),
         ({"batch_norm": "local"}, "--batch_norm"),
         ({"device": "xpu"}, "--device"),
-        ({"verbose": 3}, "--verbose"),
+        ({"verbose": 4}, "--verbose"),
         ({"strategy": "model"}, "--strategy: expected one of data, pipeline, tensor. Received: 'model'"),
         (
             {"strategy": "tensor", "backend": "torch"},

@@ -8,11 +8,17 @@ import sys
 
 import pytest
 
+import kerasdp
 from kerasdp.config import locked_workdir
 from kerasdp.errors import UserError
 from tests.helpers import ROOT
 
-HOLD = "import sys, time, kerasdp.config as c\nwith c.locked_workdir(sys.argv[1]): print('has it', flush=True); time.sleep(60)"
+HOLD = """
+import sys, time, kerasdp.config as config
+with config.locked_workdir(sys.argv[1]):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
 
 
 def holder(folder):
@@ -24,6 +30,8 @@ def holder(folder):
 
 def test_a_second_run_is_refused_by_name_and_a_killed_one_is_forgotten(tmp_path):
     other = holder(tmp_path)
+    with pytest.raises(UserError, match="workdir: .* is in use by another run"):
+        kerasdp.launch(print, num_devices=1, workdir=str(tmp_path))
     named = f"in use by another run .process {other.pid} on {socket.gethostname()}.; wait for its end, or choose"
     with pytest.raises(UserError, match=named), locked_workdir(str(tmp_path)):
         pass
@@ -49,7 +57,9 @@ def test_the_lock_of_a_forked_process_is_lifted_as_well(tmp_path):
         if child == 0:  # holds the open file as long as it lives
             os.read(reader, 1)
             os._exit(0)
-    with locked_workdir(str(tmp_path)):
-        pass
-    os.write(writer, b"x")
-    os.waitpid(child, 0)
+    try:
+        with locked_workdir(str(tmp_path)):
+            pass
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)

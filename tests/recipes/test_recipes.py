@@ -18,8 +18,12 @@ from tests.helpers import BACKENDS, ROOT, environment, make_images, run, some_im
 
 FLAGFILES = sorted(file for file in (ROOT / "flags").glob("*.flags") if not file.stem.startswith("pipeline"))
 README = (ROOT / "README.md").read_text()
+# What the README held once, and its commands and code are run as well.
+README += "".join(
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("quickstart", "portability", "checkpoints", "pipelines")
+)
 BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
-COMMANDS = [line for line in BASH if line.startswith("python recipes/")]
+COMMANDS = list(dict.fromkeys(line for line in BASH if line.startswith("python recipes/")))
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 

@@ -52,7 +52,10 @@ def test_only_a_terminal_gets_it(is_terminal, monkeypatch):
         curve.on_epoch_end(1, {"loss": 1.0})
         stdout.write("end")
         stdout.flush()
-        assert os.read(ours, 100).decode() == ("loss 3 █▁ 1\r\nend" if is_terminal else "end")
+        received = b""
+        while not received.endswith(b"end"):
+            received += os.read(ours, 100)
+    assert received.decode() == ("loss 3 █▁ 1\r\nend" if is_terminal else "end")
 
 
 # torch on two devices trains in other processes than the kernel's, jax in the kernel's own.
@@ -64,7 +67,7 @@ CASES = [("torch", 2), ("jax", 2), ("tensorflow", 2), ("torch", 1)]
 def test_a_figure_for_each_fit_in_a_notebook(backend, count, tmp_path):
     """It is redrawn in place: one output of the cell for each of two fits, though each has three epochs."""
     launch = f"kerasdp.launch(train, num_devices={count}, device='cpu')"
-    cells = [TRAIN, launch, launch.replace(")", ", verbose=2)"), launch.replace(")", ", verbose=0)")]
+    cells = [TRAIN, launch, launch.replace(")", ", verbose=2)")]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     env = environment(KERAS_BACKEND=backend, PYTHONPATH=str(ROOT))
     env.pop("PYTEST_CURRENT_TEST")  # under which ipykernel (7) leaves alone what other processes print
@@ -77,7 +80,7 @@ def test_a_figure_for_each_fit_in_a_notebook(backend, count, tmp_path):
 
     Client(notebook, timeout=200).execute(env=env, cwd=str(tmp_path))
     shown = [[output for output in cell.outputs if "image/png" in output.get("data", {})] for cell in notebook.cells]
-    assert [len(figures) for figures in shown] == [0, 2, 0, 0]
+    assert [len(figures) for figures in shown] == [0, 2, 0]
     for figure in shown[1]:
         assert base64.b64decode(figure["data"]["image/png"]).startswith(b"\x89PNG")
     text = "".join(output.get("text", "") for output in notebook.cells[1].outputs)

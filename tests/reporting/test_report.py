@@ -48,7 +48,8 @@ def test_lines(tmp_path):
     # The stages of a pipeline share the batch, but cut it by themselves.
     assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
     assert report.end_line(of, result(of)) == (
-        "validation accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); files in X/fit-2"
+        "validation accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); "
+        "files in X/fit-2"
     )
     assert report.end_line(facts(tmp_path, folder=None), result(of)).endswith("(no GPU found)")
     assert of.title == "lenet | jax on 2 virtual CPU devices (no GPU found) | batch 61"
