@@ -87,12 +87,12 @@ def test_the_flags_are_these():
     assert sorted(name for names in GROUPS.values() for name in names) == [
         "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "check", "checkpoint_dir",
         "checkpoint_every", "compile", "coordinator", "cpus_per_worker", "cut_at", "data_dir", "data_on_device",
-        "dataset", "deterministic", "device", "device_counts", "devices", "dry_run", "epochs", "export", "gpus",
-        "gradient_precision", "hang_timeout", "host_rank", "hosts", "interface", "keep", "kernel_initializer",
-        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
-        "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
-        "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "verbose", "workdir",
-        "workers",
+        "dataset", "deterministic", "device", "device_counts", "device_shares", "devices", "dry_run", "epochs",
+        "export", "gpus", "gradient_precision", "hang_timeout", "host_rank", "hosts", "interface", "keep",
+        "kernel_initializer", "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps",
+        "micro_batches", "model", "optimizer", "peers", "precision", "reduce", "repetitions", "resume", "rounds",
+        "schedule", "seed", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep",
+        "tensorboard", "verbose", "workdir", "workers",
     ]  # fmt: skip
 
 
