@@ -1,14 +1,19 @@
 """Measures how fast each device is, for shares of the batch that all compute in the same time."""
 
+import heapq
 from collections.abc import Callable, Sequence
 
 import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import own_steps
+
+# Of the time for each row that there would be if a pass had none of its own: timings are not exact.
+_LEAST_SLOPE = 0.2
 
 
 def choose_shares(
@@ -41,29 +46,49 @@ def choose_shares(
             f"--device_shares=auto measures Keras' own train_step. Received: that of {type(model).__name__}; give "
             "numbers, as --device_shares=3,1"
         )
-    batch = reader.first()
-    num_rows = len(batch.indices)
-    own = strategy.pass_seconds(model, strategy.shard_batch(batch))
-    seconds = [each for of_process in strategy.processes.all_gather_object(own) for each in of_process]
-    speeds = [each.size / time for each, time in zip(split.replicas(num_rows), seconds, strict=True)]
-    split.shares = shares_by_speed(speeds, num_rows)
+    num_rows = len(reader.first().indices)
+    # Once with equal shards, and once with shares by the speed found then: what a pass costs at all, and what a row.
+    first = _seconds(model, strategy, reader)
+    split.shares = shares_by_time(first, first, num_rows)
+    split.shares = shares_by_time(first, _seconds(model, strategy, reader), num_rows)
     anew = "" if resumed is None else "; the checkpoint has none for so many devices"
-    rates = ", ".join(f"{speed:,.0f}" for speed in speeds)
+    rates = ", ".join(f"{rows / seconds:,.0f}" for rows, seconds in first)
     say(f"device shares: {in_words(split.shares)} of {num_rows} samples; measured: {rates} samples/s{anew}")
 
 
-def shares_by_speed(speeds: Sequence[float], num_rows: int) -> tuple[int, ...]:
-    """Returns each device's rows of a batch, at least 1, in proportion to its speed.
+# Of a device: its rows, and the seconds of a pass with them.
+Timed = tuple[int, float]
 
-    The rows that are left by rounding down go where they add least to the time of the slowest.
+
+def _seconds(model: keras.Model, strategy: Strategy, reader: Reader) -> list[Timed]:
+    """Returns the rows of each device, and the seconds of a pass with them, as the batch is split now."""
+    x, y, weights = reader.sample(num_rows := len(reader.first().indices))
+    batch = batch_of((x, y, weights), strategy.split, strategy.shard)
+    own = strategy.pass_seconds(model, strategy.shard_batch(batch))
+    seconds = [each for of_process in strategy.processes.all_gather_object(own) for each in of_process]
+    return [(rows.size, each) for rows, each in zip(strategy.split.replicas(num_rows), seconds, strict=True)]
+
+
+def shares_by_time(first: Sequence[Timed], second: Sequence[Timed], num_rows: int) -> tuple[int, ...]:
+    """Returns each device's rows of a batch, at least 1, with which all need about the same time.
+
+    A pass takes a time of its own, and one for each row, as far as the two measurements tell; else all is for rows.
     """
-    rows = [max(1, int(num_rows * speed / sum(speeds))) for speed in speeds]
-    while sum(rows) < num_rows:
-        place = min(range(len(rows)), key=lambda index: (rows[index] + 1) / speeds[index])
-        rows[place] += 1
-    while sum(rows) > num_rows:  # some got their one row
-        rows[rows.index(max(rows))] -= 1
-    return tuple(rows)
+    lines = []
+    for (rows, seconds), (other_rows, other_seconds) in zip(first, second, strict=True):
+        most = seconds / rows
+        slope = (other_seconds - seconds) / (other_rows - rows) if other_rows != rows else most
+        slope = min(max(slope, _LEAST_SLOPE * most), most)
+        lines.append((seconds - slope * rows, slope))
+    shares = [1] * len(lines)
+    # The next row goes where it is done first.
+    ahead = [(begin + 2 * slope, place) for place, (begin, slope) in enumerate(lines)]
+    heapq.heapify(ahead)
+    for _ in range(num_rows - len(lines)):
+        end, place = heapq.heappop(ahead)
+        shares[place] += 1
+        heapq.heappush(ahead, (end + lines[place][1], place))
+    return tuple(shares)
 
 
 def in_words(shares: Sequence[int]) -> str:

@@ -59,7 +59,7 @@ def train(runner, is_own_step):
         "history": history.history,
         "evaluate": runner.evaluate(model, x[:19], y[:19], return_dict=True),
         "predictions": runner.predict(model, x[:19]).tolist(),
-        "weights": [np.asarray(weight, "float64").tolist() for weight in model.get_weights()],
+        "weights": np.concatenate([np.ravel(weight) for weight in model.get_weights()]).tolist(),
         "shares": runner.strategy.split.shares,
         "first": [each.num_rows for each in runner.strategy.split.replicas(15)],
     }

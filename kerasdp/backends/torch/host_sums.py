@@ -27,7 +27,8 @@ class HostSums:
         """Replaces the gradients of these variables by their means over the ranks."""
         gradients = [variable.value.grad for variable in variables if variable.value.grad is not None]
         self._sum(gradients, self._is_bfloat16)
-        torch._foreach_div_(gradients, dist.get_world_size(self._group)) if gradients else None
+        for gradient in gradients:
+            gradient /= dist.get_world_size(self._group)
 
     def sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Sums each tensor over all ranks, as `kerasdp.backends.torch.collectives.sum_over_ranks`."""
