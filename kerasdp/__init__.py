@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kerasdp import benchmark, parity, pipeline, ray, sweep
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
+    from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.records import RecordSource
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
+    "Buckets": "kerasdp.data.buckets",
     "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
@@ -55,6 +57,7 @@ _PACKAGES = {
 
 __all__ = [
     "ArraySource",
+    "Buckets",
     "ColumnSource",
     "Config",
     "Dataset",

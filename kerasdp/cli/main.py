@@ -1,7 +1,7 @@
 """Runs a recipe: reads the flags, runs, and ends the program."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_study
@@ -18,7 +18,13 @@ _PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
 }
 
 
-def main(function: Callable[..., Any], flags: str = "train") -> None:
+def main(
+    function: Callable[..., Any],
+    flags: str = "train",
+    *,
+    defaults: dict[str, Any] | None = None,
+    unused: Sequence[str] = (),
+) -> None:
     """Runs a function as the command line says, and ends the program.
 
     A user's mistake is one line and exit code 2; a run that fails is its error and exit code 1.
@@ -30,6 +36,8 @@ def main(function: Callable[..., Any], flags: str = "train") -> None:
             `function(config, backends, device_counts)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
             `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`; `"ray_train"`:
             `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`.
+        defaults: with the flags of `"train"`: values of flags that are not given, other than usual.
+        unused: with the flags of `"train"`: those that the recipe has no use for, and refuses.
 
     Raises:
         SystemExit: where the exit code is not 0.
@@ -37,7 +45,7 @@ def main(function: Callable[..., Any], flags: str = "train") -> None:
     try:
         with from_command_line():
             if flags == "train":
-                launch(function, parse(sys.argv))
+                launch(function, parse(sys.argv, defaults, unused))
             elif function(*_PARSERS[flags](sys.argv)) is False:
                 sys.exit(1)
     except PreemptedError as error:

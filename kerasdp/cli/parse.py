@@ -1,9 +1,11 @@
 """Turns the command lines of the recipes into what they train."""
 
+import contextlib
 import dataclasses
 import datetime
 import difflib
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -25,18 +27,21 @@ _NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initial
 _NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 
 
-def parse(arguments: list[str]) -> Config:
+def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
     """Turns a command line into a `Config`.
 
     Args:
         arguments: `sys.argv`, the program's name included.
+        defaults: values of flags that are not given, other than usual.
+        unused: flags that are refused.
 
     Raises:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    read(arguments, without=of_other_recipes())
-    return config_of_flags()
+    with other_defaults(defaults or {}):
+        read(arguments, without=of_other_recipes() | dict.fromkeys(unused, "this recipe has its own"))
+        return config_of_flags()
 
 
 def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
@@ -106,6 +111,19 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     peers = value_of("peers")
     names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
     return config, _backends(), counts, names, value_of("rounds"), value_of("steps_per_round")
+
+
+@contextlib.contextmanager
+def other_defaults(values: dict[str, Any]) -> Iterator[None]:
+    """Gives flags other defaults within the `with` block, in `--help`, too."""
+    usual = {name: FLAGS[name].default for name in values}
+    try:
+        for name, value in values.items():
+            FLAGS.set_default(name, value)
+        yield
+    finally:
+        for name, value in usual.items():
+            FLAGS.set_default(name, value)
 
 
 def of_other_recipes(*own: str) -> dict[str, str]:
