@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
-from kerasdp.launch import launch
+from kerasdp.launch import launch, local_devices
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, parity, pipeline, ray, sweep
+    from kerasdp import benchmark, inference, parity, pipeline, ray, sweep
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.records import RecordSource
+    from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
     from kerasdp.portability import layers
@@ -34,6 +35,7 @@ _MODULES = {
     "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
+    "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.records",
     "Runner": "kerasdp.training.runner",
     "all_rows": "kerasdp.portability.all_rows",
@@ -48,6 +50,7 @@ _MODULES = {
 
 _PACKAGES = {
     "benchmark": "kerasdp.benchmark",
+    "inference": "kerasdp.inference",
     "layers": "kerasdp.portability.layers",
     "parity": "kerasdp.parity",
     "pipeline": "kerasdp.pipeline",
@@ -62,6 +65,7 @@ __all__ = [
     "Config",
     "Dataset",
     "ImageFolder",
+    "Order",
     "RecordSource",
     "RunError",
     "Runner",
@@ -70,9 +74,11 @@ __all__ = [
     "benchmark",
     "build_model",
     "export",
+    "inference",
     "launch",
     "layers",
     "load_data",
+    "local_devices",
     "main",
     "make_optimizer",
     "parity",

@@ -76,6 +76,51 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     return result.received() if isinstance(result, SentResult) else result
 
 
+@contextlib.contextmanager
+def local_devices(settings: Config) -> Iterator[list[str]]:
+    """Makes the devices of a run in this process, for parallelism written by hand; yields their names in Keras.
+
+    Within the `with` block models begin with the weights that a run of these settings gives them.
+
+    Args:
+        settings: `backend`, `num_devices` (None: 2), `device`, `precision` and `seed` are read.
+
+    Yields:
+        A name for each device, as `keras.device` takes it: `["gpu:0", "gpu:1"]`. Without a GPU they are virtual CPU
+        devices; where there are fewer than asked for (GPUs; with torch the CPU, which is one device), some come again.
+
+    Raises:
+        UserError: if there is no such backend or device, or this process has started another one.
+    """
+    name = choose_backend(settings.backend)
+    count = settings.num_devices or 2
+    settings = dataclasses.replace(settings, backend=name, num_devices=count)
+    try:
+        set_backend(name)
+        with _native_stderr_suppressed():
+            backend = importlib.import_module(f"kerasdp.backends.{name}.devices")
+            try:
+                devices = backend.make_devices(settings)
+            except UserError:  # of GPUs, there may be fewer than asked for
+                devices = backend.make_devices(dataclasses.replace(settings, num_devices=None))
+                if not devices.is_accelerator:
+                    raise
+            module = importlib.import_module(f"kerasdp.backends.{name}.data_parallel")
+            # For the framework's settings (TF32 and the like), which an engine makes when it is made.
+            module.DataParallel(dataclasses.replace(devices, count=1), settings)
+    except AlreadyStartedError as error:
+        raise UserError(f"{error}: begin in a new process") from error
+    # Only now may Keras be imported.
+    from kerasdp.keras_compat import set_precision, set_seed
+    from kerasdp.portability import initial_weights
+
+    set_seed(settings.seed)
+    set_precision(settings.precision)
+    num_there = 1 if name == "torch" and not devices.is_accelerator else devices.count
+    with initial_weights.portable(settings.seed):
+        yield [f"{devices.kind}:{number % num_there}" for number in range(count)]
+
+
 def _run(settings: Config, train: Callable[..., Any]) -> Any:
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too

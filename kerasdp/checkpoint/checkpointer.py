@@ -12,6 +12,7 @@ import numpy as np
 
 from kerasdp.checkpoint import callback_state, files, old_format
 from kerasdp.checkpoint import state as training_state
+from kerasdp.checkpoint.architecture import architecture_of
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
@@ -113,6 +114,7 @@ class Checkpointer:
         self._warned: set[str] = set()
         self._last_time = time.monotonic()
         self._last_saved = -1
+        self._architecture = architecture_of(model) if processes.rank == 0 else None
         self._last_step = run_state.step
         self._train_metrics: dict[str, Any] = {}
         self.writer = files.Writer(folder, config.keep, report.warn) if processes.rank == 0 else None
@@ -237,6 +239,7 @@ class Checkpointer:
                 "precision": self.config.precision,
             },
             "config": self.config.as_dict(),
+            "architecture": self._architecture,
             "versions": report.versions(),
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)

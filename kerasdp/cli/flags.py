@@ -20,6 +20,8 @@ BENCHMARK = "Benchmark (recipes/benchmark.py only)"
 RAY = "Ray (recipes/ray_train.py only)"
 SWEEP = "Sweep (recipes/sweep.py and recipes/ray_train.py only)"
 SEARCH = "Search (recipes/sweep.py only)"
+INFERENCE = "Evaluation and prediction (recipes/evaluate.py and recipes/predict.py only)"
+PREDICTION = "Prediction (recipes/predict.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -199,6 +201,18 @@ def _define_flags_of_recipes() -> None:
             "'learning_rate=0.01,0.03; batch_size=32,64'; with --trials ranges, too: 'seed=1..9'.")  # fmt: skip
     _define(SEARCH, "trials", number, None, "Runs whose values Optuna picks from --sweep, for the lowest validation "
             "loss. Default: all combinations are trained.")  # fmt: skip
+
+    group = INFERENCE
+    _define(group, "checkpoint", text, None, "Model to use: the --workdir of a run, a folder or URL of checkpoints, or "
+            "one file: .safetensors (a checkpoint), .keras or .weights.h5, of any backend.")  # fmt: skip
+    _define(group, "inputs", text, None, "Instead of --dataset: an image, a folder of images (with a sub-folder for "
+            "each class, or without), .npy, or .npz with x and, for labels, y.")  # fmt: skip
+    _define(group, "activation", text, None, "softmax, sigmoid or none: what makes probabilities of the model's "
+            "outputs. Default: softmax, unless its last layer has an activation.")  # fmt: skip
+
+    group = PREDICTION
+    _define(group, "output", text, None, "File for the predictions: .npy, .csv or .parquet. Default: predictions.csv "
+            "in --workdir.")  # fmt: skip
 
 
 _define_flags_of_devices()

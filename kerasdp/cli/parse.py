@@ -11,14 +11,28 @@ from typing import Any
 from absl import flags
 
 from kerasdp.benchmark.contenders import SHAPES
-from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, RAY, SEARCH, STUDY, SWEEP, help_text
+from kerasdp.cli.flags import (
+    BENCHMARK,
+    COMPARISON,
+    FLAGS,
+    GROUPS,
+    INFERENCE,
+    PREDICTION,
+    RAY,
+    SEARCH,
+    STUDY,
+    SWEEP,
+    help_text,
+)
 from kerasdp.config import Config
 from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
-_RECIPES = {COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train"}
-_RECIPES |= {SWEEP: "sweep", SEARCH: "sweep"}
+_RECIPES = {
+    COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train", INFERENCE: "predict",
+    PREDICTION: "predict", SWEEP: "sweep", SEARCH: "sweep",
+}  # fmt: skip
 OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
 OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
 _NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]

@@ -8,6 +8,7 @@ import pytest
 import kerasdp
 from kerasdp.cli.flags import GROUPS
 from kerasdp.cli.parse import parse, parse_comparison, parse_study
+from kerasdp.cli.parse_inference import parse_evaluation, parse_from_scratch, parse_prediction
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import PreemptedError, UserError
@@ -85,14 +86,14 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in GROUPS.values() for name in names) == [
-        "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "check", "checkpoint_dir",
-        "checkpoint_every", "compile", "coordinator", "cpus_per_worker", "cut_at", "data_dir", "data_on_device",
-        "dataset", "deterministic", "device", "device_counts", "devices", "dry_run", "epochs", "export", "gpus",
-        "gradient_precision", "hang_timeout", "host_rank", "hosts", "interface", "keep", "kernel_initializer",
-        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
-        "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
-        "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "trials", "verbose", "workdir",
-        "workers",
+        "accumulate", "activation", "backend", "backends", "balance", "batch_norm", "batch_size", "check",
+        "checkpoint", "checkpoint_dir", "checkpoint_every", "compile", "coordinator", "cpus_per_worker", "cut_at",
+        "data_dir", "data_on_device", "dataset", "deterministic", "device", "device_counts", "devices", "dry_run",
+        "epochs", "export", "gpus", "gradient_precision", "hang_timeout", "host_rank", "hosts", "inputs",
+        "interface", "keep", "kernel_initializer", "learning_rate", "log_every", "lr_base_batch", "max_restarts",
+        "max_steps", "micro_batches", "model", "optimizer", "output", "peers", "precision", "repetitions", "resume",
+        "rounds", "schedule", "seed", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep",
+        "tensorboard", "trials", "verbose", "workdir", "workers",
     ]  # fmt: skip
 
 
@@ -169,6 +170,45 @@ def test_a_wrong_study(flag, words):
     with pytest.raises(UserError) as caught:
         parse_study(["pipeline.py", flag])
     assert words in str(caught.value)
+
+
+def test_the_lesson():
+    (config,) = parse_from_scratch(["from_scratch.py", "--gpus=3", "--epochs=1"])
+    assert (config.num_devices, config.epochs, config.batch_size, config.learning_rate) == (3, 1, 256, 0.3)
+    assert (config.dataset, config.kernel_initializer) == ("fashion_mnist", "random_normal(stddev=0.01)")
+    for flag, words in [
+        ("--optimizer=adam", "--optimizer has no effect here: the lesson trains LeNet with plain SGD"),
+        ("--strategy=pipeline", "--strategy has no effect here"),
+        ("--precision=bfloat16", "--precision: expected float32 or float64 in the lesson"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            parse_from_scratch(["from_scratch.py", flag])
+
+
+def test_what_a_trained_model_is_used_on(tmp_path):
+    config, request = parse_prediction(
+        ["predict.py", "--checkpoint=runs/mine", f"--inputs={tmp_path}", "--gpus=2", "--output=all.npy"]
+    )
+    assert (config.num_devices, request.checkpoint, request.inputs) == (2, "runs/mine", str(tmp_path))
+    assert (request.output_path, request.model, request.dataset) == ("all.npy", None, None)
+    assert parse_evaluation(["evaluate.py", "--checkpoint=m.keras", "--dataset=mnist"])[1].dataset == "mnist"
+    for flags, words in [
+        ([], "--checkpoint is needed"),
+        (["--checkpoint=m.keras", "--epochs=3"], "--epochs has no effect here: a trained model is used here"),
+        (["--checkpoint=m.keras", "--inputs=nowhere.npy"], "--inputs: there is no file or folder 'nowhere.npy'"),
+        (
+            ["--checkpoint=m.keras", f"--inputs={tmp_path}", "--dataset=mnist"],
+            "--inputs and --dataset both name the data",
+        ),
+        (["--checkpoint=m.keras", "--output=a.txt"], "--output: expected a file that ends in .npy, .csv, .parquet"),
+        (["--checkpoint=m.keras", "--activation=tanh"], "--activation: expected one of softmax, sigmoid, none"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            parse_prediction(["predict.py", *flags])
+    with pytest.raises(UserError, match="--output has no effect here"):
+        parse_evaluation(["evaluate.py", "--checkpoint=m.keras", "--output=a.csv"])
+    with pytest.raises(UserError, match="--checkpoint has no effect here: it belongs to recipes/predict.py"):
+        parse_training("--checkpoint=m.keras")
 
 
 @pytest.mark.parametrize(
