@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
+    from kerasdp.models.backbone import load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.all_rows import all_rows
     from kerasdp.portability.portable import portable
@@ -41,6 +42,7 @@ _MODULES = {
     "all_rows": "kerasdp.portability.all_rows",
     "build_model": "kerasdp.models",
     "export": "kerasdp.checkpoint.export",
+    "load_backbone": "kerasdp.models.backbone",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_optimizer": "kerasdp.training.optimizers",
@@ -77,6 +79,7 @@ __all__ = [
     "inference",
     "launch",
     "layers",
+    "load_backbone",
     "load_data",
     "local_devices",
     "main",

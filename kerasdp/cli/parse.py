@@ -14,6 +14,7 @@ from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import (
     BENCHMARK,
     COMPARISON,
+    EXPORT,
     FLAGS,
     GROUPS,
     INFERENCE,
@@ -22,6 +23,7 @@ from kerasdp.cli.flags import (
     SEARCH,
     STUDY,
     SWEEP,
+    TRANSFER,
     help_text,
 )
 from kerasdp.config import Config
@@ -31,7 +33,7 @@ from kerasdp.runtime.devices import choose_backend
 
 _RECIPES = {
     COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train", INFERENCE: "predict",
-    PREDICTION: "predict", SWEEP: "sweep", SEARCH: "sweep",
+    PREDICTION: "predict", SWEEP: "sweep", SEARCH: "sweep", EXPORT: "export", TRANSFER: "transfer",
 }  # fmt: skip
 OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
 OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
