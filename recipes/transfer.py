@@ -11,7 +11,8 @@ by Keras, into ~/.keras. --epochs are those of the second fit, --head_epochs of 
 --optimizer. Files of the second fit are in the folder fit-2 of the workdir.
 
 As in Keras' guide to transfer learning, batch norm of the backbone stays in inference mode in both fits: its
-statistics are those of ImageNet, which a few steps on a small data set would spoil.
+statistics are those of ImageNet, which a few steps on a small data set would spoil. (The guide's training=False does
+not do it in Keras 3.15, where `fit` overrides it within a functional model; layers that are frozen are.)
 
 Copy this file into your project and change what you like.
 """
@@ -38,14 +39,14 @@ def train(runner: "kerasdp.Runner", backbone: str, weights: str, head_epochs: in
         body, preprocess = kerasdp.load_backbone(backbone, weights, data.input_shape)
         body.trainable = False
         images = keras.Input(data.input_shape)
-        # training=False: batch norm in inference mode, also when the body is trained.
-        features = body(preprocess(images), training=False)
-        x = layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(features))
+        x = layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(body(preprocess(images))))
         model = keras.Model(images, layers.Dense(data.num_classes, name="head")(x), name=f"{backbone}_transfer")
         compile_with(model, kerasdp.make_optimizer(config))
     fit = functools.partial(runner.fit, model, data.train, batch_size=config.batch_size, validation_data=data.test)
     fit(epochs=head_epochs)
     body.trainable = True
+    for layer in body.layers:
+        layer.trainable = not isinstance(layer, layers.BatchNormalization)
     with runner.scope():
         compile_with(model, keras.optimizers.Adam(rate))  # after a change of `trainable`
     fit(epochs=config.epochs)
