@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from kerasdp import benchmark, inference, parity, pipeline, ray, sweep
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
+    from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.records import RecordSource
     from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
+    from kerasdp.models.backbone import load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.all_rows import all_rows
     from kerasdp.portability.portable import portable
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
+    "Buckets": "kerasdp.data.buckets",
     "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
@@ -41,6 +44,7 @@ _MODULES = {
     "all_rows": "kerasdp.portability.all_rows",
     "build_model": "kerasdp.models",
     "export": "kerasdp.checkpoint.export",
+    "load_backbone": "kerasdp.models.backbone",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_callbacks": "kerasdp.training.fit_callbacks",
@@ -62,6 +66,7 @@ _PACKAGES = {
 
 __all__ = [
     "ArraySource",
+    "Buckets",
     "ColumnSource",
     "Config",
     "Dataset",
@@ -78,6 +83,7 @@ __all__ = [
     "inference",
     "launch",
     "layers",
+    "load_backbone",
     "load_data",
     "local_devices",
     "main",

@@ -23,6 +23,8 @@ RAY = "Ray (recipes/ray_train.py only)"
 SWEEP = "Sweep (recipes/sweep.py and recipes/ray_train.py only)"
 SEARCH = "Search (recipes/sweep.py only)"
 INFERENCE = "Evaluation and prediction (recipes/evaluate.py and recipes/predict.py only)"
+TRANSFER = "Fine-tuning (recipes/transfer.py only)"
+EXPORT = "Export (recipes/export.py only)"
 PREDICTION = "Prediction (recipes/predict.py only)"
 
 
@@ -232,6 +234,15 @@ def _define_flags_of_recipes() -> None:
     group = PREDICTION
     _define(group, "output", text, None, "File for the predictions: .npy, .csv or .parquet. Default: predictions.csv "
             "in --workdir.")  # fmt: skip
+
+    _define(EXPORT, "to", text, None, "File to write: NAME.keras, NAME.onnx, or a folder, for a SavedModel.")
+
+    group = TRANSFER
+    _define(group, "backbone", text, "MobileNetV2", "Model of keras.applications.")
+    _define(group, "weights", text, "imagenet", "Its weights: imagenet (a download), none, or a .weights.h5 file.")
+    _define(group, "size", text, "160,160", "Height and width to which images of a folder are resized.")
+    _define(group, "head_epochs", number, 5, "Epochs of the first fit, which trains the new head alone.")
+    _define(group, "fine_tuning_rate", flags.DEFINE_float, 1e-5, "Learning rate of the second fit (Adam).")
 
 
 _define_flags_of_devices()

@@ -1,9 +1,11 @@
 """Turns the command lines of the recipes into what they train."""
 
+import contextlib
 import dataclasses
 import datetime
 import difflib
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -12,6 +14,7 @@ from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import (
     BENCHMARK,
     COMPARISON,
+    EXPORT,
     FLAGS,
     GROUPS,
     INFERENCE,
@@ -20,6 +23,7 @@ from kerasdp.cli.flags import (
     SEARCH,
     STUDY,
     SWEEP,
+    TRANSFER,
     help_text,
 )
 from kerasdp.config import Config
@@ -27,30 +31,30 @@ from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
-_RECIPES = {COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train"}
-_RECIPES |= {SWEEP: "sweep", SEARCH: "sweep", INFERENCE: "predict", PREDICTION: "predict"}
+_RECIPES = {
+    COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train", INFERENCE: "predict",
+    PREDICTION: "predict", SWEEP: "sweep", SEARCH: "sweep", EXPORT: "export", TRANSFER: "transfer",
+}  # fmt: skip
 OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
 OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
-_NOT_COMPARED = ["strategy", "accumulate", "gradient_precision", "reduce", "device_shares"]
+_NOT_COMPARED = [
+    "strategy", "accumulate", "gradient_precision", "reduce", "device_shares", "early_stopping", "tracker", "profile",
+]  # fmt: skip
+_OF_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
 _NOT_MEASURED = [
-    "strategy",
-    "accumulate",
-    "stages",
-    "cut_at",
-    "balance",
-    "split_size",
-    "micro_batches",
-    "pipeline_schedule",
-]
-_NOT_MEASURED += ["reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
+    "strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule",
+    "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer", *_OF_LEARNING,
+]  # fmt: skip
 _NOT_STUDIED = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 
 
-def parse(arguments: list[str]) -> Config:
+def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
     """Turns a command line into a `Config`.
 
     Args:
         arguments: `sys.argv`, the program's name included.
+        defaults: values of flags that are not given, other than usual.
+        unused: flags that are refused.
 
     Raises:
         UserError: if a flag is unknown or its value cannot be used.
@@ -58,6 +62,9 @@ def parse(arguments: list[str]) -> Config:
     """
     read(arguments, without=of_other_recipes())
     return config_of_flags()
+    with other_defaults(defaults or {}):
+        read(arguments, without=of_other_recipes() | dict.fromkeys(unused, "this recipe has its own"))
+        return config_of_flags()
 
 
 def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
@@ -91,6 +98,7 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
         | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
         | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
         | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
+        | dict.fromkeys(_OF_LEARNING, "a study measures times alone")
         | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
     sizes = _numbers("split_sizes")
@@ -127,6 +135,19 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     peers = value_of("peers")
     names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
     return config, _backends(), counts, names, value_of("rounds"), value_of("steps_per_round")
+
+
+@contextlib.contextmanager
+def other_defaults(values: dict[str, Any]) -> Iterator[None]:
+    """Gives flags other defaults within the `with` block, in `--help`, too."""
+    usual = {name: FLAGS[name].default for name in values}
+    try:
+        for name, value in values.items():
+            FLAGS.set_default(name, value)
+        yield
+    finally:
+        for name, value in usual.items():
+            FLAGS.set_default(name, value)
 
 
 def of_other_recipes(*own: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ _OF_ALL = {
 }
 _OF_LESSON = _OF_ALL | {"epochs", "learning_rate", "kernel_initializer", "seed", "precision"}
 _OF_EVALUATION = _OF_ALL | {"model", "precision", "compile", "deterministic", "hang_timeout", *GROUPS[INFERENCE]}
+_OF_EXPORT = _OF_ALL - {"gpus", "devices", "batch_size", "workdir"} | {"model", "checkpoint", "to"}
 _OF_PREDICTION = _OF_EVALUATION | set(GROUPS[PREDICTION])
 
 
@@ -54,6 +55,18 @@ def parse_prediction(arguments: list[str]) -> tuple[Config, Request]:
     Args and errors as in `parse`.
     """
     return _request(arguments, _OF_PREDICTION)
+
+
+def parse_export(arguments: list[str]) -> tuple[Config, Request, str]:
+    """Turns the command line of an export into a backend, the model, and the file to write.
+
+    Args and errors as in `parse`.
+    """
+    config, request = _request(arguments, _OF_EXPORT)
+    if value_of("to") is None:
+        raise UserError("--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel")
+    config = dataclasses.replace(config, num_devices=1, workdir=None, verbose=0)
+    return config, dataclasses.replace(request, workdir=".", activation="none"), value_of("to")
 
 
 def _read_only(arguments: list[str], names: set[str], reason: str) -> None:

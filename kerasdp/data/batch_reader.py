@@ -202,8 +202,8 @@ class BatchReader(abc.ABC):
         if len(self._shapes) == _MANY_SHAPES:
             self.warn(
                 f"the inputs have come in {_MANY_SHAPES} shapes, {shape[0]} the last, and a compiled step is compiled "
-                "anew for each: pad to a few lengths, with keras.utils.pad_sequences or, in buckets of similar "
-                "lengths, tf.data's bucket_by_sequence_length"
+                "anew for each: pad to a few lengths, with keras.utils.pad_sequences or, in batches of similar "
+                "length, kerasdp.Buckets"
             )
 
 

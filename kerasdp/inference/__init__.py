@@ -4,6 +4,7 @@ For the functions that `kerasdp.launch` calls, as in recipes/evaluate.py and rec
 """
 
 from kerasdp.config.request import Request
+from kerasdp.inference.conversion import check_elsewhere, check_target, convert
 from kerasdp.inference.evaluation import check_classes, confusion_matrix, draw_confusion, write_evaluation
 from kerasdp.inference.outputs import probabilities, write_predictions
 from kerasdp.inference.samples import Samples, open_samples
@@ -14,7 +15,10 @@ __all__ = [
     "Samples",
     "Trained",
     "check_classes",
+    "check_elsewhere",
+    "check_target",
     "confusion_matrix",
+    "convert",
     "draw_confusion",
     "load_trained",
     "open_samples",

@@ -87,16 +87,16 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in GROUPS.values() for name in names) == [
-        "accumulate", "activation", "augment", "backend", "backends", "balance", "batch_norm", "batch_size",
-        "check", "checkpoint", "checkpoint_dir", "checkpoint_every", "compile", "coordinator",
+        "accumulate", "activation", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
+        "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every", "compile", "coordinator",
         "cpus_per_worker", "cut_at", "data_dir", "data_on_device", "dataset", "deterministic", "device",
         "device_counts", "device_shares", "devices", "dry_run", "early_stopping", "ema", "epochs", "export",
-        "gpus", "gradient_precision", "hang_timeout", "host_rank", "hosts", "inputs", "interface", "keep",
-        "kernel_initializer", "label_smoothing", "learning_rate", "log_every", "lr_base_batch", "max_restarts",
-        "max_steps", "micro_batches", "model", "optimizer", "output", "peers", "pipeline_schedule", "precision",
-        "profile", "reduce", "repetitions", "resume", "rounds", "schedule", "seed", "split_size", "split_sizes",
-        "stages", "steps_per_round", "strategy", "sweep", "tracker", "trials", "verbose", "warmup", "workdir",
-        "workers",
+        "fine_tuning_rate", "gpus", "gradient_precision", "hang_timeout", "head_epochs", "host_rank", "hosts",
+        "inputs", "interface", "keep", "kernel_initializer", "label_smoothing", "learning_rate", "log_every",
+        "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
+        "pipeline_schedule", "precision", "profile", "reduce", "repetitions", "resume", "rounds", "schedule",
+        "seed", "size", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "to",
+        "tracker", "trials", "verbose", "warmup", "weights", "workdir", "workers",
     ]  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def test_shapes_that_cost_are_named_once():
     said = []
     data = [(np.ones((2, length)), np.ones(2)) for length in itertools.chain(range(3, 15), range(3, 15))]
     list(feed_of(reader_of(iter(data), warn=said.append)))
-    assert len(said) == 1 and "bucket_by_sequence_length" in said[0] and "(10,)" in said[0]
+    assert len(said) == 1 and "kerasdp.Buckets" in said[0] and "(10,)" in said[0]
 
 
 def test_weights_of_classes():

@@ -36,7 +36,7 @@ def test_a_sweep_that_is_killed_continues(backend, tmp_path):
         if line.startswith("run 2 of 2"):
             break
     folder = tmp_path / "sweep" / "seed=2" / "checkpoints"
-    while not (folder.is_dir() and any(path.name.startswith("step-") for path in folder.iterdir())):
+    while not (folder.is_dir() and any(path.suffix == ".safetensors" for path in folder.iterdir())):
         assert program.poll() is None
     program.send_signal(signal.SIGKILL)
     program.wait(20)

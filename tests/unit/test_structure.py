@@ -149,7 +149,7 @@ def test_an_engine_loads_no_keras(path):
     assert "keras" not in roots(loaded)
 
 
-STANDARD_LIBRARY = ("argparse", "collections", "functools", "glob", "io", "os", "typing")
+STANDARD_LIBRARY = ("argparse", "collections", "functools", "glob", "io", "os", "pydoc_data", "typing")
 
 
 def test_recipes_use_public_names_only():
