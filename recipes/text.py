@@ -48,6 +48,9 @@ def build(num_characters: int):
     return keras.Model(text, layers.Dense(num_characters)(layers.LayerNormalization()(x)), name="text")
 
 
+UNUSED = "model dataset data_dir export schedule augment label_smoothing ema early_stopping".split()
+
+
 def train(runner: "kerasdp.Runner") -> None:
     """Runs in every worker process, after the backend is chosen."""
     import keras
@@ -67,4 +70,8 @@ def train(runner: "kerasdp.Runner") -> None:
 
 if __name__ == "__main__":
     defaults = {"optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 8}
-    kerasdp.main(train, defaults=defaults, unused=["model", "dataset", "data_dir", "export"])
+    kerasdp.main(
+        train,
+        defaults=defaults,
+        unused=UNUSED,
+    )

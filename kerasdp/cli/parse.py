@@ -40,10 +40,10 @@ OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
 _NOT_COMPARED = [
     "strategy", "accumulate", "gradient_precision", "reduce", "device_shares", "early_stopping", "tracker", "profile",
 ]  # fmt: skip
-_OF_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
+OF_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
 _NOT_MEASURED = [
     "strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule",
-    "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer", *_OF_LEARNING,
+    "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer", *OF_LEARNING,
 ]  # fmt: skip
 _NOT_STUDIED = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 
@@ -60,10 +60,8 @@ def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: 
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    read(arguments, without=of_other_recipes())
-    return config_of_flags()
     with other_defaults(defaults or {}):
-        read(arguments, without=of_other_recipes() | dict.fromkeys(unused, "this recipe has its own"))
+        read(arguments, without=of_other_recipes() | dict.fromkeys(unused, "this recipe has its own, or none"))
         return config_of_flags()
 
 
@@ -98,7 +96,7 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
         | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
         | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
         | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
-        | dict.fromkeys(_OF_LEARNING, "a study measures times alone")
+        | dict.fromkeys(OF_LEARNING, "a study measures times alone")
         | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
     sizes = _numbers("split_sizes")

@@ -1,7 +1,7 @@
 """Turns the command line of a fine-tuning into what it trains."""
 
 from kerasdp.cli.flags import FLAGS, TRANSFER
-from kerasdp.cli.parse import config_of_flags, of_other_recipes, other_defaults, read, value_of
+from kerasdp.cli.parse import OF_LEARNING, config_of_flags, of_other_recipes, other_defaults, read, value_of
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 
@@ -17,6 +17,7 @@ def parse_transfer(arguments: list[str]) -> tuple[Config, str, str, int, float]:
         read(
             arguments,
             without=of_other_recipes(TRANSFER)
+            | dict.fromkeys(OF_LEARNING, "a fine-tuning has two fits with a rate each")
             | {"model": "use --backbone", "max_steps": "use --head_epochs and --epochs"},
         )
         size = value_of("size").split(",")

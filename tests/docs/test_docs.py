@@ -66,7 +66,7 @@ def refused(recipe, arguments):
     if "kerasdp.main(" not in source:
         return None
     named = re.search(r'flags="(\w+)"', source)
-    read = cli_main._PARSERS[named[1]] if named else parse.parse
+    read = (cli_main._PARSERS | cli_main._PARSERS_OF_REQUESTS)[named[1]] if named else parse.parse
     try:
         read(arguments)
     except SystemExit:  # --help
