@@ -10,13 +10,13 @@ Python that runs it (here 3.11), so another Python gives other digits; backends 
 
 Paragraphs are of any length: `kerasdp.Buckets` pads them to four lengths, so that a compiled step is compiled a few
 times only. Padding is masked in attention, loss and accuracy, which are those of the characters in the global batch.
-
 Copy this file into your project and change what you like.
 """
 
 import kerasdp
 
 LENGTHS, WIDTH, HEADS, BLOCKS = (64, 128, 256, 512), 128, 4, 2
+UNUSED = ["model", "dataset", "data_dir", "export", "schedule", "augment", "label_smoothing", "ema", "early_stopping"]
 
 
 def paragraphs() -> tuple[list[list[int]], list[list[int]], int]:
@@ -48,9 +48,6 @@ def build(num_characters: int):
     return keras.Model(text, layers.Dense(num_characters)(layers.LayerNormalization()(x)), name="text")
 
 
-UNUSED = "model dataset data_dir export schedule augment label_smoothing ema early_stopping".split()
-
-
 def train(runner: "kerasdp.Runner") -> None:
     """Runs in every worker process, after the backend is chosen."""
     import keras
@@ -70,8 +67,4 @@ def train(runner: "kerasdp.Runner") -> None:
 
 if __name__ == "__main__":
     defaults = {"optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 8}
-    kerasdp.main(
-        train,
-        defaults=defaults,
-        unused=UNUSED,
-    )
+    kerasdp.main(train, defaults=defaults, unused=UNUSED)
