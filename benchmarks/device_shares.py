@@ -50,7 +50,8 @@ def wait_layer(slower: float) -> Any:
                 wait(rows, rank)
                 return values
 
-            outputs = tf.numpy_function(waited, [inputs], inputs.dtype)
+            # Those of a state would be called in turns.
+            outputs = tf.numpy_function(waited, [inputs], inputs.dtype, stateful=False)
             outputs.set_shape(inputs.shape)
             return inputs + tf.stop_gradient(outputs - inputs)
 

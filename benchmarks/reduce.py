@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 import kerasdp
-from kerasdp.runtime.processes import call_in_new_process
 
 NUM_UNCOUNTED = 5
 
@@ -42,15 +41,6 @@ def train(runner: Any, num_steps: int) -> tuple[float, int]:
     return statistics.median(np.diff(times)[NUM_UNCOUNTED:].tolist()), memory
 
 
-def measure(arguments: argparse.Namespace, reduce: str | None) -> tuple[float, int]:
-    """Measures a way to add gradients."""
-    steps = arguments.steps
-    return kerasdp.launch(
-        lambda runner: train(runner, steps), backend=arguments.backend, num_devices=arguments.devices, batch_size=64,
-        reduce=reduce, verbose=0,
-    )  # fmt: skip
-
-
 def main() -> None:
     """Measures all ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,8 +48,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
+    steps = arguments.steps
     for reduce in (None, "device", "host"):
-        seconds, memory = call_in_new_process(measure, arguments, reduce, name="benchmark")
+        # With a time limit, a run has processes of its own.
+        seconds, memory = kerasdp.launch(
+            lambda runner: train(runner, steps), backend=arguments.backend, num_devices=arguments.devices,
+            batch_size=64, reduce=reduce, verbose=0, hang_timeout=600,
+        )  # fmt: skip
         print(f"{reduce or 'default':<8} {1000 * seconds:8.1f} ms a step {memory / 2**20:8.0f} MiB", flush=True)
 
 
