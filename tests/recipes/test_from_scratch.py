@@ -12,8 +12,8 @@ from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, run
 from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2, some_of
 
-# 1,437 digits in 30 batches of 48, the last one of 45, which does not divide by two.
-DIGITS = ("--dataset=digits", "--batch_size=48", "--epochs=1", "--learning_rate=0.03")
+# 1,437 digits in twice 15 batches of 96, the last one of 93, which divides neither by two nor by four.
+DIGITS = ("--dataset=digits", "--batch_size=96", "--epochs=2", "--learning_rate=0.03")
 GLOROT = "--kernel_initializer=glorot_uniform"
 
 
@@ -58,7 +58,7 @@ def test_the_losses_of_the_main_recipe(backend, count, trained, tmp_path):
     assert (first, rest) == (size * others, [size] * others)
     in_ring = list(map(int, re.search(r"ring \[(.*?)\]", done.stdout)[1].split(", ")))
     assert in_ring == [2 * size * others // count] * count
-    found = float(re.search(r"^epoch 1: .*test accuracy ([\d.]+)$", done.stdout, re.M)[1])
+    found = float(re.search(r"^epoch 2: .*test accuracy ([\d.]+)$", done.stdout, re.M)[1])
     assert found == pytest.approx(accuracy, abs=0.006)  # 2 of 360 images
 
 
@@ -92,15 +92,15 @@ def test_shards_of_a_batch(lesson):
 @pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_device_and_two_in_float64(backend, tmp_path):
-    """Beyond the plateau at the start, whose end makes much of round-off: 240 steps from weights of N(0, 0.01)."""
+    """120 steps at a rate that makes much of round-off: in float32 losses differ by 1e-3 after 24."""
     losses = []
     for count in (1, 2):
         workdir = tmp_path / str(count)
-        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=24", "--epochs=4", "--precision=float64")
-        done = follow(*flags, "--learning_rate=0.3", f"--workdir={workdir}", backend=backend)
+        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=48", "--epochs=4", "--precision=float64", GLOROT)
+        done = follow(*flags, "--learning_rate=0.1", f"--workdir={workdir}", backend=backend)
         assert done.returncode == 0, done.stderr
         losses.append(losses_in(workdir))
-    assert len(losses[0]) == 240 and losses[0][-1] < 1.0
+    assert len(losses[0]) == 120 and losses[0][-1] < 1.0
     np.testing.assert_allclose(*losses, rtol=0, atol=1e-9)
 
 
