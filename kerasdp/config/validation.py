@@ -145,6 +145,9 @@ def check(config: Any) -> None:
             if known and name not in known and (flag == "schedule" or not spec.is_user_function(name)):
                 instead = "" if flag == "schedule" else ", or file.py:function"
                 raise UserError(f"--{flag}: expected one of {', '.join(known)}{instead}. Received: {name!r}")
+    if config.ema is not None and config.early_stopping is not None:
+        # Keras' EarlyStopping (3.15) brings back the weights of the best epoch, not the averages that were evaluated.
+        raise UserError("--ema and --early_stopping do not go together: leave out one of them")
     for name, _ in spec.parse_list(config.augment or "", "augment"):
         if name not in AUGMENTATIONS:
             raise UserError(f"--augment: expected some of {', '.join(AUGMENTATIONS)}. Received: {name!r}")

@@ -19,7 +19,7 @@ from kerasdp.training.schedules import make_schedule
 from tests.helpers import BACKENDS, run
 
 EVERYTHING = [
-    "--schedule=cosine", "--warmup=3", "--ema=0.9", "--label_smoothing=0.1", "--early_stopping=3",
+    "--schedule=cosine", "--warmup=3", "--ema=0.9", "--label_smoothing=0.1",
     "--augment=flip, translate(factor=0.1), rotate, brightness",
 ]  # fmt: skip
 
@@ -62,6 +62,7 @@ def test_an_optimizer_with_a_schedule_is_saved_and_loaded():
         ({"label_smoothing": 1.0}, "--label_smoothing: expected a number from 0, below 1"),
         ({"augment": "flip, cutmix"}, "--augment: expected some of flip, translate"),
         ({"early_stopping": 0}, "--early_stopping: expected a whole number of at least 1"),
+        ({"ema": 0.9, "early_stopping": 2}, "--ema and --early_stopping do not go together"),
         ({"profile": "8:5", "workdir": "w"}, "--profile: expected a step, or the first and the last one as 5:8"),
         ({"profile": "5"}, "add --workdir=FOLDER"),
         ({"tracker": "comet", "workdir": "w"}, "--tracker: expected some of tensorboard, wandb, mlflow"),
@@ -159,6 +160,33 @@ def test_all_of_them_learn_the_same_and_resume(backend, count, tmp_path):
     resumed, again = train(cut, backend, count, "--max_steps=10", "--resume")
     assert resumed == found
     assert again["final"] == report["final"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_averaged_weights_are_evaluated_and_stay(backend, tmp_path):
+    """The exported model has the validation loss of the last epoch, which the last weights have not."""
+    file = tmp_path / "model.keras"
+    _, report = train(tmp_path / "run", backend, 2, f"--export={file}")
+    flags = [f"--checkpoint={file}", f"--backend={backend}", "--device=cpu", f"--workdir={tmp_path / 'evaluated'}"]
+    done = run("recipes/evaluate.py", *flags, backend=backend)
+    assert done.returncode == 0, done.stderr
+    assert f"{report['final']['val_accuracy']:.4f}" in done.stdout
+
+
+@pytest.mark.proof
+def test_early_stopping_stops(tmp_path):
+    flags = [
+        "--backend=jax",
+        "--device=cpu",
+        "--model=mlp",
+        "--epochs=50",
+        "--learning_rate=3",
+        f"--workdir={tmp_path}",
+    ]
+    done = run("recipes/train.py", *flags, "--early_stopping=2", backend="jax" if "jax" in BACKENDS else None)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["epochs"] < 50
 
 
 @pytest.mark.proof
