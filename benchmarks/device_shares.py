@@ -2,17 +2,13 @@
 
     python benchmarks/device_shares.py --backend=torch --slower=3
     python benchmarks/device_shares.py --backend=tensorflow --slower=3
-    python benchmarks/device_shares.py --backend=torch --slower=3 --burden=busy
 
-With `--burden=wait` a device computes by waiting, 0.5 ms a sample, the second one `--slower` times as long: this shows
-what the shares do, whatever else the machine does. With `--burden=busy` (torch on Linux, two idle cores) the devices
-train LeNet, each on a core of its own, and the second one shares its core with `--slower` - 1 programs that compute
-without end. Prints for each way to share the median time of a step, and how many times as fast that is as equal
-shards.
+A device computes by waiting, 0.5 ms a sample, the second one `--slower` times as long: virtual devices share the cores,
+so that none is slower, and this shows what the shares do, whatever else the machine does. Prints for each way to share
+the median time of a step, and how many times as fast that is as equal shards.
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import time
@@ -58,15 +54,10 @@ def wait_layer(slower: float) -> Any:
     return Wait()
 
 
-def train(runner: Any, slower: float, burden: str, num_steps: int) -> dict[str, Any]:
+def train(runner: Any, slower: float, num_steps: int) -> dict[str, Any]:
     """Returns the seconds of each step, and the shares."""
     import keras
 
-    if burden == "busy":
-        import torch
-
-        os.sched_setaffinity(0, {core_of(runner.strategy.processes.rank)})
-        torch.set_num_threads(1)
     times: list[float] = []
 
     def listen(loss: Any, learning_rate: Any, num_rows: int) -> None:
@@ -74,11 +65,8 @@ def train(runner: Any, slower: float, burden: str, num_steps: int) -> dict[str, 
         times.append(time.perf_counter())
 
     with runner.scope():
-        if burden == "busy":
-            model = kerasdp.build_model(runner.config, (28, 28, 1), 10)
-        else:
-            model = keras.Sequential([keras.Input((28, 28, 1)), wait_layer(slower), keras.layers.Flatten()])
-            model.add(keras.layers.Dense(10))
+        layers = [wait_layer(slower), keras.layers.Flatten(), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input((28, 28, 1)), *layers])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     random = np.random.RandomState(0)
     x, y = random.rand(BATCH * num_steps, 28, 28, 1).astype("float32"), random.randint(0, 10, BATCH * num_steps)
@@ -87,44 +75,23 @@ def train(runner: Any, slower: float, burden: str, num_steps: int) -> dict[str, 
     return {"seconds": np.diff(times)[NUM_UNCOUNTED:].tolist(), "shares": runner.strategy.split.shares}
 
 
-def core_of(rank: int) -> int:
-    """Returns the core of a rank, when there are several."""
-    cores = sorted(os.sched_getaffinity(os.getppid()))
-    return cores[rank % len(cores)]
-
-
-def compute_without_end() -> None:
-    """Keeps the second core busy."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[1]})
-    while True:
-        pass
-
-
 def main() -> None:
     """Measures all ways to share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="torch", choices=["torch", "tensorflow"])
     parser.add_argument("--slower", type=int, default=3)
-    parser.add_argument("--burden", default="wait", choices=["wait", "busy"])
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
-    burdens = []
-    if arguments.burden == "busy":
-        for _ in range(arguments.slower - 1):
-            burdens.append(multiprocessing.Process(target=compute_without_end, daemon=True))
-            burdens[-1].start()
-    first, slower, burden, steps = None, arguments.slower, arguments.burden, arguments.steps
+    first, slower, steps = None, arguments.slower, arguments.steps
     for shares in (None, f"{slower},1", "auto"):
         found = kerasdp.launch(
-            lambda runner: train(runner, slower, burden, steps), backend=arguments.backend, num_devices=2,
+            lambda runner: train(runner, slower, steps), backend=arguments.backend, num_devices=2,
             device="cpu", batch_size=BATCH, device_shares=shares, check="off", verbose=0,
         )  # fmt: skip
         median = statistics.median(found["seconds"])
         first = first or median
         rows = "equal" if shares is None else f"{shares} ({found['shares'][0]},{found['shares'][1]})"
         print(f"{rows:<16} {1000 * median:8.1f} ms a step   {first / median:.2f} times as fast", flush=True)
-    for process in burdens:
-        process.terminate()
 
 
 if __name__ == "__main__":
