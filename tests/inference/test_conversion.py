@@ -1,6 +1,7 @@
 """Models that are written for other programs are loaded there."""
 
 import importlib.util
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.inference.conversion import check_elsewhere, check_target
 from tests.helpers import BACKENDS, ROOT, run
 
+# With what the caller has put there beside.
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 # What the extra `onnx` installs for each backend.
 CONVERTERS = {"torch": "onnxscript", "tensorflow": "tf2onnx", "jax": "jax2onnx"}
 
@@ -33,7 +36,7 @@ def test_each_format_on_each_backend(backend, name, run_folder, tmp_path):
     """By a copy of the recipe in an empty folder; what cannot be written is one line."""
     shutil.copy(ROOT / "recipes" / "export.py", tmp_path)
     flags = (f"--checkpoint={run_folder}/run", f"--to={name}", f"--backend={backend}")
-    done = run("export.py", *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run("export.py", *flags, cwd=tmp_path, PYTHONPATH=PATH)
     package = CONVERTERS[backend]
     if name.endswith(".onnx") and not all(map(importlib.util.find_spec, (package, "onnxruntime"))):
         assert done.returncode == 2 and "which is not installed: pip install" in done.stderr
@@ -44,7 +47,7 @@ def test_each_format_on_each_backend(backend, name, run_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"written with {backend}" in done.stdout and "outputs differ by at most" in done.stdout
     assert (tmp_path / name).exists()
-    again = run("export.py", *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    again = run("export.py", *flags, cwd=tmp_path, PYTHONPATH=PATH)
     assert again.returncode == 2 and "is there already" in again.stderr
 
 
