@@ -117,7 +117,7 @@ def main() -> None:
             for num_micro_batches in (2, 4, 8):
                 settings = kerasdp.Config(
                     backend=backend, device="cpu", strategy="pipeline", num_stages=NUM_STAGES, cut_at="first",
-                    num_devices=NUM_STAGES, schedule=schedule, split_size="1", verbose=0,
+                    num_devices=NUM_STAGES, pipeline_schedule=schedule, split_size="1", verbose=0,
                 )  # fmt: skip
                 work = functools.partial(train, num_micro_batches)
                 seconds = call_in_new_process(kerasdp.launch, work, settings, name=backend)

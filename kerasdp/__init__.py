@@ -8,19 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
-from kerasdp.launch import launch
+from kerasdp.launch import launch, local_devices
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, parity, pipeline, ray
+    from kerasdp import benchmark, inference, parity, pipeline, ray, sweep
     from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
+    from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
     from kerasdp.data.records import RecordSource
+    from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
     from kerasdp.models import build_model
+    from kerasdp.models.backbone import load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.all_rows import all_rows
     from kerasdp.portability.portable import portable
+    from kerasdp.training.fit_callbacks import make_callbacks
+    from kerasdp.training.losses import make_loss
     from kerasdp.training.optimizers import make_optimizer
     from kerasdp.training.runner import Runner
 
@@ -29,16 +34,21 @@ __version__ = "0.1.0"
 # What needs Keras or absl is imported when it is first asked for.
 _MODULES = {
     "ArraySource": "kerasdp.data.sources",
+    "Buckets": "kerasdp.data.buckets",
     "ColumnSource": "kerasdp.data.sources",
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
+    "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.records",
     "Runner": "kerasdp.training.runner",
     "all_rows": "kerasdp.portability.all_rows",
     "build_model": "kerasdp.models",
     "export": "kerasdp.checkpoint.export",
+    "load_backbone": "kerasdp.models.backbone",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
+    "make_callbacks": "kerasdp.training.fit_callbacks",
+    "make_loss": "kerasdp.training.losses",
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.loss_reduction",
     "portable": "kerasdp.portability.portable",
@@ -46,18 +56,22 @@ _MODULES = {
 
 _PACKAGES = {
     "benchmark": "kerasdp.benchmark",
+    "inference": "kerasdp.inference",
     "layers": "kerasdp.portability.layers",
     "parity": "kerasdp.parity",
     "pipeline": "kerasdp.pipeline",
     "ray": "kerasdp.ray",
+    "sweep": "kerasdp.sweep",
 }
 
 __all__ = [
     "ArraySource",
+    "Buckets",
     "ColumnSource",
     "Config",
     "Dataset",
     "ImageFolder",
+    "Order",
     "RecordSource",
     "RunError",
     "Runner",
@@ -66,16 +80,22 @@ __all__ = [
     "benchmark",
     "build_model",
     "export",
+    "inference",
     "launch",
     "layers",
+    "load_backbone",
     "load_data",
+    "local_devices",
     "main",
+    "make_callbacks",
+    "make_loss",
     "make_optimizer",
     "parity",
     "per_sample",
     "pipeline",
     "portable",
     "ray",
+    "sweep",
 ]
 
 

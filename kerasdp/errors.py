@@ -10,7 +10,7 @@ FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices", "stages": "n
 
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
-_SWITCHES = ("deterministic", "dry_run", "resume", "tensorboard")
+_SWITCHES = ("deterministic", "dry_run", "resume")
 _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 

@@ -14,7 +14,9 @@ from kerasdp import config
 from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
+from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UserError
+from kerasdp.reporting.live_figure import live_figures
 from kerasdp.runtime import signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
@@ -28,8 +30,8 @@ from kerasdp.runtime.supervisor import supervise
 # What a dry run leaves to the machines that it tells of: it runs on one CPU device of this one.
 _OF_THE_MACHINES = (
     "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
-    "micro_batches", "schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
-    "checkpoint_dir", "tensorboard", "resume", "max_restarts", "hang_timeout",
+    "micro_batches", "pipeline_schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
+    "checkpoint_dir", "tracker", "profile", "resume", "max_restarts", "hang_timeout",
 )  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
@@ -62,6 +64,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     settings = dataclasses.replace(settings or Config(), **changes)
     name = choose_backend(settings.backend)
     settings = dataclasses.replace(settings, backend=name)
+    check_installed(settings)
     if settings.dry_run:
         return _describe(settings.with_devices_for_stages(), train)
     cluster = find_cluster(settings)
@@ -69,11 +72,62 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         settings = settings.with_devices_for_stages()
     # A machine that joins a run later finds the checkpoints of that run.
     is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
-    with config.prepared_workdir(settings.workdir, settings.resume or is_of_run):
+    # Where several hosts share the folder, host 0 locks it; hosts that come and go have no such host.
+    is_owner = cluster is None or (cluster.process == 0 and not cluster.is_elastic)
+    with (
+        config.prepared_workdir(settings.workdir, settings.resume or is_of_run),
+        config.locked_workdir(settings.workdir if is_owner else None, settings.resume),
+        live_figures() if settings.verbose != 0 else contextlib.nullcontext(),
+    ):
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
+
+
+@contextlib.contextmanager
+def local_devices(settings: Config) -> Iterator[list[str]]:
+    """Makes the devices of a run in this process, for parallelism written by hand; yields their names in Keras.
+
+    Within the `with` block models begin with the weights that a run of these settings gives them.
+
+    Args:
+        settings: `backend`, `num_devices` (None: 2), `device`, `precision` and `seed` are read.
+
+    Yields:
+        A name for each device, as `keras.device` takes it: `["gpu:0", "gpu:1"]`. Without a GPU they are virtual CPU
+        devices; where there are fewer than asked for (GPUs; with torch the CPU, which is one device), some come again.
+
+    Raises:
+        UserError: if there is no such backend or device, or this process has started another one.
+    """
+    name = choose_backend(settings.backend)
+    count = settings.num_devices or 2
+    settings = dataclasses.replace(settings, backend=name, num_devices=count)
+    try:
+        set_backend(name)
+        with _native_stderr_suppressed():
+            backend = importlib.import_module(f"kerasdp.backends.{name}.devices")
+            try:
+                devices = backend.make_devices(settings)
+            except UserError:  # of GPUs, there may be fewer than asked for
+                devices = backend.make_devices(dataclasses.replace(settings, num_devices=None))
+                if not devices.is_accelerator:
+                    raise
+            module = importlib.import_module(f"kerasdp.backends.{name}.data_parallel")
+            # For the framework's settings (TF32 and the like), which an engine makes when it is made.
+            module.DataParallel(dataclasses.replace(devices, count=1), settings)
+    except AlreadyStartedError as error:
+        raise UserError(f"{error}: begin in a new process") from error
+    # Only now may Keras be imported.
+    from kerasdp.keras_compat import set_precision, set_seed
+    from kerasdp.portability import initial_weights
+
+    set_seed(settings.seed)
+    set_precision(settings.precision)
+    num_there = 1 if name == "torch" and not devices.is_accelerator else devices.count
+    with initial_weights.portable(settings.seed):
+        yield [f"{devices.kind}:{number % num_there}" for number in range(count)]
 
 
 def _run(settings: Config, train: Callable[..., Any]) -> Any:

@@ -17,19 +17,24 @@ import kerasdp
 
 def train(runner: "kerasdp.Runner") -> None:
     """Runs in every worker process, after the backend is chosen."""
-    import keras
-
     config = runner.config
     data = kerasdp.load_data(config)
     with runner.scope():
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(
-            optimizer=kerasdp.make_optimizer(config),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            optimizer=kerasdp.make_optimizer(config, data.train),
+            loss=kerasdp.make_loss(config),  # crossentropy of labels and logits
             metrics=["accuracy"],
         )
     # Keras' own `fit`; batch_size is the global batch, whatever the number of devices.
-    runner.fit(model, data.train, batch_size=config.batch_size, epochs=config.epochs, validation_data=data.test)
+    runner.fit(
+        model,
+        data.train,
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        validation_data=data.test,
+        callbacks=kerasdp.make_callbacks(config),
+    )
     if config.export:
         kerasdp.export(model, config.export)
 

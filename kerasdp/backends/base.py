@@ -9,11 +9,13 @@ Each folder of `kerasdp.backends` has these names:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
+from kerasdp.data.split import Split
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
@@ -37,7 +39,7 @@ class DeviceBatch(NamedTuple):
     """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get.
 
     Attributes:
-        inputs: this process's rows, padded so that its replicas hold equally many.
+        inputs: the rows of this process's replicas, with padding, as `kerasdp.data.split.Split` says.
         targets: likewise; None if there are none.
         sample_weight: likewise.
         indices: place in the data set of each row of the global batch; its length is the number of real rows.
@@ -213,6 +215,11 @@ class Strategy(Protocol):
     takes_several_steps: bool = False
     stages: StagedModels[Any] | None = None
 
+    @functools.cached_property
+    def split(self) -> Split:
+        """Returns how the replicas split a batch."""
+        return Split(self.num_replicas)
+
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are built and compiled."""
         return nullcontext()
@@ -259,6 +266,12 @@ class Strategy(Protocol):
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
         return []
+
+    def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
+        """Returns the seconds of a forward and a backward pass on each replica of this process; no variable changes.
+
+        For strategies that split batches. Each replica has its rows of the batch, and waits for no other.
+        """
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""

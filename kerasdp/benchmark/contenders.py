@@ -62,7 +62,7 @@ class Contender:
 
 
 def find_loops(names: list[str]) -> str:
-    """Finds the folder of the peers' files: beside the program that runs, beside its folder, or in the kit's checkout.
+    """Finds the folder of the peers' files: beside the program that runs, beside its folder, or where the kit is.
 
     Args:
         names: of the peers.
@@ -71,7 +71,8 @@ def find_loops(names: list[str]) -> str:
         UserError: if it is nowhere.
     """
     program = os.path.abspath(sys.argv[0])
-    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), _CHECKOUT):
+    of_kit = (os.path.join(_CHECKOUT, "kerasdp", "kit"), _CHECKOUT)  # installed from a wheel; a checkout
+    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), *of_kit):
         folder = os.path.join(place, "benchmarks")
         if os.path.isfile(os.path.join(folder, "protocol.py")):
             return folder

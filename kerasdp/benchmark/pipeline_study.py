@@ -91,13 +91,13 @@ def study(
     config = dataclasses.replace(config, epochs=repetitions + 1, checkpoint_every="never", verbose=0)
     workdir, config = config.workdir, dataclasses.replace(config, workdir=None, checkpoint_dir=None)
     whole = dataclasses.replace(
-        config, strategy="data", num_devices=1, num_stages=None, cut_at=None, balance="time", schedule="gpipe"
+        config, strategy="data", num_devices=1, num_stages=None, cut_at=None, balance="time", pipeline_schedule="gpipe"
     )
     is_open = not (config.num_stages or config.cut_at or config.num_devices)
     cut = dataclasses.replace(config, strategy="pipeline", num_stages=2 if is_open else config.num_stages)
     size = config.batch_size
-    in_turn = dataclasses.replace(cut, micro_batches=1, schedule="gpipe")  # one has nothing to overlap with
-    if cut.schedule == "interleaved1f1b":
+    in_turn = dataclasses.replace(cut, micro_batches=1, pipeline_schedule="gpipe")  # one has nothing to overlap with
+    if cut.pipeline_schedule == "interleaved1f1b":
         in_turn = dataclasses.replace(in_turn, num_stages=None)
     ways: list[tuple[str, int | None, Config]] = [("single device", None, whole), ("layer split", None, in_turn)]
     ways += [("pipelined", n, dataclasses.replace(cut, split_size=str(n))) for n in split_sizes if n <= size]

@@ -12,9 +12,11 @@ import numpy as np
 
 from kerasdp.checkpoint import callback_state, files, old_format
 from kerasdp.checkpoint import state as training_state
+from kerasdp.checkpoint.architecture import architecture_of
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
+from kerasdp.data.split import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat import set_monitor_direction
 from kerasdp.reporting import report
@@ -91,6 +93,7 @@ class Checkpointer:
         *,
         processes: Processes,
         num_devices: int,
+        split: Split,
         gather_variables: Callable[[keras.Model], None],
         data_state: Callable[[int, int], Any],
         identity: dict[str, Any],
@@ -103,7 +106,7 @@ class Checkpointer:
         `data_state` returns, in JSON, what the data needs to continue with a batch of an epoch.
         """
         self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
-        self.stateful, self.processes, self.num_devices = stateful, processes, num_devices
+        self.stateful, self.processes, self.num_devices, self._split = stateful, processes, num_devices, split
         self.identity, self.folder = identity, folder
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
@@ -113,6 +116,7 @@ class Checkpointer:
         self._warned: set[str] = set()
         self._last_time = time.monotonic()
         self._last_saved = -1
+        self._architecture = architecture_of(model) if processes.rank == 0 else None
         self._last_step = run_state.step
         self._train_metrics: dict[str, Any] = {}
         self.writer = files.Writer(folder, config.keep, report.warn) if processes.rank == 0 else None
@@ -234,9 +238,11 @@ class Checkpointer:
             "saved_by": {
                 "backend": self.config.backend,
                 "devices": self.num_devices,
+                "device_shares": self._split.shares,
                 "precision": self.config.precision,
             },
             "config": self.config.as_dict(),
+            "architecture": self._architecture,
             "versions": report.versions(),
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)

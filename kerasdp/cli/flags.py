@@ -1,5 +1,6 @@
 """Defines the flags, in groups, and writes the text of `--help`."""
 
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from kerasdp.config import Config, validation
 
 FLAGS = flags.FlagValues()
 GROUPS: dict[str, list[str]] = {}
+PROGRAM = "KERASDP_PROGRAM"  # in the environment: how the user called the recipe, if not by its file
 
 _DEFAULTS = Config()
 # Groups that belong to one recipe alone.
@@ -18,6 +20,12 @@ COMPARISON = "Comparison (recipes/parity.py and recipes/benchmark.py only)"
 STUDY = "Study of a pipeline (recipes/pipeline.py only)"
 BENCHMARK = "Benchmark (recipes/benchmark.py only)"
 RAY = "Ray (recipes/ray_train.py only)"
+SWEEP = "Sweep (recipes/sweep.py and recipes/ray_train.py only)"
+SEARCH = "Search (recipes/sweep.py only)"
+INFERENCE = "Evaluation and prediction (recipes/evaluate.py and recipes/predict.py only)"
+TRANSFER = "Fine-tuning (recipes/transfer.py only)"
+EXPORT = "Export (recipes/export.py only)"
+PREDICTION = "Prediction (recipes/predict.py only)"
 
 
 def _define(group: str, name: str, kind: Callable[..., Any], default: Any, text: str) -> None:
@@ -53,7 +61,10 @@ def _define_flags_of_devices() -> None:
     )
     _define(group, "gradient_precision", text, _DEFAULTS.gradient_precision, "float32, or bfloat16, which halves "
             "what devices send when they exchange gradients (torch, tensorflow).")  # fmt: skip
-
+    _define(group, "reduce", text, None, "Where the gradients of several devices are added: device, or host: in host "
+            "memory, which is slower and leaves device memory free (torch, tensorflow). Default: device.")  # fmt: skip
+    _define(group, "device_shares", text, None, "Shares of the batch for devices of unequal speed: 3,1, or auto, which "
+            "measures first (torch, tensorflow). Default: equal shards.")  # fmt: skip
     _define(group, "compile", text, _DEFAULTS.compile, "on, off, or auto: a step of training or evaluation as one "
             "compiled graph on torch, in runs with 1,000 of its kind or more. On jax and tensorflow the model's "
             "jit_compile decides, as in Keras.")  # fmt: skip
@@ -77,8 +88,8 @@ def _define_flags_of_devices() -> None:
         None,
         "Number of micro-batches, instead of --split_size. Default: two per stage.",
     )
-    _define(group, "schedule", text, _DEFAULTS.schedule, "gpipe: all forward passes first; 1f1b: backward passes as "
-            "soon as possible; interleaved1f1b: with several stages per device (torch).")  # fmt: skip
+    _define(group, "pipeline_schedule", text, _DEFAULTS.pipeline_schedule, "gpipe: all forward passes first; 1f1b: "
+            "backward passes as soon as possible; interleaved1f1b: several stages per device (torch).")  # fmt: skip
 
 
 def _define_flags_of_machines() -> None:
@@ -118,6 +129,17 @@ def _define_flags_of_training() -> None:
     _define(group, "max_steps", number, None, "Ends the run after this many updates.")
     _define(group, "optimizer", text, _DEFAULTS.optimizer, "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
     _define(group, "learning_rate", real, None, "Learning rate. Default: that of --optimizer.")
+    _define(group, "schedule", text, _DEFAULTS.schedule, "constant, or how the rate falls: cosine, linear (both to 0 "
+            "at the end), step(every=10, factor=0.1), in epochs.")  # fmt: skip
+    _define(group, "warmup", number, _DEFAULTS.warmup, "Updates in which the rate rises to its full height.")
+    _define(group, "ema", flags.DEFINE_float, None, "Decay of an exponential moving average of the weights, as 0.99: "
+            "it is evaluated, and is what the training leaves. Default: none.")  # fmt: skip
+    _define(group, "label_smoothing", flags.DEFINE_float, _DEFAULTS.label_smoothing, "Share of the target that all "
+            "classes have alike, as 0.1.")  # fmt: skip
+    _define(group, "augment", text, None, f"Changes of images in training: some of "
+            f"{', '.join(validation.AUGMENTATIONS)}, as 'flip, rotate(factor=0.1)'. Default: none.")  # fmt: skip
+    _define(group, "early_stopping", number, None, "Epochs without a lower validation loss after which the training "
+            "ends, with the weights of the best. Default: never.")  # fmt: skip
     _define(group, "lr_base_batch", number, None, "Multiplies the learning rate by batch_size over this number.")
     _define(
         group,
@@ -144,9 +166,12 @@ def _define_flags_of_files() -> None:
         "verbose",
         number,
         None,
-        "0: nothing, 1: progress bar, 2: a line per epoch. Default: a bar in a terminal.",
+        "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far. Default: 1 in a "
+        "terminal, else 2.",
     )
-    _define(group, "tensorboard", switch, _DEFAULTS.tensorboard, "Write event files into the workdir.")
+    _define(group, "tracker", text, None, f"Some of {', '.join(validation.TRACKERS)}, comma-separated: where the "
+            "numbers of the run go beside its files. Default: nowhere.")  # fmt: skip
+    _define(group, "profile", text, None, "Steps that the profiler of the backend records, as 5:8, into the workdir.")
     _define(group, "export", text, None, "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.")
 
     group = "Checkpoints and faults"
@@ -192,8 +217,32 @@ def _define_flags_of_recipes() -> None:
             "devices.")  # fmt: skip
     _define(group, "cpus_per_worker", flags.DEFINE_float, None, "Cores that Ray sets aside for each worker, or each "
             "run of a sweep. Default: one for each device.")  # fmt: skip
-    _define(group, "sweep", text, None, "Flags and their values: many runs, one for each combination, instead of one "
-            "over several workers: 'learning_rate=0.01,0.03; batch_size=32,64'.")  # fmt: skip
+
+    _define(SWEEP, "sweep", text, None, "Flags and their values: many runs, one for each combination: "
+            "'learning_rate=0.01,0.03; batch_size=32,64'; with --trials ranges, too: 'seed=1..9'.")  # fmt: skip
+    _define(SEARCH, "trials", number, None, "Runs whose values Optuna picks from --sweep, for the lowest validation "
+            "loss. Default: all combinations are trained.")  # fmt: skip
+
+    group = INFERENCE
+    _define(group, "checkpoint", text, None, "Model to use: the --workdir of a run, a folder or URL of checkpoints, or "
+            "one file: .safetensors (a checkpoint), .keras or .weights.h5, of any backend.")  # fmt: skip
+    _define(group, "inputs", text, None, "Instead of --dataset: an image, a folder of images (with a sub-folder for "
+            "each class, or without), .npy, or .npz with x and, for labels, y.")  # fmt: skip
+    _define(group, "activation", text, None, "softmax, sigmoid or none: what makes probabilities of the model's "
+            "outputs. Default: softmax, unless its last layer has an activation.")  # fmt: skip
+
+    group = PREDICTION
+    _define(group, "output", text, None, "File for the predictions: .npy, .csv or .parquet. Default: predictions.csv "
+            "in --workdir.")  # fmt: skip
+
+    _define(EXPORT, "to", text, None, "File to write: NAME.keras, NAME.onnx, or a folder, for a SavedModel.")
+
+    group = TRANSFER
+    _define(group, "backbone", text, "MobileNetV2", "Model of keras.applications.")
+    _define(group, "weights", text, "imagenet", "Its weights: imagenet (a download), none, or a .weights.h5 file.")
+    _define(group, "size", text, "160,160", "Height and width to which images of a folder are resized.")
+    _define(group, "head_epochs", number, 5, "Epochs of the first fit, which trains the new head alone.")
+    _define(group, "fine_tuning_rate", flags.DEFINE_float, 1e-5, "Learning rate of the second fit (Adam).")
 
 
 _define_flags_of_devices()
@@ -207,7 +256,8 @@ flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(),
 
 def help_text(program: str) -> str:
     """Returns the text of `--help`: the flags in their groups."""
-    lines = [f"usage: python {program} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
+    command = os.environ.get(PROGRAM, f"python {program}")
+    lines = [f"usage: {command} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
     for group, names in GROUPS.items():
         lines += ["", f"{group}:"]
         for name in names:

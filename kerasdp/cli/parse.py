@@ -1,42 +1,68 @@
 """Turns the command lines of the recipes into what they train."""
 
+import contextlib
 import dataclasses
 import datetime
 import difflib
 import os
-import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
 
 from kerasdp.benchmark.contenders import SHAPES
-from kerasdp.cli.flags import BENCHMARK, COMPARISON, FLAGS, GROUPS, RAY, STUDY, help_text
+from kerasdp.cli.flags import (
+    BENCHMARK,
+    COMPARISON,
+    EXPORT,
+    FLAGS,
+    GROUPS,
+    INFERENCE,
+    PREDICTION,
+    RAY,
+    SEARCH,
+    STUDY,
+    SWEEP,
+    TRANSFER,
+    help_text,
+)
 from kerasdp.config import Config
 from kerasdp.config.names import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
-_RECIPES = {COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train"}
-_OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
-_OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
-_NOT_COMPARED = ["strategy", "accumulate", "gradient_precision"]
-_NOT_MEASURED = ["strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "schedule"]
-_NOT_MEASURED += ["optimizer", "learning_rate", "lr_base_batch", "kernel_initializer"]
-_NOT_STUDIED = ["tensorboard", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
+_RECIPES = {
+    COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train", INFERENCE: "predict",
+    PREDICTION: "predict", SWEEP: "sweep", SEARCH: "sweep", EXPORT: "export", TRANSFER: "transfer",
+}  # fmt: skip
+OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
+OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
+_NOT_COMPARED = [
+    "strategy", "accumulate", "gradient_precision", "reduce", "device_shares", "early_stopping", "tracker", "profile",
+]  # fmt: skip
+OF_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
+_NOT_MEASURED = [
+    "strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule",
+    "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer", *OF_LEARNING,
+]  # fmt: skip
+_NOT_STUDIED = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 
 
-def parse(arguments: list[str]) -> Config:
+def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
     """Turns a command line into a `Config`.
 
     Args:
         arguments: `sys.argv`, the program's name included.
+        defaults: values of flags that are not given, other than usual.
+        unused: flags that are refused.
 
     Raises:
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    _read(arguments, without=_of_other_recipes())
-    return _config()
+    with other_defaults(defaults or {}):
+        read(arguments, without=of_other_recipes() | dict.fromkeys(unused, "this recipe has its own, or none"))
+        return config_of_flags()
 
 
 def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
@@ -44,15 +70,15 @@ def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, li
 
     Args and errors as in `parse`.
     """
-    _read(
+    read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
         | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
-        | _of_other_recipes(COMPARISON)
-        | _OF_MACHINES,
+        | of_other_recipes(COMPARISON)
+        | OF_MACHINES,
     )
     names, numbers = _backends(), _numbers("device_counts")
-    config = _config()
+    config = config_of_flags()
     for number in numbers:
         dataclasses.replace(config, num_devices=number)  # raises if there is no such number
     return config, names, numbers
@@ -63,19 +89,20 @@ def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
 
     Args and errors as in `parse`.
     """
-    _read(
+    read(
         arguments,
-        without=_of_other_recipes(STUDY)
-        | _OF_MACHINES
+        without=of_other_recipes(STUDY)
+        | OF_MACHINES
         | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
         | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
         | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
+        | dict.fromkeys(OF_LEARNING, "a study measures times alone")
         | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
     )
     sizes = _numbers("split_sizes")
-    if _value("repetitions") < 2:
+    if value_of("repetitions") < 2:
         raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
-    return _config(strategy="pipeline"), sizes, _value("repetitions")
+    return config_of_flags(strategy="pipeline"), sizes, value_of("repetitions")
 
 
 def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
@@ -83,73 +110,45 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
 
     None for backends or peers: all there are. Args and errors as in `parse`.
     """
-    _read(
+    read(
         arguments,
         without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | _of_other_recipes(COMPARISON, BENCHMARK)
-        | _OF_MACHINES
+        | of_other_recipes(COMPARISON, BENCHMARK)
+        | OF_MACHINES
         | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
         | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
         | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
     )
     for flag in ("rounds", "steps_per_round"):
-        if _value(flag) < 1:
-            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {_value(flag)}")
+        if value_of(flag) < 1:
+            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value_of(flag)}")
     counts = _numbers("device_counts") if FLAGS["device_counts"].present else [1]
     # Which all contenders can train; and what the frameworks do by themselves.
     defaults = {"model": "convnet", "batch_norm": "replica"}
-    config = _config(**{name: value for name, value in defaults.items() if not FLAGS[name].present})
+    config = config_of_flags(**{name: value for name, value in defaults.items() if not FLAGS[name].present})
     if config.model in SHAPES and FLAGS["dataset"].present:
         raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
     for count in counts:
         dataclasses.replace(config, num_devices=count)  # raises if there is no such number
-    peers = _value("peers")
+    peers = value_of("peers")
     names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
-    return config, _backends(), counts, names, _value("rounds"), _value("steps_per_round")
+    return config, _backends(), counts, names, value_of("rounds"), value_of("steps_per_round")
 
 
-def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | None, dict[str, list[Any]] | None]:
-    """Turns the command line of a run on Ray into what is trained, workers (fewest, most), cores of each, a grid.
-
-    Args and errors as in `parse`.
-    """
-    machines = dict.fromkeys(
-        ["hosts", "host_rank", "coordinator", "interface"], "Ray starts the workers: use --workers"
-    )
-    _read(arguments, without=_of_other_recipes(RAY) | machines | {"dry_run": _OF_MACHINES["dry_run"]})
-    if FLAGS["sweep"].present and FLAGS["workers"].present:
-        raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
-    fewest, _, most = _value("workers").partition(":")
-    if not (fewest.isdecimal() and (most or fewest).isdecimal() and 0 < int(fewest) <= int(most or fewest)):
-        raise UserError(
-            f"--workers: expected a number, or the fewest and the most as 1:4. Received: {_value('workers')!r}"
-        )
-    cpus = _value("cpus_per_worker")
-    if cpus is not None and not cpus > 0:
-        raise UserError(f"--cpus_per_worker: expected a number above 0. Received: {cpus}")
-    return _config(), (int(fewest), int(most or fewest)), cpus, _grid(_value("sweep"))
+@contextlib.contextmanager
+def other_defaults(values: dict[str, Any]) -> Iterator[None]:
+    """Gives flags other defaults within the `with` block, in `--help`, too."""
+    usual = {name: FLAGS[name].default for name in values}
+    try:
+        for name, value in values.items():
+            FLAGS.set_default(name, value)
+        yield
+    finally:
+        for name, value in usual.items():
+            FLAGS.set_default(name, value)
 
 
-def _grid(text: str | None) -> dict[str, list[Any]] | None:
-    """Returns the values of each field in `flag=value,value; flag=value`; commas in brackets belong to a value."""
-    if text is None:
-        return None
-    grid = {}
-    for part in filter(None, map(str.strip, text.split(";"))):
-        name, equals, values = part.partition("=")
-        if not equals or name not in FLAGS:
-            raise UserError(
-                f"--sweep: expected flags with values, as 'learning_rate=0.01,0.1; batch_size=32'. Received: {part!r}"
-            )
-        try:
-            found = [FLAGS[name].parser.parse(value.strip()) for value in re.split(r",(?![^(]*\))", values)]
-        except ValueError as error:
-            raise UserError(f"--sweep: {name}: {' '.join(str(error).split())}. Received: {values!r}") from error
-        grid[FIELDS_OF_FLAGS.get(name, name)] = found
-    return grid
-
-
-def _of_other_recipes(*own: str) -> dict[str, str]:
+def of_other_recipes(*own: str) -> dict[str, str]:
     """Returns the flags of the recipes' groups but for a recipe's own, each with the recipe that it belongs to."""
     return {
         name: f"it belongs to recipes/{recipe}.py"
@@ -160,21 +159,21 @@ def _of_other_recipes(*own: str) -> dict[str, str]:
 
 
 def _backends() -> list[str] | None:
-    names = _value("backends")
+    names = value_of("backends")
     return None if names is None else [choose_backend(name.strip()) for name in names.split(",")]
 
 
 def _numbers(flag: str) -> list[int]:
     try:
-        numbers = [int(number) for number in _value(flag).split(",")]
+        numbers = [int(number) for number in value_of(flag).split(",")]
     except ValueError as error:
-        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {_value(flag)!r}") from error
+        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {value_of(flag)!r}") from error
     if min(numbers) < 1:
         raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
     return numbers
 
 
-def _read(arguments: list[str], without: dict[str, str]) -> None:
+def read(arguments: list[str], without: dict[str, str]) -> None:
     """Sets `FLAGS` from a command line, on which the flags `without` are refused, with what to do instead."""
     FLAGS.unparse_flags()
     for name in FLAGS:
@@ -185,7 +184,7 @@ def _read(arguments: list[str], without: dict[str, str]) -> None:
         raise UserError(_unknown(error.flagname, without)) from error
     except flags.Error as error:
         raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
-    if _value("help"):
+    if value_of("help"):
         print(help_text(arguments[0]))
         raise SystemExit(0)
     if len(rest) > 1:
@@ -206,12 +205,18 @@ def _unknown(name: str, without: dict[str, str]) -> str:
     return f"there is no flag --{name}{instead} --help lists all flags"
 
 
-def _value(flag: str) -> Any:
+def value_of(flag: str) -> Any:
+    """Returns the value of a flag that was read."""
     return FLAGS[flag].value
 
 
-def _config(**choices: Any) -> Config:
-    values = {name: _value(name) for group, names in GROUPS.items() for name in names if group not in _RECIPES}
+def config_of_flags(**choices: Any) -> Config:
+    """Returns the choices of the flags that were read, with a new workdir if none is given.
+
+    Args:
+        **choices: fields that are not to be read from their flags.
+    """
+    values = {name: value_of(name) for group, names in GROUPS.items() for name in names if group not in _RECIPES}
     values = {FIELDS_OF_FLAGS.get(name, name): value for name, value in values.items()}
     if values["workdir"] is None and (values["checkpoint_dir"] or not values["resume"]):
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

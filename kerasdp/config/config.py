@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
-from kerasdp.config import validation
+from kerasdp.config import sharing, validation
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError
 
@@ -36,8 +36,8 @@ class Config:
         balance: what the stages of a pipeline have equal shares of: `"time"` (measured), `"flops"`, `"parameters"`.
         split_size: samples per micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
         micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
-        schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward passes as
-            soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
+        pipeline_schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward
+            passes as soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
         model: a model of `kerasdp.models`, or a user-defined function (`file.py:function`).
         dataset: a data set of `kerasdp.data`, or a user-defined function.
         data_dir: folder of the data set's files. None: where Keras or the system keeps them.
@@ -51,6 +51,15 @@ class Config:
         max_steps: updates after which the run ends. None: it ends after `epochs`.
         optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
         learning_rate: None: that of `optimizer`, its argument or its default.
+        schedule: how the rate falls in the course of the run: `"constant"`, `"cosine"` and `"linear"`, to 0,
+            `"step(every=10, factor=0.1)"`, every 10 epochs.
+        warmup: updates in which the rate rises to its full height.
+        ema: decay of an exponential moving average of the weights, which are evaluated, and are the weights when the
+            training ends: 0.99. None: no average.
+        label_smoothing: share of the target that all classes have alike: 0.1.
+        augment: changes of the images in training: `"flip, translate(factor=0.1)"`. None: none.
+        early_stopping: epochs without a lower validation loss (else training loss) after which the training ends, with
+            the weights of the best epoch. None: never.
         lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
         kernel_initializer: a Keras initializer for every convolution and dense kernel of the built-in models,
             as `random_normal(stddev=0.01)`. None: each layer's default.
@@ -62,6 +71,11 @@ class Config:
             with a warning. On jax and tensorflow the model's `jit_compile` decides, as in Keras.
         gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
             (torch; tensorflow on virtual CPU devices alone, since it sums no bfloat16 between GPUs).
+        reduce: where the gradients of several devices are added: on the devices (`"device"`), or in host memory
+            (`"host"`; torch, tensorflow): slower, and leaves device memory free. None: on the devices; on virtual CPU
+            devices, which are host memory, as is fastest.
+        device_shares: shares of the global batch that the devices get, as `"3,1"`, in the order of the ranks, for
+            devices of unequal speed (torch, tensorflow); `"auto"`: as measured when training begins. None: equal ones.
         check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
             split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
         seed: seed of initial weights, sample order and dropout.
@@ -69,8 +83,10 @@ class Config:
             it always is on the CPU; slower. What the backend cannot do so ends the run.
         workdir: folder for what the run leaves. None: nothing is written.
         log_every: steps between two lines of steps.jsonl.
-        verbose: 0 nothing, 1 progress bar, 2 a line per epoch; None: a bar in a terminal, else lines.
-        tensorboard: write event files into the workdir.
+        verbose: 0 nothing, 1 progress bar, 2 a line per epoch, 3 also curves, as a figure in a notebook, as text in a
+            terminal; None: 1 in a terminal, 3 in a notebook, else 2.
+        tracker: where the numbers of the run go beside its files: some of `"tensorboard,wandb,mlflow"`. None: nowhere.
+        profile: steps that the backend's profiler records, as `"5:8"`, into the workdir. None: none.
         checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
             after every 50 steps; `"10m"`, and every 10 minutes; `"never"`, none at all.
         checkpoint_dir: folder of the checkpoints, or a URL as `"s3://bucket/run"`, which fsspec writes to and reads
@@ -102,7 +118,7 @@ class Config:
     balance: str = "time"
     split_size: int | str | None = None
     micro_batches: int | None = None
-    schedule: str = "gpipe"
+    pipeline_schedule: str = "gpipe"
     model: str = "lenet"
     dataset: str = "digits"
     data_dir: str | None = None
@@ -113,6 +129,12 @@ class Config:
     max_steps: int | None = None
     optimizer: str = "sgd(learning_rate=0.03, momentum=0.9)"
     learning_rate: float | None = None
+    schedule: str = "constant"
+    warmup: int = 0
+    ema: float | None = None
+    label_smoothing: float = 0.0
+    augment: str | None = None
+    early_stopping: int | None = None
     lr_base_batch: int | None = None
     kernel_initializer: str | None = None
     batch_norm: str = "sync"
@@ -120,12 +142,15 @@ class Config:
     compile: str = "auto"
     check: str = "first"
     gradient_precision: str = "float32"
+    reduce: str | None = None
+    device_shares: str | None = None
     seed: int = 0
     deterministic: bool = False
     workdir: str | None = None
     log_every: int = 10
     verbose: int | None = None
-    tensorboard: bool = False
+    tracker: str | None = None
+    profile: str | None = None
     checkpoint_every: str = "epoch"
     checkpoint_dir: str | None = None
     keep: int = 3
@@ -141,30 +166,7 @@ class Config:
 
     def check_replicas(self, num_replicas: int) -> None:
         """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
-        if self.gradient_precision != "float32" and num_replicas == 1:
-            raise UserError(
-                f"--gradient_precision={self.gradient_precision}: one device sends no gradients; leave it out, or use "
-                "--gpus=2 or more"
-            )
-        if self.accumulate > 1 and num_replicas > 1 and self.backend == "tensorflow":
-            raise UserError(
-                f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
-                f"Received: {num_replicas}; use --backend=torch or jax"
-            )
-        if self.batch_size < num_replicas:
-            raise UserError(
-                f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
-                f"for {num_replicas} devices. Received: {self.batch_size}"
-            )
-        rows = self.replica_batch_size(num_replicas)
-        if self.accumulate > rows:
-            raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {self.accumulate}")
-        count = -(-rows // -(-rows // self.accumulate))
-        if count != self.accumulate:
-            raise UserError(
-                f"--accumulate: {rows} samples, those of a device, cannot be cut into {self.accumulate} parts of one "
-                f"size, but for the last; use {count}, or another --batch_size"
-            )
+        sharing.check_replicas(self, num_replicas)
 
     @property
     def host_range(self) -> tuple[int, int]:
@@ -192,7 +194,9 @@ class Config:
         if self.strategy != "pipeline" or self.num_devices or not (self.num_stages or self.cut_at):
             return self
         stages = self.stages_on(1)
-        return dataclasses.replace(self, num_devices=-(-stages // 2) if self.schedule == "interleaved1f1b" else stages)
+        return dataclasses.replace(
+            self, num_devices=-(-stages // 2) if self.pipeline_schedule == "interleaved1f1b" else stages
+        )
 
     def stages_on(self, num_devices: int) -> int:
         """Returns how many stages a pipeline has on that many devices."""
@@ -200,7 +204,7 @@ class Config:
             return 1
         if self.cut_at is not None:
             return len(self.cut_at.split(",")) + 1
-        return self.num_stages or (2 * num_devices if self.schedule == "interleaved1f1b" else num_devices)
+        return self.num_stages or (2 * num_devices if self.pipeline_schedule == "interleaved1f1b" else num_devices)
 
     def num_pipelines(self, num_devices: int) -> int:
         """Returns how many pipelines share the batch, each with a replica of the model.
@@ -208,24 +212,7 @@ class Config:
         Raises:
             UserError: if stages and devices do not go together.
         """
-        stages = self.stages_on(num_devices)
-        if self.schedule == "interleaved1f1b":
-            if stages % num_devices or stages == num_devices:
-                raise UserError(
-                    f"--stages: expected a multiple of the {num_devices} devices with --schedule=interleaved1f1b, "
-                    f"several on each. Received: {stages}"
-                )
-            return 1
-        if num_devices % stages:
-            raise UserError(
-                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
-            )
-        if self.backend == "tensorflow" and num_devices > stages:
-            raise UserError(
-                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
-                f"device by device. Received: {num_devices}; use --backend=torch or jax"
-            )
-        return num_devices // stages
+        return sharing.num_pipelines(self, num_devices)
 
     def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
         """Returns the samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
@@ -243,6 +230,17 @@ class Config:
         """Returns `learning_rate`, or the optimizer's (`default`), scaled if `lr_base_batch` is set."""
         rate = default if self.learning_rate is None else self.learning_rate
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
+
+    @property
+    def trackers(self) -> list[str]:
+        """Returns the names in `tracker`."""
+        return [name.strip() for name in self.tracker.split(",")] if self.tracker else []
+
+    @property
+    def profiled_steps(self) -> tuple[int, int]:
+        """Returns the first and the last step that `profile` names; (0, 0) without."""
+        first, _, last = (self.profile or "0").partition(":")
+        return int(first), int(last or first)
 
     def checkpoint_interval(self) -> tuple[int | None, float | None]:
         """Returns the steps and the seconds after which a checkpoint is due; None where they do not count."""

@@ -1,6 +1,7 @@
 """What may be chosen for a run, and which choices go together."""
 
 import dataclasses
+import importlib.util
 import math
 import numbers
 import os
@@ -8,7 +9,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from kerasdp.config import spec
+from kerasdp.config import sharing, spec
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -27,7 +28,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "backend": (None, *BACKENDS),
     "device": DEVICES,
     "strategy": STRATEGIES,
-    "schedule": SCHEDULES,
+    "pipeline_schedule": SCHEDULES,
     "balance": BALANCES,
     "batch_norm": BATCH_NORMS,
     "precision": PRECISIONS,
@@ -35,13 +36,18 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "check": CHECKS,
     "data_on_device": SWITCHES,
     "gradient_precision": GRADIENT_PRECISIONS,
-    "verbose": (None, 0, 1, 2),
+    "reduce": sharing.REDUCES,
+    "verbose": (None, 0, 1, 2, 3),
 }
 _COUNTS = (
     "num_devices", "batch_size", "accumulate", "epochs", "max_steps", "lr_base_batch", "log_every", "keep",
-    "num_stages", "micro_batches",
+    "num_stages", "micro_batches", "early_stopping",
 )  # fmt: skip
-_NAMES = ("model", "dataset", "optimizer", "kernel_initializer")
+_NAMES = ("model", "dataset", "optimizer", "kernel_initializer", "schedule")
+RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
+AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
+# The package of each; tensorboardX comes with kerasdp, the others with an extra of the tracker's name.
+TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 CHECKPOINT_TIMES = "epoch, never, steps (as 50) or minutes (as 10m)"
 
 
@@ -49,7 +55,7 @@ def _is_split_size(size: int | str) -> bool:
     return size == "auto" or (str(size).isdecimal() and int(size) > 0)
 
 
-def _are_hosts(text: str) -> bool:
+def _is_count_or_range(text: str) -> bool:
     numbers = [int(number) if number.isdecimal() else 0 for number in text.split(":")]
     return len(numbers) <= 2 and numbers[0] >= 1 and numbers[-1] >= numbers[0]
 
@@ -72,20 +78,29 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     # What else these must be is checked where they are parsed.
     **dict.fromkeys(_NAMES, ("a name, or a name with arguments such as sgd(momentum=0.9)", lambda text: True)),
-    "hosts": ("a number of machines, or the least and the most of them as 1:3", _are_hosts),
+    "hosts": ("a number of machines, or the least and the most of them as 1:3", _is_count_or_range),
     "host_rank": ("a whole number from 0", lambda number: number >= 0),
     "coordinator": ("the address and port of host 0, as 10.0.0.1:29500", _is_address),
     "interface": ("a network interface, as eth0", lambda name: True),
+    "device_shares": ("auto, or a whole number of at least 1 for each device, as 3,1", sharing.are_shares),
+    "warmup": ("a whole number of updates, from 0", lambda number: number >= 0),
+    "ema": ("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
+    "label_smoothing": ("a number from 0, below 1, as 0.1", lambda number: 0 <= number < 1),
+    "augment": (f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
+    "tracker": (
+        f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}
+    ),
+    "profile": ("a step, or the first and the last one as 5:8", _is_count_or_range),
     "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
     "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
     "workdir": ("a folder", lambda path: True),
     "checkpoint_dir": ("a folder, or a URL as s3://bucket/folder", bool),
     "data_dir": ("a folder", lambda path: True),
-    **dict.fromkeys(("deterministic", "dry_run", "tensorboard", "resume"), ("True or False", lambda switch: True)),
+    **dict.fromkeys(("deterministic", "dry_run", "resume"), ("True or False", lambda switch: True)),
 }  # fmt: skip
 _PATHS = ("workdir", "checkpoint_dir", "data_dir", "export")
 # Fields that data parallelism has no use for.
-_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "schedule")
+_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule")
 
 
 def normalized(config: Any) -> dict[str, Any]:
@@ -111,7 +126,8 @@ def check(config: Any) -> None:
     _check_values(config)
     config.checkpoint_interval()
     for flag, needs_workdir in (
-        ("tensorboard", config.tensorboard),
+        ("tracker", config.tracker),
+        ("profile", config.profile),
         ("resume", config.resume and config.checkpoint_dir is None),
         ("max_restarts", config.max_restarts and config.checkpoint_dir is None),
     ):
@@ -125,11 +141,16 @@ def check(config: Any) -> None:
     for flag in _NAMES:
         if getattr(config, flag) is not None:
             name, _ = spec.parse(getattr(config, flag), flag)
-            known = {"model": MODELS, "dataset": DATASETS}.get(flag)
-            if known and name not in known and not spec.is_user_function(name):
-                raise UserError(
-                    f"--{flag}: expected one of {', '.join(known)}, or file.py:function. Received: {name!r}"
-                )
+            known = {"model": MODELS, "dataset": DATASETS, "schedule": RATE_SCHEDULES}.get(flag)
+            if known and name not in known and (flag == "schedule" or not spec.is_user_function(name)):
+                instead = "" if flag == "schedule" else ", or file.py:function"
+                raise UserError(f"--{flag}: expected one of {', '.join(known)}{instead}. Received: {name!r}")
+    if config.ema is not None and config.early_stopping is not None:
+        # Keras' EarlyStopping (3.15) brings back the weights of the best epoch, not the averages that were evaluated.
+        raise UserError("--ema and --early_stopping do not go together: leave out one of them")
+    for name, _ in spec.parse_list(config.augment or "", "augment"):
+        if name not in AUGMENTATIONS:
+            raise UserError(f"--augment: expected some of {', '.join(AUGMENTATIONS)}. Received: {name!r}")
     if config.strategy == "pipeline":
         _check_pipeline(config)
     elif any(getattr(config, name) != getattr(type(config), name) for name in _OF_PIPELINES):
@@ -147,6 +168,7 @@ def check(config: Any) -> None:
         )
     _check_hosts(config)
     _check_gradients(config)
+    sharing.check(config)
     if config.data_on_device == "on" and config.engine != "data":
         raise UserError(f"--data_on_device=on: not together with {_engine_flag(config)}; leave out one of them")
     if config.compile != "auto" and (config.backend in ("jax", "tensorflow") or config.engine == "pipeline"):
@@ -156,6 +178,13 @@ def check(config: Any) -> None:
         )
     if config.num_devices is not None:
         config.check_replicas(config.num_replicas(config.num_devices * config.host_range[1]))
+
+
+def check_installed(config: Any) -> None:
+    """Raises `UserError` if the package of one of the trackers is not installed."""
+    for name in config.trackers:
+        if importlib.util.find_spec(TRACKERS[name]) is None:
+            raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
 
 
 def _check_values(config: Any) -> None:
@@ -190,9 +219,11 @@ def _check_pipeline(config: Any) -> None:
         named = len(config.cut_at.split(",")) + 1
         if config.num_stages not in (None, named):
             raise UserError(f"--stages: --cut_at makes {named} of them. Received: {config.num_stages}; leave it out")
-    is_interleaved = config.schedule == "interleaved1f1b"
+    is_interleaved = config.pipeline_schedule == "interleaved1f1b"
     if is_interleaved and config.backend not in (None, "torch"):
-        raise UserError(f"--schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}")
+        raise UserError(
+            f"--pipeline_schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}"
+        )
 
 
 def _check_hosts(config: Any) -> None:

@@ -1,9 +1,12 @@
 """Prepares the folder that a run writes into."""
 
 import contextlib
+import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
+from typing import TextIO
 
 from kerasdp.errors import UserError
 
@@ -47,6 +50,66 @@ def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None
         for folder in missing:
             with contextlib.suppress(OSError):  # it holds something, or was not made
                 os.rmdir(folder)
+
+
+# Seconds: a requeued job may meet the last moments of the one that it resumes.
+_WAIT_TO_RESUME = 30.0
+
+
+@contextlib.contextmanager
+def locked_workdir(workdir: str | None, resume: bool = False) -> Iterator[None]:
+    """Keeps other runs out of the workdir within the `with` block.
+
+    The system lifts the lock when this process ends, however it ends. File systems without locks (some network ones)
+    keep nobody out.
+
+    Args:
+        workdir: a folder that is there. None: there is none.
+        resume: whether to wait half a minute for the other run to end.
+
+    Raises:
+        UserError: if another run has the folder; it names that run's process and host.
+    """
+    if workdir is None:
+        yield
+        return
+    path, until = os.path.join(workdir, ".lock"), time.monotonic() + (_WAIT_TO_RESUME if resume else 0.0)
+    while (lock := _try_to_lock(path)) is None:
+        if time.monotonic() >= until:
+            with open(path) as file:
+                owner = file.read()
+            raise UserError(
+                f"--workdir: {workdir!r} is in use by another run ({owner}); wait for its end, or choose another folder"
+            )
+        time.sleep(0.2)
+    try:
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # somebody has removed the folder
+            os.remove(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes that were forked meanwhile
+        lock.close()
+
+
+def _try_to_lock(path: str) -> TextIO | None:
+    """Returns the file, which nobody else has locked; None if somebody has."""
+    while True:
+        lock = open(path, "a")  # noqa: SIM115 (closed by whoever gets it)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+        except OSError:  # there are no locks here
+            return lock
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+                lock.truncate(0)  # of a run that was killed
+                return lock
+        lock.close()  # a run that ended meanwhile has removed it
 
 
 def _missing_folders(path: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from kerasdp.data.batch import Batch, BatchCheck, batch_of
 from kerasdp.data.sampling import Order, ordered_as
 from kerasdp.data.sources import num_samples, weights_of_classes
+from kerasdp.data.split import Split
 from kerasdp.data.streams import END, unpacked
 from kerasdp.errors import UserError, WorkerError
 from kerasdp.runtime.processes import end_with_parent
@@ -37,19 +38,21 @@ class BatchReader(abc.ABC):
 
     Attributes:
         check: looks at each batch that is read for a feed, if there is one.
+        name: of the data set: it has none.
         num_batches: of an epoch; None if the object does not tell.
         num_threads: that read at once.
         warn: prints a line about the data, where it is read.
     """
 
     check: BatchCheck | None = None
+    name = ""
     num_threads = 1
     num_batches: int | None
 
     def __init__(
         self,
         batches: Any,
-        num_replicas: int,
+        split: Split,
         shard: tuple[int, int],
         steps: int | None = None,
         *,
@@ -61,14 +64,14 @@ class BatchReader(abc.ABC):
 
         Args:
             batches: gives batches.
-            num_replicas: over all processes.
+            split: of a batch over all replicas.
             shard: rank, and number of processes that split a batch.
             steps: batches of an epoch; None: all there are.
             class_weight: weight of the samples of a class, for the loss.
             scatter: hands out what rank 0 reads; None: there is one process.
             warn: see the attribute.
         """
-        self.batches, self.num_replicas, self.shard, self.warn = batches, num_replicas, shard, warn
+        self.batches, self.split, self.shard, self.warn = batches, split, shard, warn
         self._steps, self._class_weight, self._scatter = steps, class_weight, scatter
         self._reads = scatter is None or scatter.rank == 0
         self._first: Batch | None = None
@@ -187,9 +190,9 @@ class BatchReader(abc.ABC):
         self._notice_shapes(data[0])
         _, num_shards = self.shard
         if num_shards == 1:
-            return [batch_of(data, self.num_replicas, (0, 1), first)] * self._num_processes
+            return [batch_of(data, self.split, (0, 1), first)] * self._num_processes
         shards = range(num_shards) if self._scatter is not None else [self.shard[0]]
-        return [batch_of(data, self.num_replicas, (rank, num_shards), first) for rank in shards]
+        return [batch_of(data, self.split, (rank, num_shards), first) for rank in shards]
 
     def _notice_shapes(self, inputs: Any) -> None:
         shape = tuple(leaf.shape[1:] for leaf in keras.tree.flatten(inputs) if leaf is not None)
@@ -199,8 +202,8 @@ class BatchReader(abc.ABC):
         if len(self._shapes) == _MANY_SHAPES:
             self.warn(
                 f"the inputs have come in {_MANY_SHAPES} shapes, {shape[0]} the last, and a compiled step is compiled "
-                "anew for each: pad to a few lengths, with keras.utils.pad_sequences or, in buckets of similar "
-                "lengths, tf.data's bucket_by_sequence_length"
+                "anew for each: pad to a few lengths, with keras.utils.pad_sequences or, in batches of similar "
+                "length, kerasdp.Buckets"
             )
 
 

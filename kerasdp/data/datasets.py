@@ -46,6 +46,12 @@ def load_data(config: Config) -> Dataset:
     Raises:
         UserError: if there is no such data set, or its files are missing, damaged or out of range.
     """
+    data = _load(config)
+    data.train.name = data.test.name = config.dataset  # by which pictures of the run are headed
+    return data
+
+
+def _load(config: Config) -> Dataset:
     name, arguments = spec.parse(config.dataset, "dataset")
     if spec.is_user_function(name):
         _refuse_data_dir(name, config.data_dir)
@@ -195,7 +201,7 @@ def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
         if folder is not None:
             return from_arrays((idx.read_split(folder, "train"), idx.read_split(folder, "t10k")), name, num_classes=10)
         try:
-            with _one_download_at_a_time(name):
+            with one_download_at_a_time("datasets"):
                 (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
         except Exception as error:  # Keras raises bare Exception for a failed download
             raise UserError(
@@ -210,11 +216,15 @@ def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
 
 
 @contextlib.contextmanager
-def _one_download_at_a_time(name: str) -> Iterator[None]:
-    """Lets one process at a time download: Keras would let them all write one file at the same time."""
-    folder = os.path.join(os.environ.get("KERAS_HOME", os.path.expanduser("~/.keras")), "datasets")
+def one_download_at_a_time(kind: str) -> Iterator[None]:
+    """Lets one process at a time download: Keras would let them all write one file at the same time.
+
+    Args:
+        kind: Keras' folder for it, `"datasets"` or `"models"`.
+    """
+    folder = os.path.join(os.environ.get("KERAS_HOME", os.path.expanduser("~/.keras")), kind)
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, f".{name}.lock"), "w") as lock:
+    with open(os.path.join(folder, ".kerasdp.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -30,6 +30,8 @@ class RecordSource:
         UserError: if there are no records, or `num_workers` without `decode`.
     """
 
+    name = ""
+
     def __init__(
         self,
         records: Any,

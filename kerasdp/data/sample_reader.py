@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from kerasdp.data.batch import Batch, BatchCheck, shard_rows
+from kerasdp.data.batch import Batch, BatchCheck
 from kerasdp.data.device_cache import CachedRows, DeviceCache
-from kerasdp.data.sampling import Order, ordered_as, pad_rows
+from kerasdp.data.sampling import Order, ordered_as
 from kerasdp.data.sources import ArraySource
+from kerasdp.data.split import Split
 
 
 class SampleReader:
@@ -17,16 +18,18 @@ class SampleReader:
 
     Attributes:
         check: looks at each batch that is read for a feed, if there is one.
+        name: of the data set, if it has one.
     """
 
     check: BatchCheck | None = None
 
-    def __init__(self, source: Any, order: Order, num_replicas: int, shard: tuple[int, int], is_kept: bool = False):
+    def __init__(self, source: Any, order: Order, split: Split, shard: tuple[int, int], is_kept: bool = False):
         """`shard` is (rank, number of processes). `is_kept`: the source's arrays stay on the devices."""
         self._kept = DeviceCache(source.arrays) if is_kept else None
-        self.source, self.order, self.num_replicas, self.shard = source, order, num_replicas, shard
+        self.source, self.order, self.split, self.shard = source, order, split, shard
         self.num_batches = order.num_batches
         self.num_threads = source.num_threads
+        self.name: str = getattr(source, "name", "")
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch]]:
         """Yields a function per batch, from batch `start` on, that reads it; to be called in any order, in threads."""
@@ -76,7 +79,7 @@ class SampleReader:
         return self.source.inputs(rows), *self.source.targets(rows)
 
     def _read(self, indices: np.ndarray, kept: DeviceCache | None) -> Batch:
-        rows = shard_rows(pad_rows(indices, self.num_replicas), self.shard)
+        rows = indices[self.split.rows_of_process(len(indices), self.shard)]
         targets, sample_weight = self.source.targets(rows)
         return Batch(
             inputs=self.source.inputs(rows) if kept is None else CachedRows(kept=kept, numbers=rows.astype("int32")),

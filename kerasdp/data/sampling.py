@@ -50,6 +50,13 @@ def pad_rows(indices: np.ndarray, num_replicas: int) -> np.ndarray:
     return np.concatenate([indices, np.repeat(indices[-1:], missing)])
 
 
+def shard_rows(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:
+    """Returns the rows of one of so many processes. `shard`: rank, and number of processes."""
+    rank, num_processes = shard
+    size = replica_rows(len(rows), num_processes)
+    return rows[rank * size : (rank + 1) * size]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
     """The batches of a whole run.

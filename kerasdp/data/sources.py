@@ -19,10 +19,12 @@ class Source(Protocol):
     Attributes:
         num_samples: how many there are.
         num_threads: threads that should read at once.
+        name: of the data set, if it has one.
     """
 
     num_samples: int
     num_threads: int
+    name: str
 
     def inputs(self, indices: np.ndarray) -> Any:
         """Returns the inputs of these samples: an array of shape `(rows, ...)`, or a structure of such arrays."""
@@ -44,6 +46,7 @@ class ArraySource:
     """
 
     num_threads = 1
+    name = ""
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
         self._inputs, self._targets, self._sample_weight = as_arrays((inputs, targets, sample_weight))
@@ -82,6 +85,8 @@ class ImageFolder:
         size: height and width to which every image is scaled.
         channels: 3 for colour, 1 for grey.
     """
+
+    name = ""
 
     def __init__(self, paths: Sequence[str], labels: np.ndarray, size: tuple[int, int], channels: int = 3):
         self.paths, self.labels, self.size, self.channels = list(paths), labels, tuple(size), channels
@@ -122,6 +127,8 @@ class ColumnSource:
     Raises:
         UserError: if the table has no such columns, or no rows.
     """
+
+    name = ""
 
     def __init__(
         self,

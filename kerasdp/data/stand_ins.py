@@ -24,6 +24,7 @@ class StandIn:
     """
 
     num_threads = 1
+    name = ""
 
     def __init__(self, num_samples: int | None, shape: tuple[int, ...], note: str = ""):
         """`num_samples` None: not known."""

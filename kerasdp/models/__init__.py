@@ -15,7 +15,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     """Builds `config.model`, a built-in or a user-defined one.
 
     Args:
-        config: `model` and `kernel_initializer` are read.
+        config: `model`, `kernel_initializer` and `augment` are read.
         input_shape: shape of one input, without the batch axis.
         num_classes: number of logits.
 
@@ -51,7 +51,11 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
         raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
-    return model
+    if config.augment is None:
+        return model
+    from kerasdp.models.augmentation import augmented
+
+    return augmented(model, config, input_shape)
 
 
 def _initializer(text: str) -> Any:

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 _DASHES = ("-", "--", ":", "-.")
 
 
-def draw_comparison(outcomes: list["Outcome"], tolerance: "Tolerance", path: str) -> None:
+def draw_comparison(outcomes: list["Outcome"], tolerance: "Tolerance", path: str, title: str) -> None:
     """Draws losses, and their relative differences from the reference's with the tolerance, by step.
 
     Args:
         outcomes: of `kerasdp.parity.compare`.
         tolerance: that they were judged by.
         path: of the PNG file.
+        title: says what was trained.
     """
     figure, (upper, lower) = make_figure(7.6, 6.4, rows=2)
     trained = [outcome for outcome in outcomes if len(outcome.losses)]
@@ -46,7 +47,7 @@ def draw_comparison(outcomes: list["Outcome"], tolerance: "Tolerance", path: str
         linewidth=1,
         label="tolerance",
     )
-    upper.set(ylabel="loss", title="One model, trained many ways")
+    upper.set(ylabel="loss", title=title)
     lower.set(xlabel="step", ylabel="relative difference", yscale="log")
     upper.legend(frameon=False, ncols=3, fontsize=8)
     lower.legend(frameon=False, fontsize=8)

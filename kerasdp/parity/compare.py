@@ -56,9 +56,9 @@ class Comparison:
         lines += [str(outcome) for outcome in self.outcomes if outcome.error or outcome.divergence]
         return "\n".join(lines)
 
-    def draw(self, path: str) -> None:
-        """Draws the loss curves on top of one another, and their differences, into a PNG file."""
-        draw_comparison(self.outcomes, self.tolerance, path)
+    def draw(self, path: str, title: str = "One model, trained many ways") -> None:
+        """Draws the loss curves on top of one another, and their differences, into a PNG file, under a title."""
+        draw_comparison(self.outcomes, self.tolerance, path, title)
 
 
 def compare(

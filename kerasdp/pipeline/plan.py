@@ -27,7 +27,7 @@ class MicroBatches:
 
     num_rows: int
     size: int
-    instead: str = "use --schedule=gpipe"
+    instead: str = "use --pipeline_schedule=gpipe"
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.size)
@@ -193,7 +193,7 @@ def make_plan(
         num_pipelines=num_pipelines,
         num_devices=num_devices,
         # Backward passes as soon as possible: with one stage, no more than one micro-batch is in memory.
-        schedule="1f1b" if config.accumulate > 1 else config.schedule,
+        schedule="1f1b" if config.accumulate > 1 else config.pipeline_schedule,
         is_whole_model=config.accumulate > 1,
     )
 
@@ -255,16 +255,16 @@ def _check_sizes(config: Config, num_stages: int, num_pipelines: int, num_device
             f"--micro_batches: {rows} samples cannot be cut into {config.micro_batches} of one size, but for the last; "
             "give --split_size, the samples of each"
         )
-    if config.schedule != "gpipe" and count < num_stages:
+    if config.pipeline_schedule != "gpipe" and count < num_stages:
         raise UserError(
-            f"--schedule={config.schedule}: expected at least {num_stages} micro-batches, one per stage. Received: "
-            f"{count}; give a smaller --split_size, or use gpipe"
+            f"--pipeline_schedule={config.pipeline_schedule}: expected at least {num_stages} micro-batches, one per "
+            f"stage. Received: {count}; give a smaller --split_size, or use gpipe"
         )
     rounds = max(1, count // num_devices)
-    if config.schedule == "interleaved1f1b" and count % rounds:
+    if config.pipeline_schedule == "interleaved1f1b" and count % rounds:
         raise UserError(
-            f"--schedule=interleaved1f1b: expected a multiple of {rounds} micro-batches. Received: {count}; give "
-            "another --split_size"
+            f"--pipeline_schedule=interleaved1f1b: expected a multiple of {rounds} micro-batches. Received: {count}; "
+            "give another --split_size"
         )
 
 

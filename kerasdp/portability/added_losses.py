@@ -45,7 +45,7 @@ class AddedLosses:
                 f"layer {layer.name} adds a loss that it did not add when the model was first called, in training, on "
                 "a few rows: let it add one in each call in training, zero maybe, or train on one device"
             )
-        if adding.is_mean and _is_even(context):
+        if adding.is_mean and context.is_even:
             add(keras.tree.map_structure(functools.partial(_mean_of_replicas, context), loss))
         elif layer not in self.left:
             self.left.append(layer)
@@ -130,7 +130,7 @@ def _call(layer: keras.layers.Layer, call: Callable[..., Any], *args: Any, **kwa
         _row_axes_of(layer, context, (args, kwargs))
         adds.arguments.setdefault(id(layer), (args, kwargs))
         return call(*args, **kwargs)
-    if adds.known[id(layer)].is_mean and _is_even(context):
+    if adds.known[id(layer)].is_mean and context.is_even:
         return call(*args, **kwargs)
     axes, numbers = _row_axes_of(layer, context, (args, kwargs)), context.numbers_of_calls()
     # What the call changes, the second one is to find as it was: seeds, say.
@@ -170,10 +170,6 @@ def _losses_of(
     with replica_context.use(dataclasses.replace(context, adds=take, is_repeat=True)), keras.StatelessScope(values):
         call()
     return found
-
-
-def _is_even(context: ReplicaContext) -> bool:
-    return (context.rows or 0) * context.num_replicas == context.total_rows
 
 
 def _mean_of_replicas(context: ReplicaContext, loss: Any) -> Any:

@@ -140,7 +140,7 @@ class GlobalBatch:
     def _is_by_rows(self) -> bool:
         """Returns whether each replica has rows, and each output an entry for each of them."""
         context, outputs = self.context, keras.tree.flatten(self._padded.outputs)
-        if context is None or context.rows is None or (context.num_replicas - 1) * context.rows >= self.num_rows:
+        if context is None or context.rows is None or context.has_empty_replica:
             return False
         # Without a second axis, the rows are what Keras takes the mean of.
         return all(len(leaf.shape) > 1 and context.is_by_rows(leaf, place) for place, leaf in enumerate(outputs))

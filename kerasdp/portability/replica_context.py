@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+from kerasdp.data.split import ReplicaRows
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
 
 
@@ -21,6 +22,7 @@ class ReplicaContext:
         rows: rows of this replica's input, padding included; None on jax.
         first_row: index of this replica's first row in the global batch; may be a scalar tensor.
         total_rows: of the global batch, without padding; None on jax.
+        replicas: the rows of all replicas; empty on jax, and in a micro-batch.
         row_axes: where the rows are in the tensors of the model. None: on axis 0 of all that has `rows` there.
         is_trial: whether this pass only finds that out: batch norm then takes its moving statistics, for other
             rows' would tell nothing.
@@ -43,6 +45,7 @@ class ReplicaContext:
     rows: int | None = None
     first_row: Any = 0
     total_rows: int | None = None
+    replicas: tuple[ReplicaRows, ...] = ()
     row_axes: RowAxes | None = None
     is_trial: bool = False
     gather: Callable[[Any], Any] | None = None
@@ -60,9 +63,8 @@ class ReplicaContext:
     def of_shard(
         cls, num_rows: int, rank: int, num_replicas: int, size: int, *, row_axes: RowAxes, first_row: int = 0,
         total_rows: int | None = None, gather: Callable[[Any], Any] | None, gather_rows: Callable[[Any], Any],
-        moving: list[tuple[Any, Any]] | None = None, adds: Callable[..., None] | None = None,
     ) -> "ReplicaContext":  # fmt: skip
-        """Returns the context of one replica's shard of a batch, padded to the size of the other shards.
+        """Returns the context of one pipeline's shard of a micro-batch, padded to the size of the other shards.
 
         Args:
             num_rows: of the batch.
@@ -74,7 +76,6 @@ class ReplicaContext:
             total_rows: of the global batch. None: `num_rows`.
             gather: see `ReplicaContext`.
             gather_rows: see `ReplicaContext`.
-            moving: see `ReplicaContext`; so is `adds`.
         """
         own = rank * size
         return cls(
@@ -86,7 +87,32 @@ class ReplicaContext:
             row_axes=row_axes,
             gather=gather,
             gather_rows=gather_rows,
-            moving=moving,
+        )
+
+    @classmethod
+    def of_replica(
+        cls, rank: int, replicas: tuple[ReplicaRows, ...], *, row_axes: RowAxes, gather: Callable[[Any], Any],
+        gather_rows: Callable[[Any], Any], adds: Callable[..., None],
+    ) -> "ReplicaContext":  # fmt: skip
+        """Returns the context of one replica's shard of a global batch.
+
+        Args:
+            rank: of the replica.
+            replicas: see `kerasdp.data.split.Split.replicas`.
+            row_axes: see `ReplicaContext`; so are the others.
+        """
+        own = replicas[rank]
+        return cls(
+            num_replicas=len(replicas),
+            num_rows=own.num_rows,
+            rows=own.size,
+            first_row=own.first,
+            total_rows=sum(each.num_rows for each in replicas),
+            replicas=replicas,
+            row_axes=row_axes,
+            gather=gather,
+            gather_rows=gather_rows,
+            moving=[],
             adds=adds,
         )
 
@@ -115,6 +141,20 @@ class ReplicaContext:
             gather=gather,
             gather_rows=lambda rows: rows,
         )
+
+    @property
+    def has_empty_replica(self) -> bool:
+        """Returns whether some replica has padding alone."""
+        if self.replicas:
+            return not all(each.num_rows for each in self.replicas)
+        return (self.num_replicas - 1) * (self.rows or 0) >= (self.total_rows or 0)
+
+    @property
+    def is_even(self) -> bool:
+        """Returns whether all replicas have equally many rows, and no padding."""
+        if self.replicas:
+            return {each.num_rows for each in self.replicas} == {self.replicas[0].size}
+        return (self.rows or 0) * self.num_replicas == self.total_rows
 
     def row_axis(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.

@@ -1,18 +1,15 @@
 """Trains many runs at a time on a Ray cluster, which differ in some choices."""
 
 import contextlib
-import csv
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any
 
 from kerasdp.config import Config, prepared_workdir
 from kerasdp.errors import UserError
-from kerasdp.ray import results
-from kerasdp.ray.results import Run
 from kerasdp.ray.workers import at_home, connected, described, of_worker, outcome, resources
 from kerasdp.runtime.sending import sent
+from kerasdp.sweep.trials import Trial, finished, trials_of, write_results
 
 _ERROR = "error"
 
@@ -24,7 +21,7 @@ def sweep(
     *,
     cpus_per_run: float | None = None,
     **changes: Any,
-) -> list[Run]:
+) -> list[Trial]:
     """Runs `train(runner)` with each combination of some choices, as many at a time as the Ray cluster has room for.
 
     Each run has a folder of its own in the workdir, from whose last checkpoint it restarts when its process or node is
@@ -48,7 +45,7 @@ def sweep(
     workdir = settings.workdir
     if workdir is None:
         raise UserError("a sweep needs a folder for its runs, but none is set: add --workdir=FOLDER")
-    runs = results.runs_of(settings, workdir, grid or {})
+    runs = trials_of(settings, workdir, grid or {})
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared_workdir(workdir, settings.resume))
         for run in runs:
@@ -56,12 +53,12 @@ def sweep(
         stack.enter_context(connected())
         told = {"train": stack.enter_context(sent(train, to_other_machines=True))} | described()
         found = _tuned(told, runs, cpus_per_run, settings.max_restarts, workdir)
-    runs = [dataclasses.replace(run, error=error, history=_history(run)) for run, error in zip(runs, found)]
-    results.write(runs, workdir)
+    runs = [finished(run, error) for run, error in zip(runs, found)]
+    write_results(runs, workdir)
     return runs
 
 
-def _tuned(told: dict[str, Any], runs: list[Run], cpus: float | None, max_failures: int, workdir: str) -> list[str]:
+def _tuned(told: dict[str, Any], runs: list[Trial], cpus: float | None, max_failures: int, workdir: str) -> list[str]:
     """Trains all runs; returns for each what went wrong, empty if nothing did."""
     from ray import tune
 
@@ -84,16 +81,6 @@ def _tuned(told: dict[str, Any], runs: list[Run], cpus: float | None, max_failur
     return [
         (found[number].metrics or {}).get(_ERROR) or _last_error(found[number].error) for number in range(len(runs))
     ]
-
-
-def _history(run: Run) -> list[dict[str, Any]]:
-    """Returns the rows of the run's history.csv; none if it has not got there."""
-    path = os.path.join(str(run.settings.workdir), "history.csv")
-    try:
-        with open(path, newline="") as file:
-            return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
-    except OSError:
-        return []
 
 
 def _last_error(error: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from kerasdp.errors import NonFiniteLossError
+from kerasdp.keras_compat import inner_optimizer, learning_rate_schedule
 from kerasdp.reporting import report, run_files
 from kerasdp.runtime.run_state import RunState
 
@@ -58,7 +59,6 @@ class Recorder(keras.callbacks.Callback):
             self.files = run_files.RunFiles(
                 folder,
                 facts,
-                tensorboard=facts.config.tensorboard,
                 last_step=run_state.step,
                 history=recorded["history"],
             )
@@ -109,6 +109,7 @@ class Recorder(keras.callbacks.Callback):
             return
         result = report.result(
             self.facts,
+            update_rule=self._update_rule(),
             steps=self.run_state.step,
             final=self.last_logs,
             epoch_seconds=self.run_state.epoch_seconds,
@@ -168,3 +169,11 @@ class Recorder(keras.callbacks.Callback):
 
     def _learning_rate(self) -> float:
         return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _update_rule(self) -> dict[str, Any]:
+        """Returns the optimizer's name, the rate of the first update, and the name of the schedule."""
+        optimizer = inner_optimizer(self.model.optimizer)
+        schedule = learning_rate_schedule(optimizer)
+        first = self._learning_rate() if schedule is None else float(keras.ops.convert_to_numpy(schedule(0)))
+        name = "constant" if schedule is None else type(schedule).__name__
+        return {"optimizer": type(optimizer).__name__, "learning_rate": first, "schedule": name}

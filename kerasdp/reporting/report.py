@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from kerasdp.config import Config
+from kerasdp.data.split import Split
 from kerasdp.errors import addressed
 
 PACKAGES = ("kerasdp", "keras", "torch", "jax", "tensorflow", "numpy")
@@ -28,6 +29,9 @@ class Facts:
         num_processes: worker processes.
         model: the model's name.
         global_batch_size: samples a step, over all devices.
+        split: of a batch over the replicas; None: equal shards.
+        data: name of the data set, if it has one.
+        folder: where the files of this `fit` go; None: there are none.
     """
 
     config: Config
@@ -38,6 +42,15 @@ class Facts:
     num_processes: int
     model: str
     global_batch_size: int
+    split: Split | None = None
+    data: str = ""
+    folder: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Returns what a picture of the run is headed by: model, data, backend, devices, batch."""
+        of = f" on {self.data}" if self.data else ""
+        return f"{self.model}{of} | {self.config.backend} on {self.devices} | batch {self.global_batch_size}"
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
@@ -63,7 +76,9 @@ def versions() -> dict[str, str]:
 
 def start_line(facts: Facts, learning_rate: float) -> str:
     """Formats the first line of a run: backend, devices, model, batch, learning rate, precision."""
-    replica_batch = facts.config.replica_batch_size(facts.num_replicas)
+    replica_batch = str(facts.config.replica_batch_size(facts.num_replicas))
+    if facts.split is not None and facts.split.shares is not None:
+        replica_batch = ", ".join(str(each.num_rows) for each in facts.split.replicas(facts.global_batch_size))
     share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
@@ -89,6 +104,7 @@ def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, ra
 def result(
     facts: Facts,
     *,
+    update_rule: dict[str, Any],
     steps: int,
     final: dict[str, float],
     epoch_seconds: list[float],
@@ -99,6 +115,7 @@ def result(
 
     Args:
         facts: what was known before.
+        update_rule: `optimizer`, `learning_rate` (of the first update) and `schedule`, by these names.
         steps: updates made.
         final: loss and metrics of the last epoch.
         epoch_seconds: seconds of the training part of each epoch. The first, with compilation in it, is left out of
@@ -114,7 +131,9 @@ def result(
         "num_processes": facts.num_processes,
         "model": facts.model,
         "dataset": config.dataset,
+        **update_rule,
         "global_batch_size": facts.global_batch_size,
+        "device_shares": None if facts.split is None else facts.split.shares,
         "epochs": len(epoch_seconds),
         "steps": steps,
         "final": final,
@@ -129,9 +148,9 @@ def end_line(facts: Facts, result: dict[str, Any]) -> str:
     """Formats the last line of a run: its result and speed."""
     final = result["final"]
     name = next((name for name in ("val_accuracy", "accuracy", "val_loss", "loss") if name in final), None)
-    words = {"val_accuracy": "test accuracy", "accuracy": "training accuracy", "val_loss": "test loss"}
+    words = {"val_accuracy": "validation accuracy", "accuracy": "training accuracy", "val_loss": "validation loss"}
     score = f"{words.get(name, name)} {final[name]:.4f}, " if name else ""
     return (
         f"{score}{result['seconds_per_epoch']:.2f} s/epoch, {result['images_per_second']:,.0f} images/s "
-        f"on {facts.devices}" + (f"; files in {facts.config.workdir}" if facts.config.workdir else "")
+        f"on {facts.devices}" + (f"; files in {facts.folder}" if facts.folder else "")
     )

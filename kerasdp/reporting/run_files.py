@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, versions, warn
+from kerasdp.reporting.trackers import open_trackers
 
 
 class RunFiles:
@@ -25,12 +26,11 @@ class RunFiles:
         workdir: str,
         facts: Facts,
         *,
-        tensorboard: bool = False,
         last_step: int = 0,
         history: list[dict[str, Any]] | None = None,
     ):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
-        self.workdir = workdir
+        self.workdir, self._title = workdir, facts.title
         self.history = list(history or [])
         self._reported: set[str] = set()
         self._steps: TextIO | None = None
@@ -45,7 +45,7 @@ class RunFiles:
                 file.writelines(_lines_until(last_step, path))
             os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
             self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
-        self._events: Any = _event_writer(self._path("tensorboard"), last_step) if tensorboard else None
+        self._trackers = open_trackers(facts, workdir, last_step)
         if self.history:
             self._write_history()
 
@@ -61,17 +61,14 @@ class RunFiles:
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.write(json.dumps(line) + "\n")
-        if self._can_write_events():
-            for name in ("loss", "learning_rate", "images_per_second"):
-                self._events.add_scalar(f"step/{name}", line[name], step)
+        numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
+        self._trackers.add("step", step, numbers)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
         """Writes a row of history.csv and draws curves.png again."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
-        if self._can_write_events():
-            for name, value in logs.items():
-                self._events.add_scalar(f"epoch/{name}", value, epoch + 1)
+        self._trackers.add("epoch", epoch + 1, logs)
 
     def _write_history(self) -> None:
         # Rewritten each time: with validation_freq a column may first come in a later epoch.
@@ -81,7 +78,7 @@ class RunFiles:
             writer.writeheader()
             writer.writerows(self.history)
         with self._tolerated("curves.png"):
-            draw_curves(self.history, self._path("curves.png"))
+            draw_curves(self.history, self._path("curves.png"), self._title)
 
     def add_result(self, result: dict[str, Any]) -> None:
         """Writes report.json."""
@@ -92,16 +89,7 @@ class RunFiles:
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.close()
-        if self._can_write_events():
-            self._events.close()
-
-    def _can_write_events(self) -> bool:
-        # The library writes in a thread, which a full disk ends; then its queue fills, and its users wait for ever.
-        # tensorboardX has no public name for that thread.
-        if self._events and not self._events.file_writer.event_writer._worker.is_alive():
-            warn(f"cannot write into {self._path('tensorboard')}; training continues")
-            self._events = None
-        return self._events is not None
+        self._trackers.close()
 
     def _path(self, name: str) -> str:
         return os.path.join(self.workdir, name)
@@ -134,18 +122,13 @@ def _lines_until(last_step: int, path: str) -> list[str]:
     return kept
 
 
-def _event_writer(folder: str, last_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # writes event files without TensorFlow
-
-    return SummaryWriter(folder, purge_step=last_step + 1 if last_step else None)
-
-
-def draw_curves(history: list[dict[str, Any]], path: str) -> None:
+def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
     """Draws loss and accuracy by epoch.
 
     Args:
         history: a dictionary per epoch, as the rows of history.csv.
         path: of the PNG file.
+        title: says what was trained, where.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -155,7 +138,7 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
     figure, all_axes = make_figure(5.2 * len(names), 3.6, columns=len(names))
     for axes, name in zip(all_axes, names, strict=True):
         ends = {key: row[key] for row in history for key in (name, f"val_{name}") if key in row}
-        for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "test", "#f58518")):
+        for key, label, colour in ((name, "training", "#4c78a8"), (f"val_{name}", "validation", "#f58518")):
             points = [(row["epoch"], row[key]) for row in history if key in row]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
@@ -173,4 +156,5 @@ def draw_curves(history: list[dict[str, Any]], path: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.12)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=120, format="png")

@@ -1,5 +1,6 @@
 """Calls the callbacks of one `fit`, and decides which of them hear of a batch."""
 
+import os
 import sys
 from typing import Any
 
@@ -13,10 +14,13 @@ from kerasdp.config import Config
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.reporting import report
+from kerasdp.reporting.live_curve import LiveCurve
+from kerasdp.reporting.live_figure import FOLDER
 from kerasdp.reporting.progress import Progress, as_numbers
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import Position, RunState
+from kerasdp.training.profile import Profile
 from kerasdp.training.rank_sync import RankSync
 
 # These write files: one process does it, or each would write over the others.
@@ -85,7 +89,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.resumed = resume(processes, model, identity, checkpoints, found)
             _resume(state, reader, self.resumed)
         self.recorder = self._make_recorder(facts, folder if is_chief else None, bool(verbose) and is_chief)
-        shown = [Progress(state, bar=verbose == 1)] if is_chief and verbose else []
+        shown = _shown(state, facts, fit, verbose, self.resumed) if is_chief else []
         stateful = [*callbacks, keras.callbacks.History()]
         self.checkpointer = self._make_checkpointer(config, stateful, identity, checkpoints) if checkpoints else None
         super().__init__(
@@ -120,6 +124,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             stateful,
             processes=self._strategy.processes,
             num_devices=self._strategy.num_devices,
+            split=self._strategy.split,
             gather_variables=self._strategy.gather_variables,
             data_state=self._reader.saved_state,
             identity=identity,
@@ -229,12 +234,25 @@ def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:
     reader.resume_at(position.epoch, position.batch, saved.get("data"))
 
 
+def _shown(
+    state: RunState, facts: report.Facts, fit: int, verbose: str | int, resumed: Checkpoint | None
+) -> list[keras.callbacks.Callback]:
+    """Returns what shows the progress: lines or a bar, and curves; and the profile of some steps."""
+    shown: list[keras.callbacks.Callback] = [Progress(state, bar=verbose == 1)] if verbose else []
+    if verbose == 3:
+        history = resumed.state["recorder"]["history"] if resumed else None
+        shown.append(LiveCurve(facts, fit=fit, history=history))
+    if facts.config.profile and facts.folder:
+        shown.append(Profile(facts.config, state, facts.folder))
+    return shown
+
+
 def _verbosity(verbose: str | int | None, config: Config) -> str | int:
-    """Returns 0, 1 or 2; by default a bar in a terminal, else a line an epoch."""
+    """Returns 0, 1, 2 or 3; by default lines and curves in a notebook, a bar in a terminal, else a line an epoch."""
     if verbose == "auto":
         verbose = config.verbose
     if verbose is None:
-        verbose = 1 if sys.stdout.isatty() else 2
+        verbose = 3 if FOLDER in os.environ else 1 if sys.stdout.isatty() else 2
     return verbose
 
 

@@ -66,7 +66,7 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
     else:
         data = reader.sample(4 * strategy.num_replicas - 1)
         with _statistics_of_whole_batch(model):
-            batch = strategy.shard_batch(batch_of(data, strategy.num_replicas, strategy.shard))
+            batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
             shards = strategy.shard_passes(model, batch)
             whole = _whole_pass(model, data)
             noisy = (
@@ -92,7 +92,7 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
         UserError: if they differ by more than round-off.
     """
     data = reader.sample(4 * strategy.num_replicas - 1)
-    batch = strategy.shard_batch(batch_of(data, strategy.num_replicas, strategy.shard))
+    batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
 
     def on_one(noise: float = 0.0) -> dict[str, Any]:
         with changing_nothing(model):

@@ -88,7 +88,7 @@ def make_reader(
             num_samples=source.num_samples, batch_size=batch_size, seed=seed, shuffle=shuffle, steps_per_epoch=steps
         )
         is_kept = fitting and _stays_on_device(source, config, devices)
-        return SampleReader(source, order, strategy.num_replicas, strategy.shard, is_kept)
+        return SampleReader(source, order, strategy.split, strategy.shard, is_kept)
     if fitting:
         _stays_on_device(x, config, devices)  # raises if it was asked to
     if y is not None or sample_weight is not None:
@@ -122,7 +122,7 @@ def _reader_of_batches(
             "otherwise than with --backend=tensorflow; import it at the top of the script"
         )
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
-    place = x, strategy.num_replicas, strategy.shard, steps
+    place = x, strategy.split, strategy.shard, steps
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)

@@ -22,6 +22,7 @@ from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Evaluated, RunState
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, explained
+from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.model_steps import ModelSteps
@@ -196,6 +197,9 @@ class Runner:
             num_processes=self.strategy.processes.num_processes,
             model=model.name,
             global_batch_size=batch_size,
+            split=self.strategy.split,
+            data=reader.name,
+            folder=self.config.folder_of_fit(self.num_fits + 1),
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
@@ -280,6 +284,8 @@ class Runner:
         with running, contextlib.closing(callbacks), waiting:
             try:
                 with self.heartbeat.compiling():
+                    if self.config.device_shares == "auto":
+                        choose_shares(model, self.strategy, reader, callbacks.resumed, self._say)
                     check_first_step(model, self.config, self.strategy, reader)
                 with fed(self.strategy, reader, validation, state=self.state) as batches:
                     yield batches

@@ -74,7 +74,13 @@ def test_arrays_that_stay_on_the_device_are_not_pinned(quick):
     assert quick["pinned"] == {"kept": [20], "kept, again": [20], "read": [200]}
 
 
-STAGES = {"strategy": "pipeline", "num_stages": 2, "schedule": "interleaved1f1b", "split_size": 2, "balance": "time"}
+STAGES = {
+    "strategy": "pipeline",
+    "num_stages": 2,
+    "pipeline_schedule": "interleaved1f1b",
+    "split_size": 2,
+    "balance": "time",
+}
 
 
 @pytest.mark.proof

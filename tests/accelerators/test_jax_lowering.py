@@ -25,7 +25,7 @@ MORE = [
     {"model": "convnet", "strategy": "data", "batch_norm": "replica"},
     {"model": "convnet", "strategy": "tensor", "optimizer": "adam"},
     {"model": "convnet", "strategy": "pipeline", "num_stages": 4},
-    {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "schedule": "1f1b"},
+    {"model": "convnet", "strategy": "pipeline", "num_stages": 2, "pipeline_schedule": "1f1b"},
     {"model": "pooling", "strategy": "data", "accumulate": 2},
 ]
 # Nothing of the kit's own goes by way of a library or of the host: XLA chooses the libraries when it compiles.

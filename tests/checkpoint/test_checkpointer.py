@@ -12,6 +12,7 @@ from kerasdp.checkpoint import checkpointer as module
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
+from kerasdp.data.split import Split
 from kerasdp.errors import PreemptedError
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.reporting.report import Facts
@@ -39,8 +40,9 @@ def make(tmp_path):
         recorder = Recorder(state, facts, folder=None)
         recorder.set_model(model)
         one = Checkpointer(
-            config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1, identity={},
-            resumed=None, gather_variables=lambda model: None, folder=str(tmp_path / "checkpoints"),
+            config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1,
+            split=Split(1), identity={}, resumed=None, gather_variables=lambda model: None,
+            folder=str(tmp_path / "checkpoints"),
             data_state=lambda epoch, batch: {"place": [epoch, batch]},
         )  # fmt: skip
         made.append(one)

@@ -171,7 +171,7 @@ def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 
     fields = {"backend": BACKENDS[-1], "num_devices": 1, "workdir": str(tmp_path / "run"), "epochs": 2}
-    fields["tensorboard"] = True
+    fields["tracker"] = "tensorboard"
     done = subprocess.run(
         [sys.executable, PROGRAMS / "resume.py", json.dumps(fields)],
         cwd=ROOT, env=environment(PYTHONDONTWRITEBYTECODE="1"), capture_output=True, text=True, timeout=280,

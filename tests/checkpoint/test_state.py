@@ -13,6 +13,7 @@ from kerasdp.config import Config
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order
 from kerasdp.data.sources import ArraySource
+from kerasdp.data.split import Split
 from kerasdp.errors import UserError
 
 
@@ -150,7 +151,7 @@ def identity(model=None, *, config=None, batch_size=8, shift=0.0):
     x = np.arange(60, dtype="float32").reshape(20, 3) + shift
     source = ArraySource(x, x[:, :1], None)
     order = Order(num_samples=20, batch_size=batch_size, seed=0)
-    return training_state.identity(config or Config(), model or build(), SampleReader(source, order, 1, (0, 1)))
+    return training_state.identity(config or Config(), model or build(), SampleReader(source, order, Split(1), (0, 1)))
 
 
 def test_the_same_run_is_the_same():

@@ -8,6 +8,7 @@ import pytest
 import kerasdp
 from kerasdp.cli.flags import GROUPS
 from kerasdp.cli.parse import parse, parse_comparison, parse_study
+from kerasdp.cli.parse_inference import parse_evaluation, parse_from_scratch, parse_prediction
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import PreemptedError, UserError
@@ -31,9 +32,10 @@ def test_defaults_are_those_of_the_config():
 def test_flags_and_flagfile(tmp_path):
     file = tmp_path / "some.flags"
     file.write_text("# a comment\n--epochs=3\n--gpus=2\n--optimizer=sgd(momentum=0.9)\n")
-    settings = parse_training(f"--flagfile={file}", "--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tensorboard")
+    flags = ("--epochs=4", "--learning_rate=0.5", "--workdir=w", "--tracker=tensorboard")
+    settings = parse_training(f"--flagfile={file}", *flags)
     assert (settings.epochs, settings.num_devices, settings.optimizer) == (4, 2, "sgd(momentum=0.9)")
-    assert (settings.learning_rate, settings.workdir, settings.tensorboard) == (0.5, "w", True)
+    assert (settings.learning_rate, settings.workdir, settings.tracker) == (0.5, "w", "tensorboard")
 
 
 def test_devices_is_another_name_of_gpus(tmp_path):
@@ -85,14 +87,16 @@ def test_help_names_each_flag_in_a_group(capsys):
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(name for names in GROUPS.values() for name in names) == [
-        "accumulate", "backend", "backends", "balance", "batch_norm", "batch_size", "check", "checkpoint_dir",
-        "checkpoint_every", "compile", "coordinator", "cpus_per_worker", "cut_at", "data_dir", "data_on_device",
-        "dataset", "deterministic", "device", "device_counts", "devices", "dry_run", "epochs", "export", "gpus",
-        "gradient_precision", "hang_timeout", "host_rank", "hosts", "interface", "keep", "kernel_initializer",
-        "learning_rate", "log_every", "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model",
-        "optimizer", "peers", "precision", "repetitions", "resume", "rounds", "schedule", "seed", "split_size",
-        "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "tensorboard", "verbose", "workdir",
-        "workers",
+        "accumulate", "activation", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
+        "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every", "compile", "coordinator",
+        "cpus_per_worker", "cut_at", "data_dir", "data_on_device", "dataset", "deterministic", "device",
+        "device_counts", "device_shares", "devices", "dry_run", "early_stopping", "ema", "epochs", "export",
+        "fine_tuning_rate", "gpus", "gradient_precision", "hang_timeout", "head_epochs", "host_rank", "hosts",
+        "inputs", "interface", "keep", "kernel_initializer", "label_smoothing", "learning_rate", "log_every",
+        "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
+        "pipeline_schedule", "precision", "profile", "reduce", "repetitions", "resume", "rounds", "schedule",
+        "seed", "size", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "to",
+        "tracker", "trials", "verbose", "warmup", "weights", "workdir", "workers",
     ]  # fmt: skip
 
 
@@ -169,6 +173,45 @@ def test_a_wrong_study(flag, words):
     with pytest.raises(UserError) as caught:
         parse_study(["pipeline.py", flag])
     assert words in str(caught.value)
+
+
+def test_the_lesson():
+    (config,) = parse_from_scratch(["from_scratch.py", "--gpus=3", "--epochs=1"])
+    assert (config.num_devices, config.epochs, config.batch_size, config.learning_rate) == (3, 1, 256, 0.3)
+    assert (config.dataset, config.kernel_initializer) == ("fashion_mnist", "random_normal(stddev=0.01)")
+    for flag, words in [
+        ("--optimizer=adam", "--optimizer has no effect here: the lesson trains LeNet with plain SGD"),
+        ("--strategy=pipeline", "--strategy has no effect here"),
+        ("--precision=bfloat16", "--precision: expected float32 or float64 in the lesson"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            parse_from_scratch(["from_scratch.py", flag])
+
+
+def test_what_a_trained_model_is_used_on(tmp_path):
+    config, request = parse_prediction(
+        ["predict.py", "--checkpoint=runs/mine", f"--inputs={tmp_path}", "--gpus=2", "--output=all.npy"]
+    )
+    assert (config.num_devices, request.checkpoint, request.inputs) == (2, "runs/mine", str(tmp_path))
+    assert (request.output_path, request.model, request.dataset) == ("all.npy", None, None)
+    assert parse_evaluation(["evaluate.py", "--checkpoint=m.keras", "--dataset=mnist"])[1].dataset == "mnist"
+    for flags, words in [
+        ([], "--checkpoint is needed"),
+        (["--checkpoint=m.keras", "--epochs=3"], "--epochs has no effect here: a trained model is used here"),
+        (["--checkpoint=m.keras", "--inputs=nowhere.npy"], "--inputs: there is no file or folder 'nowhere.npy'"),
+        (
+            ["--checkpoint=m.keras", f"--inputs={tmp_path}", "--dataset=mnist"],
+            "--inputs and --dataset both name the data",
+        ),
+        (["--checkpoint=m.keras", "--output=a.txt"], "--output: expected a file that ends in .npy, .csv, .parquet"),
+        (["--checkpoint=m.keras", "--activation=tanh"], "--activation: expected one of softmax, sigmoid, none"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            parse_prediction(["predict.py", *flags])
+    with pytest.raises(UserError, match="--output has no effect here"):
+        parse_evaluation(["evaluate.py", "--checkpoint=m.keras", "--output=a.csv"])
+    with pytest.raises(UserError, match="--checkpoint has no effect here: it belongs to recipes/predict.py"):
+        parse_training("--checkpoint=m.keras")
 
 
 @pytest.mark.parametrize(

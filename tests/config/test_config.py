@@ -33,7 +33,7 @@ from kerasdp.errors import UserError
         ({"precision": "int8"}, "--precision"),
         ({"batch_norm": "local"}, "--batch_norm"),
         ({"device": "xpu"}, "--device"),
-        ({"verbose": 3}, "--verbose"),
+        ({"verbose": 4}, "--verbose"),
         ({"strategy": "model"}, "--strategy: expected one of data, pipeline, tensor. Received: 'model'"),
         (
             {"strategy": "tensor", "backend": "torch"},
@@ -41,7 +41,7 @@ from kerasdp.errors import UserError
         ),
         ({"strategy": "tensor", "backend": "tensorflow"}, "for --backend=jax only. Received: tensorflow"),
         ({"strategy": "tensor", "num_stages": 2}, "have an effect only with --strategy=pipeline"),
-        ({"tensorboard": True}, "add --workdir=FOLDER"),
+        ({"tracker": "tensorboard"}, "add --workdir=FOLDER"),
         ({"accumulate": 0}, "--accumulate: expected a whole number of at least 1. Received: 0"),
         ({"accumulate": 2.0}, "--accumulate: expected a whole number of at least 1. Received: 2.0"),
         (

@@ -13,6 +13,7 @@ from kerasdp.data.feed import Feed
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
+from kerasdp.data.split import Split
 from kerasdp.data.stream_reader import StreamReader
 from kerasdp.runtime.run_state import Position, RunState
 
@@ -20,7 +21,8 @@ X, Y = np.arange(22).reshape(11, 2), np.arange(11)
 
 
 def read(part, num_replicas=4, **order):
-    reader = SampleReader(ArraySource({"a": X}, Y), Order(num_samples=11, batch_size=6, **order), num_replicas, part)
+    batches = Order(num_samples=11, batch_size=6, **order)
+    reader = SampleReader(ArraySource({"a": X}, Y), batches, Split(num_replicas), part)
     return [batch() for batch in reader.epoch(0)]
 
 
@@ -47,7 +49,7 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
             return X[3 * index : 3 * index + 3], Y[3 * index : 3 * index + 3]
 
     def epoch(seed, number):
-        reader = IndexedReader(Batches(), 2, (0, 1), order_seed=seed)
+        reader = IndexedReader(Batches(), Split(2), (0, 1), order_seed=seed)
         return [batch.targets[: len(batch.indices)].tolist() for batch in (read() for read in reader.epoch(number))]
 
     assert epoch(None, 0) == epoch(None, 1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
@@ -56,7 +58,7 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
 
 
 def test_a_generator_loses_nothing_to_the_first_look():
-    reader = StreamReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), 2, (0, 1))
+    reader = StreamReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), Split(2), (0, 1))
     assert reader.num_batches is None
     assert reader.first().targets.tolist() == [0, 1, 2, 3]
     batches = list(itertools.takewhile(lambda batch: batch is not None, (read() for read in reader.epoch(0))))
@@ -80,13 +82,13 @@ class SlowSource(ArraySource):
 def test_reading_ahead_in_threads_keeps_the_order():
     source = SlowSource()
     order = Order(num_samples=40, batch_size=2, shuffle=False)
-    feed = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.inputs.tolist())
+    feed = Feed(SampleReader(source, order, Split(1), (0, 1)), lambda batch: batch.inputs.tolist())
     assert sum(feed, []) == list(range(40))
     assert len(source.threads) > 1
 
 
 def test_an_epoch_that_is_left_early_stops_reading():
-    feed = Feed(SampleReader(SlowSource(), Order(num_samples=40, batch_size=2), 1, (0, 1)), lambda batch: batch)
+    feed = Feed(SampleReader(SlowSource(), Order(num_samples=40, batch_size=2), Split(1), (0, 1)), lambda batch: batch)
     before = threading.active_count()
     iterator = iter(feed)
     next(iterator)
@@ -99,7 +101,7 @@ def test_an_error_in_a_reading_thread_reaches_the_training():
         def inputs(self, indices):
             raise OSError("the disk is gone")
 
-    feed = Feed(SampleReader(Broken(), Order(num_samples=40, batch_size=2), 1, (0, 1)), lambda batch: batch)
+    feed = Feed(SampleReader(Broken(), Order(num_samples=40, batch_size=2), Split(1), (0, 1)), lambda batch: batch)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(feed))
 
@@ -113,12 +115,12 @@ def test_a_feed_resumes_within_an_epoch():
     """The batches before the resume point keep their places, and are not read."""
     source = SlowSource()
     order = Order(num_samples=40, batch_size=8, seed=3)
-    whole = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist(), RunState())
+    whole = Feed(SampleReader(source, order, Split(1), (0, 1)), lambda batch: batch.indices.tolist(), RunState())
     whole.run_state.begin_epoch(2)
     expected = list(whole)
     source.read = []
     source.inputs = lambda indices: source.read.append(indices.tolist()) or indices
-    rest = Feed(SampleReader(source, order, 1, (0, 1)), lambda batch: batch.indices.tolist(), RunState())
+    rest = Feed(SampleReader(source, order, Split(1), (0, 1)), lambda batch: batch.indices.tolist(), RunState())
     resume(rest, 2, 3)
     rest.run_state.begin_epoch(2)
     assert rest.run_state.num_skipped == 3
@@ -135,7 +137,7 @@ def test_batches_of_a_stream_resume(stop):
     def feed():
         batches = [(X[i : i + 3], Y[i : i + 3]) for i in range(0, 11, 3)]
         stream = itertools.cycle(batches)
-        return Feed(StreamReader(stream, 1, (0, 1), 2), lambda batch: batch.targets.tolist(), RunState())
+        return Feed(StreamReader(stream, Split(1), (0, 1), 2), lambda batch: batch.targets.tolist(), RunState())
 
     def epochs(of, first):
         found = []
@@ -167,7 +169,7 @@ def test_a_dataset_that_shuffles_itself_resumes():
             self.random.shuffle(self.rows)
 
     def feed():
-        return Feed(IndexedReader(Shuffling(), 1, (0, 1)), lambda batch: batch.targets.tolist(), RunState())
+        return Feed(IndexedReader(Shuffling(), Split(1), (0, 1)), lambda batch: batch.targets.tolist(), RunState())
 
     whole, rest = feed(), feed()
     for epoch in range(3):
@@ -198,7 +200,7 @@ class Placed:
 
 def test_a_thread_is_begun_once_before_it_reads():
     """As one that has to work with the rank's GPU, which is not a new thread's."""
-    reader = SampleReader(ArraySource(X, Y), Order(num_samples=11, batch_size=2, shuffle=False), 1, (0, 1))
+    reader = SampleReader(ArraySource(X, Y), Order(num_samples=11, batch_size=2, shuffle=False), Split(1), (0, 1))
     reader.num_threads, placed = 3, Placed()
     batches = list(Feed(reader, placed.shard, RunState(), placed.begin))
     assert sum(batches, []) == list(range(11))

@@ -15,6 +15,7 @@ from PIL import Image
 import kerasdp
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order
+from kerasdp.data.split import Split
 from kerasdp.errors import UserError, WorkerError
 
 X, Y = np.arange(44).reshape(22, 2) / 7, np.arange(22)
@@ -58,7 +59,7 @@ def test_each_record_of_a_batch_is_read_once(records, weight):
 
 def test_a_run_that_resumes_reads_nothing_of_what_is_behind():
     records = Rows()
-    reader = SampleReader(kerasdp.RecordSource(records), Order(num_samples=22, batch_size=7), 1, (0, 1))
+    reader = SampleReader(kerasdp.RecordSource(records), Order(num_samples=22, batch_size=7), Split(1), (0, 1))
     rest = [read() for read in reader.epoch(0, start=2)]
     assert records.read == np.concatenate([batch.indices for batch in rest]).tolist()
     assert len(records.read) == 22 - 2 * 7

@@ -9,6 +9,7 @@ import pytest
 from kerasdp.data.feed import Feed
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.data.sources import ColumnSource
+from kerasdp.data.split import Split
 from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
@@ -22,7 +23,7 @@ def batches(count=5, rows=4):
 
 
 def reader_of(data, *, steps=None, replicas=1, shard=(0, 1), **options):
-    return StreamReader(data, replicas, shard, steps, **options)
+    return StreamReader(data, Split(replicas), shard, steps, **options)
 
 
 def feed_of(reader):
@@ -227,7 +228,7 @@ def test_shapes_that_cost_are_named_once():
     said = []
     data = [(np.ones((2, length)), np.ones(2)) for length in itertools.chain(range(3, 15), range(3, 15))]
     list(feed_of(reader_of(iter(data), warn=said.append)))
-    assert len(said) == 1 and "bucket_by_sequence_length" in said[0] and "(10,)" in said[0]
+    assert len(said) == 1 and "kerasdp.Buckets" in said[0] and "(10,)" in said[0]
 
 
 def test_weights_of_classes():

@@ -86,7 +86,7 @@ def test_no_step_waits_for_the_device(machine, backend, count, model, choice):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_no_stage_waits_for_the_device(machine, backend, schedule):
     machine.need(backend, 2)
-    settings = {"model": "lenet", "strategy": "pipeline", "balance": "flops", "schedule": schedule}
+    settings = {"model": "lenet", "strategy": "pipeline", "balance": "flops", "pipeline_schedule": schedule}
     program = [PROGRAMS / "gpu_waits.py", backend, 2, machine.device, json.dumps(settings)]
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
@@ -143,7 +143,7 @@ def caches_in(folder):
     [
         (1, ("--accumulate=4",)),
         (2, ("--strategy=pipeline", "--stages=2", "--balance=flops")),
-        (2, ("--strategy=pipeline", "--stages=2", "--balance=flops", "--schedule=1f1b")),
+        (2, ("--strategy=pipeline", "--stages=2", "--balance=flops", "--pipeline_schedule=1f1b")),
         (2, ("--strategy=tensor",)),
     ],
     ids=["accumulate", "gpipe", "1f1b", "tensor"],

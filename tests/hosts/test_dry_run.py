@@ -8,9 +8,8 @@ import pytest
 
 import kerasdp
 from kerasdp.data import stand_ins
-from kerasdp.data.batch import shard_rows
 from kerasdp.data.datasets import load_data
-from kerasdp.data.sampling import pad_rows
+from kerasdp.data.sampling import pad_rows, shard_rows
 from kerasdp.errors import UserError
 from kerasdp.reporting.dry_run import size
 from kerasdp.training.dry_run import split_rows

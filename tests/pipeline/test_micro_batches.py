@@ -91,7 +91,7 @@ def loss_of(reduction):
 def test_a_loss_that_needs_the_whole_batch(make, is_weighted, words):
     with pytest.raises(UserError, match=words) as caught:
         UNEVEN.shares(make(), is_weighted=is_weighted)
-    assert str(caught.value).endswith("use --schedule=gpipe")
+    assert str(caught.value).endswith("use --pipeline_schedule=gpipe")
 
 
 def tuned(num_rows, **choices):
@@ -107,7 +107,7 @@ def tuned(num_rows, **choices):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("choices", [{"micro_batches": 4}, {}])
 def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule, choices):
-    made = tuned(num_rows, schedule=schedule, **choices)
+    made = tuned(num_rows, pipeline_schedule=schedule, **choices)
     assert (made.size, len(made.micro_batches(num_rows))) == (size, 4)
     assert made.schedule_for(len(made.micro_batches(num_rows))) == schedule
 
@@ -117,7 +117,11 @@ def test_as_many_micro_batches_in_batches_of_any_size(num_rows, size, schedule, 
     [
         (9, {"micro_batches": 4}, "--micro_batches: 9 samples cannot be cut into 4 of one size"),
         (8, {"split_size": 16}, "--split_size: expected at most 8, a pipeline's samples. Received: 16"),
-        (16, {"split_size": 16, "schedule": "1f1b"}, "--schedule=1f1b: expected at least 2 micro-batches, one per"),
+        (
+            16,
+            {"split_size": 16, "pipeline_schedule": "1f1b"},
+            "--pipeline_schedule=1f1b: expected at least 2 micro-batches, one per",
+        ),
     ],
 )
 def test_batches_that_cannot_be_cut_as_asked(num_rows, choices, words):

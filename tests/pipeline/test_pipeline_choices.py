@@ -16,7 +16,10 @@ def pipeline(**changes):
         ({"num_stages": 0}, "--stages: expected a whole number of at least 1. Received: 0"),
         ({"micro_batches": 0}, "--micro_batches: expected a whole number of at least 1. Received: 0"),
         ({"micro_batches": 2.5}, "--micro_batches: expected a whole number of at least 1. Received: 2.5"),
-        ({"schedule": "zigzag"}, "--schedule: expected one of gpipe, 1f1b, interleaved1f1b. Received: 'zigzag'"),
+        (
+            {"pipeline_schedule": "zigzag"},
+            "--pipeline_schedule: expected one of gpipe, 1f1b, interleaved1f1b. Received: 'zigzag'",
+        ),
         ({"balance": "beauty"}, "--balance: expected one of time, flops, parameters. Received: 'beauty'"),
         ({"split_size": "4", "micro_batches": 2}, "--split_size and --micro_batches say the same in two ways"),
         ({"split_size": "0"}, "--split_size: expected auto, or a whole number of at least 1. Received: '0'"),
@@ -25,10 +28,13 @@ def pipeline(**changes):
         ({"split_size": "best"}, "--split_size: expected auto, or a whole number of at least 1. Received: 'best'"),
         ({"cut_at": "a,b", "num_stages": 2}, "--stages: --cut_at makes 3 of them. Received: 2; leave it out"),
         (
-            {"schedule": "interleaved1f1b", "backend": "jax"},
-            "--schedule=interleaved1f1b: there for --backend=torch only. Received: jax",
+            {"pipeline_schedule": "interleaved1f1b", "backend": "jax"},
+            "--pipeline_schedule=interleaved1f1b: there for --backend=torch only. Received: jax",
         ),
-        ({"schedule": "interleaved1f1b", "backend": "tensorflow"}, "--backend=torch only. Received: tensorflow"),
+        (
+            {"pipeline_schedule": "interleaved1f1b", "backend": "tensorflow"},
+            "--backend=torch only. Received: tensorflow",
+        ),
         (
             {"num_devices": 3, "num_stages": 2},
             "--gpus: expected a multiple of the 2 stages, a device each. Received: 3",
@@ -39,11 +45,11 @@ def pipeline(**changes):
             "--gpus: expected 2, one pipeline, with --backend=tensorflow",
         ),
         (
-            {"num_devices": 2, "num_stages": 3, "schedule": "interleaved1f1b"},
-            "--stages: expected a multiple of the 2 devices with --schedule=interleaved1f1b, several on each. "
+            {"num_devices": 2, "num_stages": 3, "pipeline_schedule": "interleaved1f1b"},
+            "--stages: expected a multiple of the 2 devices with --pipeline_schedule=interleaved1f1b, several on each. "
             "Received: 3",
         ),
-        ({"num_devices": 2, "num_stages": 2, "schedule": "interleaved1f1b"}, "several on each. Received: 2"),
+        ({"num_devices": 2, "num_stages": 2, "pipeline_schedule": "interleaved1f1b"}, "several on each. Received: 2"),
         ({"num_devices": 8, "num_stages": 2, "batch_size": 3}, "expected at least 4 for 4 devices. Received: 3"),
     ],
 )
@@ -57,10 +63,10 @@ def test_a_wrong_choice_is_one_line(changes, words):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"backend": "tensorflow", "schedule": "1f1b"},
-        {"backend": "jax", "schedule": "1f1b"},
-        {"backend": "torch", "schedule": "interleaved1f1b"},
-        {"schedule": "interleaved1f1b"},  # which backend is to be is not known yet
+        {"backend": "tensorflow", "pipeline_schedule": "1f1b"},
+        {"backend": "jax", "pipeline_schedule": "1f1b"},
+        {"backend": "torch", "pipeline_schedule": "interleaved1f1b"},
+        {"pipeline_schedule": "interleaved1f1b"},  # which backend is to be is not known yet
         {"cut_at": "a,b", "num_stages": 3},
         {"split_size": "auto"},
         {"split_size": 4},
@@ -76,7 +82,7 @@ def test_a_right_one_is_taken(changes):
 @pytest.mark.parametrize(
     "changes",
     [{"num_stages": 2}, {"cut_at": "a"}, {"balance": "flops"}, {"split_size": "auto"}, {"micro_batches": 4},
-     {"schedule": "1f1b"}],
+     {"pipeline_schedule": "1f1b"}],
 )  # fmt: skip
 def test_a_flag_without_effect_is_refused(strategy, changes):
     (flag,) = changes
@@ -92,9 +98,9 @@ def test_a_flag_without_effect_is_refused(strategy, changes):
         ({"num_stages": 2}, 4, 2, 2),
         ({"num_stages": 1}, 4, 1, 4),
         ({"cut_at": "a,b"}, 6, 3, 2),
-        ({"schedule": "interleaved1f1b"}, 3, 6, 1),
-        ({"schedule": "interleaved1f1b", "num_stages": 2}, 1, 2, 1),
-        ({"schedule": "interleaved1f1b", "cut_at": "a,b,c"}, 2, 4, 1),
+        ({"pipeline_schedule": "interleaved1f1b"}, 3, 6, 1),
+        ({"pipeline_schedule": "interleaved1f1b", "num_stages": 2}, 1, 2, 1),
+        ({"pipeline_schedule": "interleaved1f1b", "cut_at": "a,b,c"}, 2, 4, 1),
     ],
 )
 def test_stages_and_devices(changes, num_devices, stages, pipelines):
@@ -113,7 +119,7 @@ def test_replicas_of_other_strategies():
     [
         ({"num_stages": 3}, 3),
         ({"cut_at": "a,b,c"}, 4),
-        ({"num_stages": 4, "schedule": "interleaved1f1b"}, 2),
+        ({"num_stages": 4, "pipeline_schedule": "interleaved1f1b"}, 2),
         ({"num_stages": 2, "num_devices": 4}, 4),
         ({}, None),
     ],

@@ -31,7 +31,12 @@ def pipelines(backend, cases):
 
 def cut(num_stages, schedule="gpipe", split_size=4, **case):
     num_devices = num_stages // 2 if schedule == "interleaved1f1b" else num_stages
-    fields = {"num_stages": num_stages, "num_devices": num_devices, "schedule": schedule, "strategy": "pipeline"}
+    fields = {
+        "num_stages": num_stages,
+        "num_devices": num_devices,
+        "pipeline_schedule": schedule,
+        "strategy": "pipeline",
+    }
     return fields | {"split_size": str(split_size)} | case
 
 

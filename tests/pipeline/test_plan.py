@@ -109,7 +109,7 @@ def test_where_it_is_cut():
 
 def test_a_rest_of_few_rows():
     """Torch's other schedules need as many micro-batches as stages."""
-    made = plan(net(), schedule="1f1b")
+    made = plan(net(), pipeline_schedule="1f1b")
     assert [made.schedule_for(count) for count in (1, 2, 3)] == ["gpipe", "1f1b", "1f1b"]
 
 

@@ -12,7 +12,9 @@ def test_stages_are_built_once_and_work_in_the_order_of_their_schedule():
     two, six, one_by_one, frozen = result_of(run(PROGRAMS / "tensorflow_stages.py", backend="tensorflow"))
     assert two["calls"] == six["calls"] == one_by_one["calls"]  # by micro-batch: three times as many
     for result, count in ((two, 2), (six, 6), (one_by_one, 6)):
-        expected = [[list(action) for action in actions(result["schedule"], stage, 2, count)] for stage in range(2)]
+        expected = [
+            [list(action) for action in actions(result["pipeline_schedule"], stage, 2, count)] for stage in range(2)
+        ]
         assert result["orders"] == expected
     # A gradient for each micro-batch of two steps; none of a weight that is not trained.
     assert (six["gradients"], frozen["gradients"]) == (12, 0)

@@ -102,7 +102,7 @@ def test_what_is_found(name):
         total = np.dot(shares, [value(parts.rows(number)) for number in range(3)])
         assert total == pytest.approx(value(slice(None)), rel=1e-6)
     else:
-        with pytest.raises(UserError, match="use --schedule=gpipe") as caught:
+        with pytest.raises(UserError, match="use --pipeline_schedule=gpipe") as caught:
             parts.shares(model, is_weighted=False)
         assert "\n" not in str(caught.value)
     if expected is Reduction.MEAN:
@@ -128,5 +128,5 @@ def test_what_was_not_tried_is_refused():
 def test_the_mean_of_what_is_left_is_no_sum_over_micro_batches():
     """Each has another number of samples that count."""
     model = compiled(losses.SparseCategoricalCrossentropy(ignore_class=0), CLASSES)
-    with pytest.raises(UserError, match="needs the whole batch at once; use --schedule=gpipe"):
+    with pytest.raises(UserError, match="needs the whole batch at once; use --pipeline_schedule=gpipe"):
         MicroBatches(num_rows=ROWS, size=6).shares(model, is_weighted=False)

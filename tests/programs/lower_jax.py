@@ -125,8 +125,9 @@ def programs_of(case):
         vars(__import__(f"kerasdp.backends.jax.{module}", fromlist=["_"]))["start_jax"] = start_jax
     settings = {
         "num_devices": NUM_DEVICES, "device": "cpu", "verbose": 0, "check": "off",
-        **{name: case[name] for name in ("strategy", "precision", "accumulate", "num_stages", "schedule", "batch_norm")
-           if name in case},
+        **{name: case[name] for name in (
+               "strategy", "precision", "accumulate", "num_stages", "pipeline_schedule", "batch_norm"
+           ) if name in case},
     }  # fmt: skip
     settings |= {"model": case["model"]} if case["model"] not in ("gpt", "pooling") else {}
     if settings.get("strategy") == "pipeline":

@@ -60,7 +60,7 @@ def train(schedule, num_micro_batches, is_frozen, runner):
     calls, gradients = layer.calls - known, layer.gradients
     work = kerasdp.benchmark.stage_work(runner, model, x, x[:, :2])
     orders = [[(kind, number) for at, kind, number, *_ in work if at == stage] for stage in range(2)]
-    return {"calls": calls, "gradients": gradients, "orders": orders, "schedule": schedule}
+    return {"calls": calls, "gradients": gradients, "orders": orders, "pipeline_schedule": schedule}
 
 
 def build_resnet50(runner):
@@ -90,7 +90,7 @@ def main():
     for case in (("gpipe", 2, False), ("gpipe", 6, False), ("1f1b", 6, False), ("1f1b", 6, True)):
         schedule, count, _ = case
         config = dataclasses.replace(
-            CONFIG, batch_size=12, schedule=schedule, micro_batches=count, cut_at="first", num_stages=None
+            CONFIG, batch_size=12, pipeline_schedule=schedule, micro_batches=count, cut_at="first", num_stages=None
         )
         results.append(kerasdp.launch(functools.partial(train, *case), config))
     print("RESULT", json.dumps(results))

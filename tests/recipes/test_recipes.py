@@ -18,8 +18,12 @@ from tests.helpers import BACKENDS, ROOT, environment, make_images, run, some_im
 
 FLAGFILES = sorted(file for file in (ROOT / "flags").glob("*.flags") if not file.stem.startswith("pipeline"))
 README = (ROOT / "README.md").read_text()
+# What the README held once, and its commands and code are run as well.
+README += "".join(
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("quickstart", "portability", "checkpoints", "pipelines")
+)
 BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
-COMMANDS = [line for line in BASH if line.startswith("python recipes/")]
+COMMANDS = list(dict.fromkeys(line for line in BASH if line.startswith("python recipes/")))
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
@@ -62,7 +66,9 @@ def test_the_default_command_learns(backend, count, tmp_path):
     devices = f"{count} virtual CPU device{'s' if count > 1 else ''} (as asked)"
     assert lines[0] == f"{backend} on {devices} | lenet | batch 64{share} | learning rate 0.03 | float32"
     assert [line.partition(" ")[0] for line in lines[1:-1]] == ["epoch"] * 20  # once, however many processes
-    accuracy = float(re.fullmatch(r"test accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1])
+    accuracy = float(
+        re.fullmatch(r"validation accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1]
+    )
     assert accuracy >= 0.96
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["final"]["val_accuracy"] == pytest.approx(accuracy, abs=1e-4)
@@ -131,7 +137,7 @@ PRECISIONS = [(name, precision) for precision in ("bfloat16", "float16", "float6
 def test_precision_and_event_files(backend, precision, tmp_path):
     done = train(
         f"--backend={backend}", "--gpus=2", "--device=cpu", "--model=convnet", "--optimizer=adam", "--epochs=1",
-        "--max_steps=12", "--batch_size=61", f"--precision={precision}", "--tensorboard", "--log_every=1",
+        "--max_steps=12", "--batch_size=61", f"--precision={precision}", "--tracker=tensorboard", "--log_every=1",
         f"--workdir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

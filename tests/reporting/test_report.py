@@ -25,6 +25,7 @@ def facts(tmp_path, **changes):
 def result(of):
     return report.result(
         of,
+        update_rule={"optimizer": "SGD", "learning_rate": 0.03, "schedule": "constant"},
         steps=8,
         final={"accuracy": 0.5, "loss": 0.9, "val_accuracy": 0.625},
         epoch_seconds=[9.0, 2.0, 1.0, 3.0],
@@ -40,21 +41,26 @@ def test_the_first_epoch_does_not_count(tmp_path):
 
 
 def test_lines(tmp_path):
-    of = facts(tmp_path)
+    of = facts(tmp_path, folder="X/fit-2")
     assert report.start_line(of, 0.03) == (
         "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
     )
     # The stages of a pipeline share the batch, but cut it by themselves.
     assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
     assert report.end_line(of, result(of)) == (
-        f"test accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); files in {tmp_path}"
+        "validation accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); "
+        "files in X/fit-2"
     )
+    assert report.end_line(facts(tmp_path, folder=None), result(of)).endswith("(no GPU found)")
+    assert of.title == "lenet | jax on 2 virtual CPU devices (no GPU found) | batch 61"
+    assert facts(tmp_path, data="digits").title.startswith("lenet on digits | jax on ")
     assert report.epoch_line(0, 3, {"loss": 0.5}, 1.5, 2000.0) == "epoch 1/3 - 1.5 s - 2,000 images/s - loss 0.5000"
 
 
 def test_files(tmp_path):
-    of = facts(tmp_path)
-    files = run_files.RunFiles(str(tmp_path), of, tensorboard=True)
+    settings = Config(backend="jax", batch_size=61, workdir=str(tmp_path), tracker="tensorboard")
+    of = facts(tmp_path, config=settings)
+    files = run_files.RunFiles(str(tmp_path), of)
     files.add_step(10, 0, 0.75, 0.03, 1000.0)
     files.add_epoch(0, {"loss": 0.7, "accuracy": 0.5}, 2.0, 500.0)
     files.add_epoch(1, {"loss": 0.6, "accuracy": 0.6, "val_loss": 0.8, "val_accuracy": 0.4}, 1.0, 900.0)
@@ -72,7 +78,8 @@ def test_files(tmp_path):
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert [row["val_loss"] for row in rows] == ["", "0.8"]
     assert json.loads((tmp_path / "report.json").read_text()).keys() >= {
-        "backend", "device_kind", "num_devices", "num_processes", "model", "dataset", "global_batch_size", "epochs",
+        "backend", "device_kind", "optimizer", "learning_rate", "schedule",
+        "num_devices", "num_processes", "model", "dataset", "global_batch_size", "epochs",
         "steps", "final", "seconds_per_epoch", "images_per_second", "peak_memory_bytes", "versions",
     }  # fmt: skip
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ from kerasdp.data.feed import Feed
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import ARGSORT, FEISTEL, SKIPPED, Order
 from kerasdp.data.sources import ArraySource
+from kerasdp.data.split import Split
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -65,7 +66,7 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=(), k
     config = dataclasses.replace(config, max_steps=stop_at)
     model, state, batches = new_model(), RunState(), []
     source_order = Order(num_samples=20, batch_size=4, seed=1, kind=kind)
-    feed = Feed(SampleReader(ArraySource(X, Y), source_order, 1, (0, 1)), lambda batch: batch, state)
+    feed = Feed(SampleReader(ArraySource(X, Y), source_order, Split(1), (0, 1)), lambda batch: batch, state)
     state.begin_fit(batch_size=4, num_batches=NUM_BATCHES, epochs=EPOCHS, max_steps=config.max_steps)
     facts = Facts(
         config=config, devices="one", device_kind="cpu", num_devices=1, num_replicas=1, num_processes=1, model="m",

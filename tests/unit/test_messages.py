@@ -16,7 +16,7 @@ MESSAGES = [
     ("--learning_rate=0.5; try a lower --learning_rate", "learning_rate=0.5; try a lower learning_rate"),
     ("saved in x; resume with --resume", "saved in x; resume with resume=True"),
     ("--resume: cannot read it", "resume: cannot read it"),
-    ("--tensorboard needs a folder: add --workdir=FOLDER", 'tensorboard=True needs a folder: add workdir="FOLDER"'),
+    ("--resume needs a folder: add --workdir=FOLDER", 'resume=True needs a folder: add workdir="FOLDER"'),
     ("pip install -c constraints.txt -e '.[jax]'", "pip install -c constraints.txt -e '.[jax]'"),
     ("--parity-devices, a--b and -- are no flags", "--parity-devices, a--b and -- are no flags"),
 ]

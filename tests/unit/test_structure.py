@@ -21,8 +21,9 @@ FLOORS = (
     ("backends",),
     ("training",),
     ("launch",),
-    ("parity", "benchmark", "ray"),
+    ("parity", "benchmark", "sweep", "ray", "inference"),
     ("cli", "pytest_plugin"),
+    ("__main__",),
 )
 # What is loaded by the backend's name when the program runs, instead of imported: engines by `launch`; and by the
 # layers, which also work outside of a run, their backend's own arithmetic, which knows nothing of the kit.
@@ -148,7 +149,7 @@ def test_an_engine_loads_no_keras(path):
     assert "keras" not in roots(loaded)
 
 
-STANDARD_LIBRARY = ("argparse", "collections", "functools", "glob", "io", "os", "typing")
+STANDARD_LIBRARY = ("argparse", "collections", "functools", "glob", "io", "os", "pydoc_data", "typing")
 
 
 def test_recipes_use_public_names_only():
@@ -163,9 +164,12 @@ def test_recipes_use_public_names_only():
         }
         assert used <= set(kerasdp.__all__), path
         known = {"kerasdp", "keras", "numpy", "sklearn", "PIL", "datasets", "grain", "array_record", *STANDARD_LIBRARY}
-        known |= {"train"} if path.name == "ray_train.py" else set()  # the recipe beside it
+        known |= {"train"} if path.name in ("ray_train.py", "sweep.py") else set()  # the recipe beside it
+        # The lesson, which shows what the engines do: each framework's gradient, and all of it in one file.
+        is_lesson = path.name == "from_scratch.py"
+        known |= {"time", "itertools", "json", *FRAMEWORKS} if is_lesson else set()
         assert roots(imports(path, anywhere=True)) <= known, path
-        assert len(path.read_text().splitlines()) <= 70, path
+        assert len(path.read_text().splitlines()) <= (175 if is_lesson else 70), path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

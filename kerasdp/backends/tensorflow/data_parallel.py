@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure
@@ -18,16 +17,17 @@ from kerasdp.backends.steps import (
     train_on_next_batches,
 )
 from kerasdp.backends.tensorflow import collectives, private
-from kerasdp.backends.tensorflow.cached_rows import keep_on_device, take_rows
+from kerasdp.backends.tensorflow.batch_shards import shard_batch
 from kerasdp.backends.tensorflow.deterministic import require_deterministic
-from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device, put_on_device
+from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_strategy
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
-from kerasdp.data.device_cache import CachedRows
-from kerasdp.data.sampling import replica_rows
+from kerasdp.config.sharing import VIRTUAL, shares_of
+from kerasdp.data.split import Split
 from kerasdp.errors import UserError
+from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
@@ -51,13 +51,17 @@ class DataParallel(Strategy):
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
+        self.split = Split(devices.count, shares_of(config.device_shares))
         self.gradient_precision = config.gradient_precision
         self.must_be_deterministic = config.deterministic and devices.is_accelerator
         collectives.require_sum(config.gradient_precision, devices)
         self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
-        self.mirrored = one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes)
+        self.mirrored = (
+            one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes, config.reduce)
+        )
+        self.reduce = config.reduce
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -82,34 +86,7 @@ class DataParallel(Strategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
-
-        def split(data: Structure) -> list[Structure]:
-            return [put_on_device(self._shard_of(data, rank), name) for rank, name in enumerate(self.device_names)]
-
-        if isinstance(batch.inputs, CachedRows):
-            cached, numbers = batch.inputs.kept.copies(self._keep), batch.inputs.numbers
-            inputs = [
-                take_rows(arrays, self._shard_of(numbers, rank), name)
-                for rank, (arrays, name) in enumerate(zip(cached, self.device_names))
-            ]
-        else:
-            inputs = split(batch.inputs)
-        return DeviceBatch(inputs, split(batch.targets), split(batch.sample_weight), batch.indices)
-
-    def _keep(self, arrays: Structure) -> list[Structure]:
-        return [keep_on_device(arrays, name) for name in self.device_names]
-
-    def _shard_of(self, data: Structure, rank: int) -> Structure:
-        """Returns a replica's rows of this process's arrays, whose rows divide by its replicas."""
-        import keras
-
-        def rows_of(leaf: np.ndarray | None) -> np.ndarray | None:
-            if leaf is None:
-                return None
-            size = len(leaf) // len(self.device_names)
-            return leaf[rank * size : (rank + 1) * size]
-
-        return keras.tree.map_structure(rows_of, data)
+        return shard_batch(self, batch)
 
     def adapt(self, feed: "Feed") -> FeedDataset:
         """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
@@ -123,12 +100,15 @@ class DataParallel(Strategy):
         """
         if self.num_replicas == 1:
             return outputs
+        replicas = self.split.replicas(num_rows)
+        own = replicas[collectives.rank()]
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
-            size = num_rows * (rows.shape[0] // replica_rows(num_rows, self.num_replicas))
-            whole = tf.cast(collectives.gather_rows(collectives.sendable(rows))[:size], rows.dtype)
+            whole = gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows)
             # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
-            return tf.ensure_shape(whole, (size, *rows.shape[1:]))
+            return tf.ensure_shape(
+                tf.cast(whole, rows.dtype), (num_rows * (rows.shape[0] // own.size), *rows.shape[1:])
+            )
 
         return tf.nest.map_structure(gather, outputs)
 
@@ -139,15 +119,12 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return None
-        return ReplicaContext.of_shard(
-            num_rows,
+        return ReplicaContext.of_replica(
             collectives.rank(),
-            self.num_replicas,
-            replica_rows(num_rows, self.num_replicas),
+            self.split.replicas(num_rows),
             row_axes=(row_axes := row_axes_of(model, step)),
             gather=collectives.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
-            moving=[],
             adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
@@ -218,6 +195,23 @@ class DataParallel(Strategy):
 
         return try_own_step(self, model, batch)
 
+    def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
+        """Returns the seconds of a forward and a backward pass on each replica, one after the other."""
+        from kerasdp.backends.tensorflow.train_step import pass_seconds
+
+        return [pass_seconds(self, model, batch, rank) for rank in range(len(self.device_names))]
+
+    def description(self, model: "keras.Model") -> str:
+        """Returns where gradients are added, if that was chosen."""
+        if self.reduce is None:
+            return ""
+        if self.device_names[0].startswith("CPU"):
+            way = (
+                "the first of them adds the gradients" if self.reduce == "host" else "they add the gradients in a ring"
+            )
+            return f"--reduce={self.reduce}: {VIRTUAL}; {way}"
+        return "gradients are added " + ("in host memory" if self.reduce == "host" else "on the GPUs")
+
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
         """Builds an optimizer from within a replica, once for all."""
 
@@ -250,7 +244,8 @@ class DataParallel(Strategy):
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
             first = tf.nest.flatten([shards[0] for shards in data[0]])
-            key = weights.key(), len(data), num_rows, *((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
+            key = weights.key(), len(data), num_rows, self.split.shares
+            key += tuple((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
             if key not in graphs:
                 graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
                 # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.

@@ -71,7 +71,7 @@ def serve_collectives(addresses: list[str], number: int, use_nccl: bool) -> None
     )
 
 
-def mirrored_strategy(devices: list[str], process: int = 0) -> tf.distribute.Strategy:
+def mirrored_strategy(devices: list[str], process: int = 0, reduce: str | None = None) -> tf.distribute.Strategy:
     """Makes a `MirroredStrategy` whose collectives are not taken for those of another one.
 
     TensorFlow 2.21: each strategy counts its groups of devices from `_collective_key_base` on, and their collectives
@@ -80,8 +80,12 @@ def mirrored_strategy(devices: list[str], process: int = 0) -> tf.distribute.Str
 
     Virtual CPU devices have one memory: there a sum on the first of them, which the others then read, takes a tenth of
     the time of a collective, which makes copies and rounds as between machines.
+
+    `reduce`: `"device"`: by collectives of the devices; `"host"`: a sum in host memory; None: whichever is faster.
     """
-    on_one = tf.distribute.ReductionToOneDevice() if devices[0].startswith("CPU") else None
+    if reduce is None:
+        reduce = "host" if devices[0].startswith("CPU") else "device"
+    on_one = tf.distribute.ReductionToOneDevice("CPU:0") if reduce == "host" else None
     kind = tf.distribute.MirroredStrategy
     kind._collective_key_base = max(kind._collective_key_base, process * 10**6)
     strategy = kind(devices, on_one)

@@ -1,6 +1,8 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,6 @@ import tensorflow as tf
 from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.tensorflow import collectives, optimizer_update
-from kerasdp.data.sampling import replica_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.portability.global_batch import GlobalBatch
+
+# Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
+_UNMEASURED, _MEASURED = 2, 5
 
 
 class ReplicaSteps:
@@ -160,7 +164,9 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     from kerasdp.portability.row_search import row_axes_of
 
     steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
-    rows, num_local = replica_rows(num_rows, strategy.num_replicas), len(strategy.device_names)
+    num_local = len(strategy.device_names)
+    first = strategy.processes.rank * num_local
+    replicas = strategy.split.replicas(num_rows)[first : first + num_local]
 
     def run(*data: Any) -> Any:
         return steps.shard_pass(num_rows, *(field[collectives.local_rank()] for field in data))
@@ -169,13 +175,43 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
         results = strategy.mirrored.run(run, args=tuple(batch[:3]))
     passes = []
-    for rank in range(num_local):
+    for rank, own in enumerate(replicas):
         layers, outputs, loss = tf.nest.map_structure(
             lambda value, rank=rank: strategy.mirrored.experimental_local_results(value)[rank], results
         )
-        first = (strategy.processes.rank * num_local + rank) * rows
-        passes.append(ShardPass(layers, outputs, loss, first, min(max(num_rows - first, 0), rows), rows))
+        passes.append(ShardPass(layers, outputs, loss, *own))
     return passes
+
+
+def pass_seconds(strategy: Any, model: "keras.Model", batch: DeviceBatch, rank: int) -> float:
+    """Returns the seconds of a forward and a backward pass on one replica of this process, while the others wait."""
+    import keras
+
+    from kerasdp.keras_compat import compute_loss
+
+    steps = ReplicaSteps(strategy, model)
+
+    def run(*data: Any) -> Any:
+        if collectives.local_rank() != rank:
+            return tf.constant(0.0)
+        inputs, targets, sample_weight = (field[rank] for field in data)
+        with tf.GradientTape() as tape:
+            values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
+            with keras.StatelessScope(values, collect_losses=True):
+                outputs = steps._forward(inputs, training=True)
+                loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+        gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
+        return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
+
+    def on_all() -> Any:
+        return strategy.mirrored.run(run, args=tuple(batch[:3]))
+
+    function, times = on_all if model.run_eagerly else tf.function(on_all, autograph=False), []
+    for _ in range(_UNMEASURED + _MEASURED):
+        begin = time.perf_counter()
+        strategy.mirrored.experimental_local_results(function())[rank].numpy()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[_UNMEASURED:])
 
 
 def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:

@@ -17,14 +17,18 @@ from kerasdp.backends.torch.devices import (
     put_batch,
     timeout_of,
 )
-from kerasdp.backends.torch.distributed_model import distributed, reduce_others
+from kerasdp.backends.torch.distributed_model import distributed, pass_seconds, reduce_others
+from kerasdp.backends.torch.host_sums import HostSums
 from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
-from kerasdp.data.sampling import SKIPPED, replica_rows
+from kerasdp.config.sharing import VIRTUAL, shares_of
+from kerasdp.data.sampling import SKIPPED
+from kerasdp.data.split import Split
+from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.runtime.run_state import RunState
 
 if TYPE_CHECKING:
     from kerasdp.backends.torch.train_step import ShardSteps
@@ -52,6 +56,11 @@ class DataParallel(Strategy):
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, timeout_of(config), config.interface)
         self.shard = self.processes.rank, devices.count
+        self.split = Split(devices.count, shares_of(config.device_shares))
+        # Where they are, gradients are added there.
+        self.host_sums: HostSums | None = None
+        if config.reduce == "host" and self.num_replicas > 1:
+            self.host_sums = HostSums(self.device, timeout_of(config), config.gradient_precision)
 
     def begin_reading_thread(self) -> None:
         """Lets a reading thread work with this process's GPU."""
@@ -81,15 +90,12 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return None
-        return ReplicaContext.of_shard(
-            num_rows,
+        return ReplicaContext.of_replica(
             self.processes.rank,
-            self.num_replicas,
-            replica_rows(num_rows, self.num_replicas),
+            self.split.replicas(num_rows),
             row_axes=(row_axes := row_axes_of(model, step)),
             gather=functools.partial(gather_statistics, group=self.statistics_group),
             gather_rows=lambda rows: self.gather(rows, num_rows),
-            moving=[],
             adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
@@ -103,10 +109,11 @@ class DataParallel(Strategy):
 
         if self.num_replicas == 1:
             return outputs
-        size = replica_rows(num_rows, self.num_replicas)
+        replicas = self.split.replicas(num_rows)
+        own = replicas[self.processes.rank]
 
         def gather(rows: torch.Tensor) -> torch.Tensor:
-            return gather_rows(rows)[: num_rows * (len(rows) // size)]
+            return gather_shards(rows, own, replicas, gather_rows)
 
         return keras.tree.map_structure(gather, outputs)
 
@@ -207,7 +214,8 @@ class DataParallel(Strategy):
         from kerasdp.portability.own_steps import run_on_shard
 
         context = cast(ReplicaContext, self.context(model, len(batch.indices), name))
-        return run_on_shard(model, name, batch[:3], context, sum_over_ranks, self.build_optimizer, is_trial)
+        add_up = sum_over_ranks if self.host_sums is None else self.host_sums.sum
+        return run_on_shard(model, name, batch[:3], context, add_up, self.build_optimizer, is_trial)
 
     def try_own_step(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""
@@ -234,7 +242,9 @@ class DataParallel(Strategy):
         shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
         if variables:
             model.optimizer.scale_loss(whole.loss).backward()
-            if self.num_replicas > 1:
+            if self.host_sums is not None:
+                self.host_sums.mean(variables)
+            elif self.num_replicas > 1:
                 reduce_others(parallel, variables)
         gradients = [variable.value.grad for variable in variables]
         with torch.no_grad():
@@ -252,30 +262,27 @@ class DataParallel(Strategy):
 
         A resumed run must decide as the interrupted one did, or they would differ by round-off.
         """
-        if model.run_eagerly or self.config.compile == "off" or not is_full:
+        if model.run_eagerly or self.config.compile == "off" or self.host_sums is not None or not is_full:
             return False
         return self.config.compile == "on" or num_steps is None or num_steps >= _WORTH_COMPILING
 
-    @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on this process's replica; no variable changes."""
-        import keras
+        from kerasdp.backends.torch.train_step import shard_passes
 
-        from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
-        from kerasdp.backends.torch.train_step import ShardSteps, sums_over_ranks
-        from kerasdp.portability.row_search import fixed_values
+        return shard_passes(model, batch, self.context(model, len(batch.indices)))
 
-        steps, context = ShardSteps(model), self.context(model, len(batch.indices))
-        if context is None:
-            return []
-        with keras.StatelessScope(fixed_values(model), collect_losses=True):
-            with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-                outputs = steps.forward(model, batch.inputs, context, training=True)
-            whole = steps.global_batch(batch, outputs, context, training=True)
-            loss = whole.take(sums_over_ranks(whole.shared))
-            layers |= added_losses_by_name(model, len(layers))
-        leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
-        return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
+    def pass_seconds(self, model: Any, batch: DeviceBatch) -> list[float]:
+        """Returns the seconds of a forward and a backward pass of this process's rows."""
+        return [pass_seconds(self, model, batch)]
+
+    def description(self, model: Any) -> str:
+        """Returns where gradients are added, if that was chosen."""
+        if self.config.reduce is None:
+            return ""
+        if not self.is_gpu:
+            return f"--reduce={self.config.reduce}: {VIRTUAL}; Gloo adds the gradients there in any case"
+        return "gradients are added " + ("in host memory, by Gloo" if self.host_sums else "on the GPUs, by NCCL")
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""

@@ -74,7 +74,8 @@ def start_workers(
         arguments = folder, worker, devices, settings, train, None if is_elastic else folder
         try:
             with signals.passed_on(multiprocessing.active_children), watch:
-                result = next(iter(elastic_launch(launch_config, _recorded)(*arguments).values()))
+                results = elastic_launch(launch_config, _recorded)(*arguments)
+                result = results[min(results)]  # torch (2.13) has them in the order in which they came
         except ChildFailedError as error:
             records = rank_files.read_errors(folder)
             is_told = any(errors.from_name(record["name"], "") for record in records.values())

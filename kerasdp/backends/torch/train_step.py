@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kerasdp.backends.base import DeviceBatch
+from kerasdp.backends.base import DeviceBatch, ShardPass
 from kerasdp.backends.torch.private import all_reduce_async, wait
 from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
     from kerasdp.portability.global_batch import GlobalBatch
@@ -53,6 +54,27 @@ class ShardSteps:
         inputs, targets, sample_weight, indices = batch
         padded = Data(inputs, targets, outputs, sample_weight)
         return GlobalBatch(self.model, context, padded, len(indices), training=training, add_up=_add_up)
+
+
+@torch.no_grad()
+def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None) -> list[ShardPass]:
+    """Runs a forward pass of training on this process's replica; no variable changes."""
+    import keras
+
+    from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
+    from kerasdp.portability.row_search import fixed_values
+
+    steps = ShardSteps(model)
+    if context is None:
+        return []
+    with keras.StatelessScope(fixed_values(model), collect_losses=True):
+        with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
+            outputs = steps.forward(model, batch.inputs, context, training=True)
+        whole = steps.global_batch(batch, outputs, context, training=True)
+        loss = whole.take(sums_over_ranks(whole.shared))
+        layers |= added_losses_by_name(model, len(layers))
+    leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
+    return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:

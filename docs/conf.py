@@ -1,0 +1,97 @@
+"""Builds the site of the documentation: python -m sphinx -W docs build/site."""
+
+import inspect
+import os
+import pathlib
+import re
+import sys
+
+DOCS = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Keras, which needs no GPU
+
+import kerasdp  # noqa: E402
+from kerasdp.cli import flags  # noqa: E402
+
+project, author, release = "kerasdp", "the authors of kerasdp", kerasdp.__version__
+project_copyright = "the authors of kerasdp, Apache-2.0"
+root_doc = "index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+html_theme, html_title, html_show_sphinx = "furo", "kerasdp", False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+templates_path: list[str] = []
+# Headings have the anchors that they have on GitHub.
+myst_heading_anchors = 4
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+napoleon_custom_sections = [("Args that mean more than in Keras", "params_style")]
+default_role = "code"
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def _flags() -> str:
+    """Returns the flags in their groups, as tables."""
+    lines = []
+    for group, names in flags.GROUPS.items():
+        lines += [f"### {group}", "", "| flag | default | meaning |", "|---|---|---|"]
+        for name in names:
+            flag = flags.FLAGS[name]
+            default = "" if flag.default in (None, False) else f"`{flag.default}`"
+            text = re.sub(r"(?<![\w-])(--[a-z]\w+(?:=[\w.,]+)?)", r"`\1`", flag.help).replace("|", "\\|")
+            text = re.sub(r"(?<!`)\*", "\\\\*", text)
+            lines.append(f"| `--{name}` | {default} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _api() -> str:
+    """Returns a directive for each public name; what is a package has one for each of its public names."""
+    lines = []
+    for name in kerasdp.__all__:
+        value, path = getattr(kerasdp, name), f"kerasdp.{name}"
+        lines += [f"## {path}", "", "```{eval-rst}"]
+        if inspect.ismodule(value):
+            lines += [f".. automodule:: {value.__name__}", ""]
+            for inner in getattr(value, "__all__", [n for n in vars(value) if not n.startswith("_")]):
+                lines += _directive(f"{value.__name__}.{inner}", getattr(value, inner))
+        else:
+            lines += _directive(path, value)
+        lines += ["```", ""]
+    return "\n".join(lines)
+
+
+def _directive(path: str, value: object) -> list[str]:
+    if inspect.isclass(value):
+        return [f".. autoclass:: {path}", "   :members:", "   :exclude-members: __init__, __new__", ""]
+    return [f".. autofunction:: {path}", ""] if callable(value) else []
+
+
+def _entries(beginning: str, listed: list[str]) -> str:
+    """Returns the lines of a navigation for the pages whose names begin so, and are not listed by name."""
+    names = sorted(page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.glob(f"{beginning}*.md"))
+    return "".join(f"{name}\n" for name in names if name not in listed)
+
+
+def _complete(app: object, page: str, source: list[str]) -> None:
+    """Fills in what is made of the code; a link that leaves docs/ becomes the file's name in the repository."""
+    text = source[0].replace("<!-- flags -->", _flags() if "<!-- flags -->" in source[0] else "")
+    text = text.replace("<!-- api -->", _api() if "<!-- api -->" in source[0] else "")
+    text = re.sub(r"^([\w/-]+)\*\n", lambda entry: _entries(entry[1], text.splitlines()), text, flags=re.MULTILINE)
+    folder = (DOCS / page).parent
+
+    def named(link: re.Match[str]) -> str:
+        label, target = link.groups()
+        path = (folder / target.partition("#")[0]).resolve()
+        if path.is_relative_to(DOCS):
+            return link[0]
+        inside = f"`{path.relative_to(DOCS.parent)}`"
+        return inside if label.strip("`") in inside else f"{label} ({inside})"
+
+    source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", named, text)
+
+
+def setup(app: object) -> None:
+    """Is called by Sphinx."""
+    app.connect("source-read", _complete)  # type: ignore[attr-defined]

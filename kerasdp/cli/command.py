@@ -1,0 +1,195 @@
+"""The command `kerasdp`: runs the recipes, lists and copies them, looks at runs and at this machine."""
+
+import argparse
+import difflib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import kerasdp
+from kerasdp.cli import completion, environment, kit
+from kerasdp.cli.flags import PROGRAM
+from kerasdp.errors import RunError, UserError, from_command_line
+from kerasdp.reporting import comparison
+
+_SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; {self.prog} --help tells more")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command, and ends the program.
+
+    Args:
+        arguments: what follows `kerasdp` on the command line. None: those of this program.
+
+    Raises:
+        SystemExit: where the exit code is not 0: 2 for a user's mistake, 1 for what has failed.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with from_command_line():
+            code = _run(words)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 130
+    except BrokenPipeError:  # `kerasdp list | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    if code:
+        sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
+    name, *rest = words or ["--help"]
+    if name in ("--help", "-h", "help"):
+        print(help_text())
+        return 0
+    if name in ("--version", "version"):
+        print(f"kerasdp {kerasdp.__version__}")
+        return 0
+    recipe = kit.recipes().get(name.replace("-", "_"))
+    if recipe is not None:
+        return _run_recipe(recipe, rest)
+    if name in _COMMANDS:
+        return _COMMANDS[name](rest)
+    names = [*_COMMANDS, *kit.recipes()]
+    near = difflib.get_close_matches(name, names, n=1)
+    instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp --help lists all"
+    raise UserError(f"there is no sub-command {name!r}; {instead}")
+
+
+def help_text() -> str:
+    """Returns the text of `kerasdp --help`: all sub-commands, a line each."""
+    recipes = [(item.name, item.summary) for item in kit.recipes().values()]
+    own = [(name, str(function.__doc__).partition("\n")[0]) for name, function in _COMMANDS.items()]
+    width = max(len(name) for name, _ in recipes + own)
+    lines = ["usage: kerasdp COMMAND [--flag=value ...]      kerasdp COMMAND --help", ""]
+    for title, rows in (("Recipes:", recipes), ("Beside them:", own)):
+        lines += [title, *(f"  {name.ljust(width)}  {summary}" for name, summary in rows), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _run_recipe(recipe: kit.Item, flags: list[str]) -> NoReturn:
+    """Becomes the program of a recipe, which gets signals and gives its exit code by itself."""
+    flags = [_with_path(flag) for flag in flags]
+    os.environ[PROGRAM] = f"kerasdp {recipe.name}"
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(recipe.path), *flags])
+
+
+def _with_path(flag: str) -> str:
+    """Returns `--flagfile=smoke` with the path of that flagfile, unless there is such a file here."""
+    name, _, value = flag.partition("=")
+    if name.lstrip("-") != "flagfile" or not value or os.path.exists(value):
+        return flag
+    for item in kit.items("flags"):
+        if value in (item.name, item.path.stem, f"flags/{item.name}"):
+            return f"{name}={item.path}"
+    return flag
+
+
+def _list(words: list[str]) -> int:
+    """Lists recipes, flagfiles, benchmark programs and templates."""
+    parser = _Parser(prog="kerasdp list", description=_list.__doc__, allow_abbrev=False)
+    parser.add_argument("folder", nargs="?", choices=list(kit.FOLDERS), help="of these alone")
+    chosen = parser.parse_args(words).folder
+    for folder, (title, _) in kit.FOLDERS.items():
+        if chosen in (None, folder):
+            found = kit.items(folder)
+            width = max(len(item.name) for item in found)
+            print(f"{title}\n" + "\n".join(f"  {item.name.ljust(width)}  {item.summary}" for item in found) + "\n")
+    return 0
+
+
+def _copy(words: list[str]) -> int:
+    """Copies a recipe, a flagfile, a benchmark program or a template, to change it."""
+    parser = _Parser(prog="kerasdp copy", description=_copy.__doc__, allow_abbrev=False)
+    parser.add_argument("name", help="as kerasdp list shows it, or a whole folder: recipes, flags, benchmarks, cluster")
+    parser.add_argument("destination", nargs="?", default=".", help="folder or file; default: this folder")
+    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    asked = parser.parse_args(words)
+    written = kit.copy(asked.name, asked.destination, force=asked.force)
+    for path in written:
+        print(f"copied to {path}")
+    if written[0].suffix == ".py":
+        print(f"next: python {written[0]} --help")
+    return 0
+
+
+def _env(words: list[str]) -> int:
+    """Shows versions, backends and devices, and what is wrong here, with the command that mends it."""
+    _Parser(prog="kerasdp env", description=_env.__doc__, allow_abbrev=False).parse_args(words)
+    lines, problems = environment.report()
+    print("\n".join(lines))
+    for problem in problems:
+        print(f"wrong: {problem}")
+    print("" if problems else "nothing is wrong")
+    return 1 if problems else 0
+
+
+def _runs(words: list[str]) -> int:
+    """Shows the runs of a folder: settings that differ, final metrics, speed; and a picture of their curves."""
+    parser = _Parser(prog="kerasdp runs", description=_runs.__doc__, allow_abbrev=False)
+    parser.add_argument("folder", nargs="?", default="runs", help="default: runs")
+    parser.add_argument("--picture", help="PNG file of the curves; default: runs.png in the folder")
+    parser.add_argument("--csv", help="file for the table")
+    asked = parser.parse_args(words)
+    runs = comparison.read_runs(comparison.find_runs(asked.folder))
+    rows = comparison.rows_of(runs)
+    print(comparison.table(rows))
+    if asked.csv:
+        comparison.write_csv(rows, asked.csv)
+        print(f"table in {asked.csv}")
+    if any(run.history for run in runs):
+        picture = asked.picture or str(pathlib.Path(asked.folder) / "runs.png")
+        comparison.draw(runs, picture)
+        print(f"curves in {picture}")
+    return 0
+
+
+def _test(words: list[str]) -> int:
+    """Trains a small model on each backend, on one and two devices of this machine's CPU: do they learn the same?"""
+    parser = _Parser(prog="kerasdp test", description=_test.__doc__, allow_abbrev=False)
+    parser.add_argument("--backends", help="comma-separated; default: all that are installed")
+    parser.add_argument("--workdir", default="runs/self-test", help="folder of the picture; default: runs/self-test")
+    asked = parser.parse_args(words)
+    problems = environment.report()[1]
+    for problem in problems:
+        print(f"wrong: {problem}")
+    flags = [*_SELF_TEST, f"--workdir={asked.workdir}"] + ([f"--backends={asked.backends}"] if asked.backends else [])
+    code = subprocess.run([sys.executable, str(kit.recipes()["parity"].path), *flags], check=False).returncode
+    if code == 0:
+        print("passed: all of them learn the same on this machine")
+    elif code == 1:
+        print("failed: they do not learn the same; what differs stands above", file=sys.stderr)
+    return code or (1 if problems else 0)
+
+
+def _completion(words: list[str]) -> int:
+    """Prints what a shell needs to complete this command."""
+    parser = _Parser(prog="kerasdp completion", description=_completion.__doc__, allow_abbrev=False)
+    parser.add_argument("shell", choices=list(completion.SHELLS))
+    print(completion.script(parser.parse_args(words).shell, [*kit.recipes()], [*_COMMANDS]))
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], Any]] = {
+    "list": _list,
+    "copy": _copy,
+    "env": _env,
+    "runs": _runs,
+    "test": _test,
+    "completion": _completion,
+}

@@ -1,0 +1,186 @@
+"""Loads trained models: from checkpoints of runs, and from Keras' files."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kerasdp.checkpoint import files
+from kerasdp.checkpoint import state as training_state
+from kerasdp.checkpoint.architecture import build_architecture
+from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.checkpoint.storage import is_url
+from kerasdp.config import Config, spec
+from kerasdp.config.request import Request
+from kerasdp.config.workdir import CHECKPOINTS
+from kerasdp.data.datasets import load_data
+from kerasdp.errors import CheckpointError, UserError
+from kerasdp.keras_compat import as_functional, last_activation
+from kerasdp.models import build_model
+from kerasdp.portability.portable import portable
+from kerasdp.reporting import report
+
+_WITH_MODEL = "name the function that builds it: --model=FILE.py:FUNCTION"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model with the weights of a file.
+
+    Args:
+        model: to evaluate or predict with.
+        path: the file.
+        dataset: what the run trained on; None where the file does not say it. So is `data_dir`.
+        data_dir: folder of its files.
+        kind: what the outputs are, once `applied` is: `"softmax"`, probabilities of classes; `"sigmoid"`, each a
+            probability of its own; `"none"`, anything.
+        applied: whether `kind` has to be applied to the outputs, since they are logits.
+    """
+
+    model: keras.Model
+    path: str
+    dataset: str | None
+    data_dir: str | None
+    kind: str
+    applied: bool
+
+
+def load_trained(request: Request, warn: Callable[[str], None] = report.warn) -> Trained:
+    """Loads the model of a request: call it within `runner.scope()`.
+
+    Of a folder of checkpoints the newest is taken that can be used. It holds the layers of a functional or Sequential
+    model; another model is built by `request.model`, for the shape and the classes of the data set.
+
+    Args:
+        request: `checkpoint`, `model`, `dataset`, `data_dir` and `activation` are read.
+        warn: called for each checkpoint that cannot be used.
+
+    Raises:
+        UserError: if there is no such file, or the model in it cannot be built here.
+    """
+    place = request.checkpoint
+    if place.endswith(".keras") and not is_url(place):
+        _require(place)
+        path, model = place, _load_keras_file(request)
+        dataset = data_dir = None
+    else:
+        path, saved = _find(place, warn)
+        run = saved.state["config"]
+        model = _restored(path, saved, request)
+        dataset, data_dir = run["dataset"], run["data_dir"]
+    kind, applied = _kind_of(model, request.activation)
+    return Trained(model=model, path=path, dataset=dataset, data_dir=data_dir, kind=kind, applied=applied)
+
+
+def _require(place: str) -> None:
+    if not os.path.exists(place):
+        raise UserError(f"--checkpoint: there is no file or folder {place!r}")
+
+
+def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
+    """Returns path and content of a checkpoint, or of the newest of a folder."""
+    if not is_url(place):
+        _require(place)
+    try:
+        if place.endswith(".safetensors"):
+            return place, files.load(place)
+        inner = os.path.join(place, CHECKPOINTS)
+        found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
+    except NotADirectoryError:
+        raise UserError(
+            f"--checkpoint: expected a workdir, a folder of checkpoints, .safetensors or .keras. Received: {place!r}"
+        ) from None
+    except (CheckpointError, UserError) as error:
+        raise UserError(f"--checkpoint: {str(error).removeprefix('--resume: ')}") from error
+    if found is None:
+        raise UserError(
+            f"--checkpoint: expected checkpoints in {place!r}, or in its folder {CHECKPOINTS}. Received: none"
+        )
+    return found
+
+
+def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
+    if saved.format == 1:
+        raise UserError(
+            f"--checkpoint: {path} is of an old format: resume its run once (--resume), which writes a new one"
+        )
+    run, architecture = saved.state["config"], {} if request.model else saved.state.get("architecture") or {}
+    if architecture:
+        try:
+            model = _tried(lambda: build_architecture(architecture), path, _WITH_MODEL)
+        except UserError:
+            if not spec.is_user_function(run["model"]):
+                raise
+            model = _build(request, run)  # which knows user-defined layers
+    else:
+        model = _build(request, run)
+    portable(model)  # random layers then have the seeds that the checkpoint holds
+    try:
+        training_state.restore(model, saved.arrays, ("model",))
+    except UserError as error:
+        raise UserError(f"--checkpoint: {path}: {error}; {_WITH_MODEL}") from error
+    return model
+
+
+def _build(request: Request, run: dict[str, Any] | None) -> keras.Model:
+    """Builds the model that a request or a run names, for the data set's shape and classes."""
+    name = request.model or (run or {})["model"]
+    dataset = request.dataset or (run or {}).get("dataset")
+    if dataset is None:
+        raise UserError(
+            "--model: shape and classes of the model are those of a data set, which a .keras file does not name; add "
+            "--dataset (a function of yours: --dataset=FILE.py:FUNCTION) instead of --inputs"
+        )
+    data = load_data(Config(dataset=dataset, data_dir=request.data_dir or (run or {}).get("data_dir")))
+    model = build_model(Config(model=name), data.input_shape, data.num_classes)
+    if not model.built:
+        model(np.zeros((1, *data.input_shape), "float32"))
+    return model
+
+
+def _load_keras_file(request: Request) -> keras.Model:
+    path = request.checkpoint
+    if request.model is None:
+        return _tried(
+            lambda: keras.saving.load_model(path, compile=False), path, f"if its layers are yours, {_WITH_MODEL}"
+        )
+    model = _build(request, None)
+    _tried(lambda: model.load_weights(path), path, "check that --model builds what was saved")
+    return model
+
+
+def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
+    """Returns what Keras returns; it may raise anything of a file, most of it in many lines."""
+    try:
+        return action()
+    except Exception as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = line.partition(". ")[0]
+        raise UserError(f"--checkpoint: the model of {path} cannot be built ({reason}); {instead}") from error
+
+
+def _kind_of(model: keras.Model, activation: str | None) -> tuple[str, bool]:
+    """Returns what a model's outputs are, or can be made, and whether that has to be applied to them."""
+    functional = as_functional(model)
+    symbols = [None] if functional is None else functional.outputs
+    if len(symbols) > 1:
+        raise UserError(f"{model.name}: expected a model with one output. Received: {len(symbols)}")
+    own = None if symbols[0] is None else last_activation(symbols[0])[1]
+    if own in ("softmax", "sigmoid"):
+        if activation in ("softmax", "sigmoid"):
+            raise UserError(
+                f"--activation={activation}: the last layer of {model.name} has a {own} already; leave it out"
+            )
+        return own, False
+    if activation is not None:
+        return activation, activation != "none"
+    width = None if symbols[0] is None else symbols[0].shape[-1]
+    if own == "linear" and width != 1:
+        return "softmax", True
+    raise UserError(
+        f"{model.name}: its outputs may be logits or anything else: add --activation=softmax, sigmoid, or none (to use "
+        "them as they are)"
+    )

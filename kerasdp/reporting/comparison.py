@@ -1,0 +1,205 @@
+"""Compares runs by the files that they left: a table of what differs, what they reached and how fast, and a picture."""
+
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import os
+import statistics
+from typing import Any
+
+from kerasdp.config import CHECKPOINTS, Config
+from kerasdp.errors import UserError
+from kerasdp.reporting.figure import make_figure
+
+# Choices of where a run is and what it leaves, not of what it learns or how fast.
+PLACES = (
+    "workdir", "checkpoint_dir", "checkpoint_every", "keep", "resume", "max_restarts", "hang_timeout", "export",
+    "host_rank", "coordinator", "interface", "verbose", "log_every", "tracker", "profile", "dry_run", "versions",
+)  # fmt: skip
+_NOT_METRICS = ("epoch", "seconds", "images_per_second", "learning_rate")
+_MOST_IN_LEGEND = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One of several runs.
+
+    Args:
+        name: what the table and the picture call it.
+        folder: of its files.
+        choices: the fields of `kerasdp.Config` in which the runs differ.
+        history: the rows of its history.csv, numbers alone.
+        error: what went wrong; empty if nothing did.
+    """
+
+    name: str
+    folder: str
+    choices: dict[str, Any]
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+
+def find_runs(folder: str) -> list[str]:
+    """Returns the folders of all runs in a folder, it included, by name; each further `fit` of a run is one, too.
+
+    Raises:
+        UserError: if there is none.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != CHECKPOINTS)
+        if "config.json" in files:
+            found.append(place)
+    if not found:
+        raise UserError(f"expected a folder with runs, which have a config.json each. Received: {folder!r}")
+    return found
+
+
+def read_runs(folders: list[str]) -> list[Run]:
+    """Returns the runs in these folders, each called by its path below the folder that they share.
+
+    Raises:
+        UserError: if a folder holds no run.
+    """
+    everything = [_settings(folder) for folder in folders]
+    names = dict.fromkeys(name for settings in everything for name in settings if name not in PLACES)
+    defaults = Config().as_dict()
+    choices = [{name: settings.get(name, defaults.get(name)) for name in names} for settings in everything]
+    differ = [name for name in names if any(each[name] != choices[0][name] for each in choices)]
+    shared = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in folders])
+    return [
+        Run(
+            name=os.path.relpath(folder, shared),
+            folder=folder,
+            choices={name: each[name] for name in differ},
+            history=read_history(folder),
+            error="" if os.path.exists(os.path.join(folder, "report.json")) else "not finished",
+        )
+        for folder, each in zip(folders, choices)
+    ]
+
+
+def read_history(folder: str) -> list[dict[str, float]]:
+    """Returns the rows of a run's history.csv, without what is no number; none if it has not got there."""
+    try:
+        with open(os.path.join(folder, "history.csv"), newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError:
+        return []
+    return [{name: float(text) for name, text in row.items() if _is_number(text)} for row in rows]
+
+
+def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
+    """Returns a row for each run: its name, choices, epochs, last metrics, seconds, images a second, what went wrong.
+
+    Seconds are those of all epochs; images a second the median without the first epoch, in which steps are compiled.
+    """
+    rows = []
+    for run in runs:
+        last = run.history[-1] if run.history else {}
+        rates = [row["images_per_second"] for row in run.history if "images_per_second" in row]
+        row = {"run": run.name, **run.choices, "epochs": len(run.history)}
+        row |= {name: value for name, value in last.items() if name not in _NOT_METRICS}
+        row["seconds"] = sum(row.get("seconds", 0.0) for row in run.history)
+        if rates:
+            row["images_per_second"] = statistics.median(rates[1:] or rates)
+        rows.append(row | ({"error": run.error} if run.error else {}))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns rows as text, in columns."""
+    columns = _columns(rows)
+    texts = [columns, *([_shown(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(len(text[place]) for text in texts) for place in range(len(columns))]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in texts)
+
+
+def write_csv(rows: list[dict[str, Any]], path: str) -> None:
+    """Writes rows as a CSV file."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, _columns(rows))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def best_of(runs: list[Run]) -> Run | None:
+    """Returns the run whose last validation loss (else training loss) is the lowest; None if none has one."""
+    done = [run for run in runs if run.history and not run.error]
+    return min(done, key=score, default=None)
+
+
+def score(run: Run) -> float:
+    """Returns the last validation loss (else training loss) of a run; infinity if it has none, or NaN."""
+    last = run.history[-1] if run.history else {}
+    loss = last.get("val_loss", last.get("loss", math.inf))
+    return math.inf if math.isnan(loss) else loss
+
+
+def draw(runs: list[Run], path: str) -> None:
+    """Draws loss and accuracy of all runs by epoch: of the validation data if there are any, else of the training.
+
+    Args:
+        runs: those of the lowest loss are named in the legend.
+        path: of the PNG file; without any history none is written.
+    """
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    known = {name for run in runs for row in run.history for name in row}
+    names = [f"val_{name}" if f"val_{name}" in known else name for name in ("loss", "accuracy")]
+    names = [name for name in names if name in known]
+    if not names:
+        return
+    drawn = [run for run in runs if run.history]
+    named = sorted(drawn, key=score)[:_MOST_IN_LEGEND]
+    columns = 1 if max(len(run.name) for run in named) > 50 else 2
+    height = 3.6 + 0.2 * -(-len(named) // columns)
+    figure, all_axes = make_figure(5.0 * len(names), height, columns=len(names))
+    for axes, name in zip(all_axes, names):
+        for number, run in enumerate(drawn):
+            points = [(row["epoch"], row[name]) for row in run.history if name in row]
+            if points:
+                axes.plot(
+                    *zip(*points),
+                    marker="o",
+                    markersize=3,
+                    color=colormaps["viridis"](0.9 * number / max(1, len(drawn) - 1)),  # no yellow
+                    label=run.name if axes is all_axes[0] and run in named else None,
+                )
+        is_log = name.endswith("loss") and all(row.get(name, 1.0) > 0 for run in drawn for row in run.history)
+        axes.set(xlabel="epoch", title=name, yscale="log" if is_log else "linear")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    title = f"the best {len(named)} of {len(drawn)}" if len(named) < len(drawn) else None
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8, title=title)
+    figure.savefig(path, dpi=120)
+
+
+def _settings(folder: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            settings: dict[str, Any] = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"expected the folder of a run, with a config.json. Received: {folder!r} ({error})") from error
+    with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(folder, "report.json")) as file:
+        settings["num_devices"] = json.load(file)["num_devices"]  # those that there were, where none were asked for
+    return settings
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in columns if name != "error"] + ["error"] * ("error" in columns)
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        float(text or "")
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,175 @@
+"""Trains LeNet on several devices by hand, in `keras.ops` and NumPy: what data parallelism is, line by line.
+
+    python recipes/from_scratch.py                   # two GPUs, or one used twice, or two virtual CPU devices
+    python recipes/from_scratch.py --gpus=1          # the same losses
+    python recipes/from_scratch.py --backend=jax --gpus=4 --batch_size=512 --learning_rate=0.6
+
+Expected of the first two: test accuracy of at least 0.75 after 5 epochs of Fashion-MNIST. Their losses are those of
+
+    python recipes/train.py --dataset=fashion_mnist --batch_size=256 --epochs=5 --optimizer=sgd --learning_rate=0.3 \
+        --kernel_initializer='random_normal(stddev=0.01)'
+
+After "Multi-GPU training from scratch" (d2l.ai): its model, its numbers, its small demonstrations.
+"""
+
+import functools
+import itertools
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+import kerasdp
+
+
+def logits_of(parameters: list, images: Any) -> Any:
+    """Returns LeNet's output for each image and class, computed on the device where its arguments are."""
+    from keras import config, ops
+
+    kernel1, bias1, kernel2, bias2, kernel3, bias3, kernel4, bias4 = parameters
+    x = ops.cast(images, config.floatx()) * (1 / 255)
+    x = ops.average_pool(ops.relu(ops.conv(x, kernel1) + bias1), 2, 2)  # 20 filters 3x3
+    x = ops.average_pool(ops.relu(ops.conv(x, kernel2) + bias2), 2, 2)  # 50 filters 5x5
+    x = ops.relu(ops.matmul(ops.reshape(x, (len(images), -1)), kernel3) + bias3)
+    return ops.matmul(x, kernel4) + bias4
+
+
+def loss_of(parameters: list, images: Any, labels: Any) -> Any:
+    """Returns the sum of the images' losses: sums of shards add up to that of the batch, which means would not."""
+    from keras import losses, ops
+
+    return ops.sum(losses.sparse_categorical_crossentropy(labels, logits_of(parameters, images), from_logits=True))
+
+
+@functools.cache
+def loss_and_gradients() -> Any:
+    """Returns the function that gives `loss_of` and its gradients: all that the frameworks do differently."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(jax.value_and_grad(loss_of))
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return lambda *arguments: torch.func.grad_and_value(loss_of)(*arguments)[::-1]
+    import tensorflow as tf
+
+    @tf.function
+    def with_a_tape(parameters: list, *shard: Any) -> tuple:
+        with tf.GradientTape() as tape:
+            tape.watch(parameters)
+            loss = loss_of(parameters, *shard)
+        return loss, tape.gradient(loss, parameters)
+
+    return with_a_tape
+
+
+def copy_to(device: str, array: Any) -> Any:
+    """Copies an array, of NumPy or of another device, to a device."""
+    import keras
+
+    with keras.device(device):
+        return keras.ops.copy(array)
+
+
+def split_and_load(batch: np.ndarray, devices: list) -> list:
+    """Cuts a batch into equal shards, and copies one to each device."""
+    if len(batch) % len(devices):
+        expected = f"--batch_size: expected a batch that divides by the {len(devices)} devices"
+        raise kerasdp.UserError(f"{expected}. Received: {len(batch)} samples")
+    return [copy_to(device, shard) for device, shard in zip(devices, np.split(batch, len(devices)))]
+
+
+def allreduce(arrays: list, devices: list) -> list:
+    """Adds arrays, one of each device, on the first device, and copies the sum to all devices."""
+    total = sum((copy_to(devices[0], array) for array in arrays[1:]), start=arrays[0])
+    return [copy_to(device, total) for device in devices]
+
+
+def ring_allreduce(vectors: list, devices: list) -> tuple[list, list[int]]:
+    """Adds vectors in a ring, each device sending to the next one; returns the sums, and how many numbers each sent.
+
+    Of the pieces of a vector each device sends another one at a time. A piece goes round once until it is the sum, and
+    once more until all devices have it.
+    """
+    from keras import ops
+
+    count, pieces = len(devices), [list(ops.array_split(vector, len(devices))) for vector in vectors]
+    sent = [0] * count
+    for step, device in itertools.product(range(2 * (count - 1)), range(count)):
+        number, following = (device - step) % count, (device + 1) % count
+        arrived = copy_to(devices[following], pieces[device][number])
+        sent[device] += len(arrived)
+        pieces[following][number] = arrived + pieces[following][number] if step < count - 1 else arrived
+    return [ops.concatenate(own) for own in pieces], sent
+
+
+def demonstrate(devices: list, weights: list[np.ndarray]) -> None:
+    """Prints what the functions above do with small arrays, and what each device sends for the gradients of LeNet."""
+    from keras import ops
+
+    small = split_and_load(np.array([[1.0, 1.0], [2.0, 2.0]]), devices[:2])
+    print("allreduce:", *(ops.convert_to_numpy(array).tolist() for array in allreduce(small, devices[:2])))
+    print("split_and_load:", *(tuple(shard.shape) for shard in split_and_load(np.ones((4, 4)), devices[:2])))
+    size, others = sum(array.size for array in weights), len(devices) - 1
+    _, sent = ring_allreduce([copy_to(device, np.ones(size)) for device in devices], devices)
+    print(f"bytes sent for LeNet's gradients: allreduce {[4 * size * others] + [4 * size] * others}, "
+          f"ring {[4 * number for number in sent]}")  # fmt: skip
+
+
+def train_batch(parameters: list, devices: list, working: list, batch: tuple, learning_rate: float) -> float:
+    """Trains a batch, shared by the `working` devices, and updates all of them; returns the mean loss."""
+    import keras
+
+    results = []
+    for device, own, *shard in zip(working, parameters, *(split_and_load(part, working) for part in batch)):
+        with keras.device(device):  # GPUs work at the same time: no result is waited for yet
+            results.append(loss_and_gradients()(own, *shard))
+    for number, gradients in enumerate(zip(*(gradients for _, gradients in results))):
+        for device, own, total in zip(devices, parameters, allreduce(gradients, devices)):
+            with keras.device(device):
+                own[number] = own[number] - learning_rate / len(batch[0]) * total  # plain SGD
+    return sum(float(loss) for loss, _ in results) / len(batch[0])
+
+
+def accuracy(parameters: list, devices: list, data: Any, batch_size: int) -> float:
+    """Returns the share of images whose class is predicted; the devices take turns with the batches."""
+    import keras
+
+    num_correct, order = 0, kerasdp.Order(num_samples=data.num_samples, batch_size=batch_size, shuffle=False)
+    for device, own, rows in zip(itertools.cycle(devices), itertools.cycle(parameters), order.batches(0)):
+        with keras.device(device):
+            logits = keras.ops.convert_to_numpy(logits_of(own, copy_to(device, data.inputs(rows))))
+        num_correct += (logits.argmax(-1) == data.targets(rows)[0]).sum()
+    return num_correct / data.num_samples
+
+
+def train(config: kerasdp.Config) -> None:
+    """Runs in this process, which drives all devices."""
+    with kerasdp.local_devices(config) as devices:
+        data = kerasdp.load_data(config)
+        weights = kerasdp.build_model(config, data.input_shape, data.num_classes).get_weights()  # as of train.py
+        demonstrate(devices, weights)
+        parameters = [[copy_to(device, array) for array in weights] for device in devices]
+        order = kerasdp.Order(num_samples=data.train.num_samples, batch_size=config.batch_size, seed=config.seed)
+        os.makedirs(config.workdir, exist_ok=True)
+        with open(os.path.join(config.workdir, "steps.jsonl"), "w") as log:
+            for epoch in range(config.epochs):
+                losses, start = [], time.perf_counter()
+                for rows in order.batches(epoch):
+                    # The last batch of an epoch is shorter, and may not divide: the first device trains it.
+                    working = devices if len(rows) == config.batch_size else devices[:1]
+                    batch = data.train.inputs(rows), data.train.targets(rows)[0]
+                    losses.append(train_batch(parameters, devices, working, batch, config.learning_rate))
+                    print(json.dumps({"step": epoch * order.num_batches + len(losses), "loss": losses[-1]}), file=log)
+                text = f"epoch {epoch + 1}: {time.perf_counter() - start:.1f} s, loss {np.mean(losses):.4f}"
+                print(f"{text}, test accuracy {accuracy(parameters, devices, data.test, config.batch_size):.4f}")
+        print(f"devices: {', '.join(devices)}; the loss of each step is in {config.workdir}/steps.jsonl")
+
+
+if __name__ == "__main__":
+    kerasdp.main(train, flags="from_scratch")

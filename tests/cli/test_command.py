@@ -1,0 +1,242 @@
+"""The command `kerasdp`: its sub-commands, what it copies, and how it answers wrong use."""
+
+import csv
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from kerasdp.cli import command, completion, environment, kit
+from kerasdp.cli.flags import GROUPS
+from kerasdp.errors import UserError
+from tests.helpers import BACKENDS, ROOT, run
+
+RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+
+
+def call(*words):
+    """Runs the command in this process; returns its exit code."""
+    try:
+        command.main(words)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+def test_help_names_all_sub_commands(capsys):
+    assert call() == 0
+    text = capsys.readouterr().out
+    assert call("--help") == 0
+    assert capsys.readouterr().out == text
+    for name in RECIPES | {"list", "copy", "env", "runs", "test", "completion"}:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} ")]
+        assert line.endswith((".", "?"))
+    assert call("--version") == 0 and capsys.readouterr().out == f"kerasdp {importlib.metadata.version('kerasdp')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["trian"], "there is no sub-command 'trian'; did you mean kerasdp train?"),
+        (["--gpus=2"], "there is no sub-command '--gpus=2'; kerasdp --help lists all"),
+        (["copy"], "kerasdp copy: the following arguments are required: name"),
+        (["copy", "nosuch"], "Received: 'nosuch'"),
+        (["list", "--foo"], "kerasdp list: unrecognized arguments: --foo"),
+        (["runs", "/nowhere"], "expected a folder with runs, which have a config.json each. Received: '/nowhere'"),
+        (["completion", "tcsh"], "invalid choice: 'tcsh'"),
+    ],
+)
+def test_wrong_use_is_one_line(words, line, capsys):
+    assert call(*words) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and line in said
+
+
+def test_list_has_a_line_for_each(capsys):
+    assert call("list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for folder in kit.FOLDERS:
+        for item in kit.items(folder):
+            (line,) = [line for line in lines if line.startswith(f"  {item.name} ")]
+            assert line.split(maxsplit=1)[1].strip() == item.summary and len(item.summary) > 20, line
+            assert not item.summary.startswith("python "), "a command, where a sentence should be"
+    assert {item.path for folder in kit.FOLDERS for item in kit.items(folder)} == {
+        path for folder in kit.FOLDERS for path in (ROOT / folder).iterdir() if path.is_file()
+    }
+
+
+def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("copy", "train") == 0
+    (tmp_path / "train.py").write_text("mine")
+    assert call("copy", "recipes/train.py") == 2
+    assert "there is already train.py" in capsys.readouterr().err
+    assert (tmp_path / "train.py").read_text() == "mine"
+    assert call("copy", "train", "--force") == 0
+    assert (tmp_path / "train.py").read_bytes() == (ROOT / "recipes" / "train.py").read_bytes()
+    assert call("copy", "train", "new/mine.py") == 0 and (tmp_path / "new" / "mine.py").exists()
+    assert call("copy", "smoke", "train.py") == 2 and "is a file" in capsys.readouterr().err
+    assert call("copy", "cluster", "jobs") == 0
+    assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in (ROOT / "cluster").iterdir()}
+
+
+def test_copies_bring_what_they_import(tmp_path):
+    kit.copy("benchmarks/torch_loop.py", str(tmp_path), force=False)
+    assert {path.name for path in tmp_path.iterdir()} >= {"torch_loop.py", "protocol.py", "torch_models.py"}
+    assert not (tmp_path / "jax_loop.py").exists()
+
+
+def test_a_recipe_runs_by_its_name(tmp_path):
+    """Elsewhere, with a flagfile by its name; the exit code, and the files, are those of the recipe."""
+    flags = ["--flagfile=smoke", f"--backend={BACKENDS[0]}", "--device=cpu", "--max_steps=1", f"--workdir={tmp_path}/r"]
+    done = run("-m", "kerasdp", "train", *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r" / "report.json").read_text())["steps"] == 1
+    refused = run("-m", "kerasdp", "parity", "--nosuch", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert refused.returncode == 2 and refused.stderr.startswith("error: there is no flag --nosuch")
+    told = run("-m", "kerasdp", "train", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert told.stdout.startswith("usage: kerasdp train [--flagfile"), told.stdout[:100]
+
+
+def test_runs_of_a_folder(tmp_path, capsys):
+    """As two runs leave them."""
+    for rate in (0.1, 0.2):
+        folder = tmp_path / f"rate-{rate}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model": "lenet", "learning_rate": rate}))
+        (folder / "report.json").write_text(json.dumps({"num_devices": 1}))
+        with open(folder / "history.csv", "w", newline="") as file:
+            csv.writer(file).writerows([["epoch", "loss", "seconds", "images_per_second"], [1, 2 * rate, 3.0, 50.0]])
+    assert call("runs", str(tmp_path), f"--csv={tmp_path}/table.csv") == 0
+    header, *rows = capsys.readouterr().out.splitlines()[:3]
+    assert header.split() == ["run", "learning_rate", "epochs", "loss", "seconds", "images_per_second"]
+    assert [row.split()[1:4] for row in rows] == [["0.1", "1", "0.2"], ["0.2", "1", "0.4"]]
+    assert (tmp_path / "runs.png").stat().st_size > 5000
+    assert (tmp_path / "table.csv").read_text().count("\n") == 3
+
+
+def test_env_names_what_is_wrong(monkeypatch, capsys):
+    """A backend that cannot be imported, a package that is too old, and a driver with GPUs that nobody sees."""
+    asked = []
+
+    def answer(name):
+        asked.append(name)
+        return {"error": "ImportError: libcudart"} if name == BACKENDS[0] else {"version": "1", "devices": []}
+
+    monkeypatch.setattr(environment, "_of_backend", answer)
+    monkeypatch.setattr(environment, "num_gpus", lambda platform: 2)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=999", "nosuchpackage>=1"])
+    assert call("env") == 1
+    text = capsys.readouterr().out
+    assert asked == BACKENDS
+    assert f"wrong: {BACKENDS[0]} cannot be imported (ImportError: libcudart): pip install --force-reinstall" in text
+    assert "wrong: numpy " in text and "pip install 'numpy>=999'" in text
+    assert "wrong: nosuchpackage is not installed: pip install 'nosuchpackage>=1'" in text
+    for name in BACKENDS[1:]:
+        assert f"wrong: {name} sees no GPU, though there are 2: pip install 'kerasdp[{name}" in text
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
+)
+def test_env_asks_the_frameworks(backend):
+    found = environment._of_backend(backend)
+    assert found["version"].split("+")[0] == importlib.metadata.version(backend).split("+")[0]
+    assert found["devices"] == [] or environment.num_gpus("cuda")
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion_is_read_by_its_shell(shell):
+    text = completion.script(shell, ["train", "parity"], ["list"])
+    flags = [name for group, names in GROUPS.items() for name in names if "only)" not in group]
+    assert len(flags) > 40 and all(f"--{name}" in text or f"-l {name}" in text for name in flags)
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=text, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes():
+    text = completion.script("bash", ["train", "parity"], ["list"])
+
+    def completed(*words):
+        ask = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _kerasdp; echo "${{COMPREPLY[@]}}"'
+        # compopt works while a key is pressed only
+        done = subprocess.run(["bash", "-c", f"{text}\ncompopt() {{ :; }}\n{ask}"], text=True, capture_output=True)
+        return done.stdout.split()
+
+    assert completed("kerasdp", "tr") == ["train"]
+    assert completed("kerasdp", "train", "--learning") == ["--learning_rate="]
+    assert completed("kerasdp", "parity", "--device_c") == ["--device_counts="]
+    assert completed("kerasdp", "train", "--device_c") == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("build", reason="build is not installed")
+    folder = tmp_path_factory.mktemp("dist")
+    done = run("-m", "build", "--outdir", folder, ROOT)  # the sdist, and from it the wheel
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.mark.proof
+def test_the_wheel_holds_everything(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    items = [item for folder in kit.FOLDERS for item in kit.items(folder)]
+    assert {f"kerasdp/kit/{item.folder}/{item.path.name}" for item in items} <= names
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "kerasdp").rglob("*.py")} <= names
+    assert "kerasdp/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "runs/")) or "__pycache__" in name]
+
+
+# What each recipe needs to be short; those that are not named here are asked for their --help alone.
+SHORT = {
+    "train": ["--flagfile=smoke", "--device=cpu", "--max_steps=1"],
+    "custom_model": [],
+    "parity": ["--device_counts=1", "--max_steps=2", "--device=cpu"],
+    "benchmark": ["--model=mlp", "--rounds=1", "--steps_per_round=2", "--device=cpu"],
+}
+
+
+@pytest.mark.proof
+def test_recipes_of_an_installed_wheel(wheel, tmp_path):
+    """In an environment of its own, which finds the other packages here; by their names, and from copies."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    mine = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "others.pth").write_text("\n".join(mine))  # behind its own
+
+    def shell(*words, folder):
+        folder.mkdir(exist_ok=True)
+        env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        return subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=600)
+
+    listed = shell("kerasdp", "list", folder=tmp_path / "empty")
+    assert listed.returncode == 0 and all(name in listed.stdout for name in RECIPES), listed.stderr
+    assert f"in {packages}" in shell("kerasdp", "env", folder=tmp_path / "empty").stdout
+    for name in sorted(RECIPES):
+        flags = SHORT.get(name, ["--help"])
+        done = shell("kerasdp", name, *flags, folder=tmp_path / f"by-name-{name}")
+        assert done.returncode == 0, (name, done.stdout, done.stderr)
+        folder = tmp_path / f"copy-{name}"
+        assert shell("kerasdp", "copy", name, folder=folder).returncode == 0
+        flags = [flag.replace("=smoke", f"={ROOT}/flags/smoke.flags") for flag in flags]
+        done = shell("python", f"{name}.py", *flags, folder=folder)
+        assert done.returncode == 0, (name, done.stdout, done.stderr)
+
+
+def test_no_flag_is_completed_for_a_recipe_without_it():
+    assert "--peers=" not in completion.script("bash", ["train"], [])
+
+
+def test_another_shell_is_refused():
+    with pytest.raises(UserError, match="expected one of bash, zsh, fish"):
+        completion.script("tcsh", [], [])

@@ -1,0 +1,129 @@
+"""The pages say what is there: links lead somewhere, code compiles, commands parse, error texts are the code's."""
+
+import ast
+import os
+import re
+import shlex
+
+import pytest
+
+from kerasdp.cli import flags, parse
+from kerasdp.cli import main as cli_main
+from kerasdp.errors import UserError
+from tests.helpers import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.S | re.M)
+
+
+def without_code(text):
+    return FENCE.sub("", text)
+
+
+def anchors(page):
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", without_code(page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            yield f"{target}: there is no such file"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            yield f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links(page):
+    assert list(broken_links(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_compiles(page):
+    for language, code in FENCE.findall(page.read_text()):
+        if language == "python":
+            compile(code, str(page), "exec")
+
+
+def commands(page):
+    """Lines with a recipe of this repository, of blocks of the shell; a line that ends with a backslash continues."""
+    for language, code in FENCE.findall(page.read_text()):
+        if language == "bash":
+            for line in code.replace("\\\n", " ").splitlines():
+                if match := re.search(r"python (recipes/(\w+)\.py.*)", line):
+                    yield match[2], shlex.split(match[1].partition(" && ")[0], comments=True)
+
+
+def refused(recipe, arguments):
+    """What the recipe's own parser says of its flags; None if it takes them."""
+    source = (ROOT / "recipes" / f"{recipe}.py").read_text()
+    if "kerasdp.main(" not in source:
+        return None
+    named = re.search(r'flags="(\w+)"', source)
+    read = (cli_main._PARSERS | cli_main._PARSERS_OF_REQUESTS)[named[1]] if named else parse.parse
+    try:
+        read(arguments)
+    except SystemExit:  # --help
+        return None
+    except UserError as error:
+        return str(error)
+    finally:
+        flags.FLAGS.unparse_flags()
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_flags_of_commands(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for recipe, arguments in commands(page):
+        assert os.path.exists(ROOT / arguments[0]), arguments
+        assert refused(recipe, arguments) is None, arguments
+
+
+def test_a_wrong_flag_is_found(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert "no flag --gpu" in refused("train", ["recipes/train.py", "--gpu_count=2"])
+    assert "belongs to recipes/pipeline.py" in refused("train", ["recipes/train.py", "--repetitions=2"])
+
+
+def texts_of_the_code():
+    """All strings of the package; what is filled in is `...`."""
+    for file in (ROOT / "kerasdp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_error_texts():
+    """Each text of the tables is in the code, word by word, between what is filled in."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    assert len(quoted) > 20
+    texts = "\n".join(texts_of_the_code())
+    for quote in quoted:
+        pieces = [piece.strip(" ,;:()'") for piece in quote.split("...")]
+        missing = [piece for piece in pieces if piece and piece not in texts]
+        assert not missing, f"{quote}: {missing}"
+
+
+def test_every_page_is_in_the_navigation():
+    """By its name, or by a name with * that fits it."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    entries = [line for code in re.findall(r"```\{toctree\}\n(.*?)```", index, re.S) for line in code.splitlines()]
+    listed = {path for entry in entries if entry and entry[0] != ":" for path in (ROOT / "docs").glob(f"{entry}.md")}
+    assert listed == set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "index.md"}
+
+
+def test_the_settings_of_the_site():
+    """Flags and public names come into the pages, whatever there is of them."""
+    for name, place in (("command-line.md", "<!-- flags -->"), ("api.md", "<!-- api -->")):
+        assert place in (ROOT / "docs" / name).read_text()
+    assert "python -m sphinx -W" in (ROOT / ".ci" / "run").read_text()

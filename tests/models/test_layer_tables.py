@@ -1,0 +1,278 @@
+"""The built-in models against the tables of the works that they are from, line by line."""
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.models import build_model
+
+# A line: layer, kernel, stride, filters or units, shape of its output, weights and biases.
+
+# d2l.ai 13.6: images of 28x28, 3x3 convolutions that pad one pixel, a bias in each convolution.
+RESNET18 = """
+    stem_conv                  3x3  /1  64    28x28x64    640
+    stage1_block1_conv1        3x3  /1  64    28x28x64    36928
+    stage1_block1_conv2        3x3  /1  64    28x28x64    36928
+    stage1_block2_conv1        3x3  /1  64    28x28x64    36928
+    stage1_block2_conv2        3x3  /1  64    28x28x64    36928
+    stage2_block1_shortcut     1x1  /2  128   14x14x128   8320
+    stage2_block1_conv1        3x3  /2  128   14x14x128   73856
+    stage2_block1_conv2        3x3  /1  128   14x14x128   147584
+    stage2_block2_conv1        3x3  /1  128   14x14x128   147584
+    stage2_block2_conv2        3x3  /1  128   14x14x128   147584
+    stage3_block1_shortcut     1x1  /2  256   7x7x256     33024
+    stage3_block1_conv1        3x3  /2  256   7x7x256     295168
+    stage3_block1_conv2        3x3  /1  256   7x7x256     590080
+    stage3_block2_conv1        3x3  /1  256   7x7x256     590080
+    stage3_block2_conv2        3x3  /1  256   7x7x256     590080
+    stage4_block1_shortcut     1x1  /2  512   4x4x512     131584
+    stage4_block1_conv1        3x3  /2  512   4x4x512     1180160
+    stage4_block1_conv2        3x3  /1  512   4x4x512     2359808
+    stage4_block2_conv1        3x3  /1  512   4x4x512     2359808
+    stage4_block2_conv2        3x3  /1  512   4x4x512     2359808
+    logits                     -    -   10    10          5130
+"""
+
+# He et al. 2016, table 1, with images of 128x128 and 1000 classes; no biases in convolutions; the stride is in the 3x3
+# convolution, as in the published weights of today.
+RESNET50 = """
+    stem_conv                  7x7  /2  64    64x64x64    9408
+    stage1_block1_1_conv       1x1  /1  64    32x32x64    4096
+    stage1_block1_2_conv       3x3  /1  64    32x32x64    36864
+    stage1_block1_3_conv       1x1  /1  256   32x32x256   16384
+    stage1_block1_shortcut_conv 1x1  /1  256   32x32x256   16384
+    stage1_block2_1_conv       1x1  /1  64    32x32x64    16384
+    stage1_block2_2_conv       3x3  /1  64    32x32x64    36864
+    stage1_block2_3_conv       1x1  /1  256   32x32x256   16384
+    stage1_block3_1_conv       1x1  /1  64    32x32x64    16384
+    stage1_block3_2_conv       3x3  /1  64    32x32x64    36864
+    stage1_block3_3_conv       1x1  /1  256   32x32x256   16384
+    stage2_block1_1_conv       1x1  /1  128   32x32x128   32768
+    stage2_block1_2_conv       3x3  /2  128   16x16x128   147456
+    stage2_block1_3_conv       1x1  /1  512   16x16x512   65536
+    stage2_block1_shortcut_conv 1x1  /2  512   16x16x512   131072
+    stage2_block2_1_conv       1x1  /1  128   16x16x128   65536
+    stage2_block2_2_conv       3x3  /1  128   16x16x128   147456
+    stage2_block2_3_conv       1x1  /1  512   16x16x512   65536
+    stage2_block3_1_conv       1x1  /1  128   16x16x128   65536
+    stage2_block3_2_conv       3x3  /1  128   16x16x128   147456
+    stage2_block3_3_conv       1x1  /1  512   16x16x512   65536
+    stage2_block4_1_conv       1x1  /1  128   16x16x128   65536
+    stage2_block4_2_conv       3x3  /1  128   16x16x128   147456
+    stage2_block4_3_conv       1x1  /1  512   16x16x512   65536
+    stage3_block1_1_conv       1x1  /1  256   16x16x256   131072
+    stage3_block1_2_conv       3x3  /2  256   8x8x256     589824
+    stage3_block1_3_conv       1x1  /1  1024  8x8x1024    262144
+    stage3_block1_shortcut_conv 1x1  /2  1024  8x8x1024    524288
+    stage3_block2_1_conv       1x1  /1  256   8x8x256     262144
+    stage3_block2_2_conv       3x3  /1  256   8x8x256     589824
+    stage3_block2_3_conv       1x1  /1  1024  8x8x1024    262144
+    stage3_block3_1_conv       1x1  /1  256   8x8x256     262144
+    stage3_block3_2_conv       3x3  /1  256   8x8x256     589824
+    stage3_block3_3_conv       1x1  /1  1024  8x8x1024    262144
+    stage3_block4_1_conv       1x1  /1  256   8x8x256     262144
+    stage3_block4_2_conv       3x3  /1  256   8x8x256     589824
+    stage3_block4_3_conv       1x1  /1  1024  8x8x1024    262144
+    stage3_block5_1_conv       1x1  /1  256   8x8x256     262144
+    stage3_block5_2_conv       3x3  /1  256   8x8x256     589824
+    stage3_block5_3_conv       1x1  /1  1024  8x8x1024    262144
+    stage3_block6_1_conv       1x1  /1  256   8x8x256     262144
+    stage3_block6_2_conv       3x3  /1  256   8x8x256     589824
+    stage3_block6_3_conv       1x1  /1  1024  8x8x1024    262144
+    stage4_block1_1_conv       1x1  /1  512   8x8x512     524288
+    stage4_block1_2_conv       3x3  /2  512   4x4x512     2359296
+    stage4_block1_3_conv       1x1  /1  2048  4x4x2048    1048576
+    stage4_block1_shortcut_conv 1x1  /2  2048  4x4x2048    2097152
+    stage4_block2_1_conv       1x1  /1  512   4x4x512     1048576
+    stage4_block2_2_conv       3x3  /1  512   4x4x512     2359296
+    stage4_block2_3_conv       1x1  /1  2048  4x4x2048    1048576
+    stage4_block3_1_conv       1x1  /1  512   4x4x512     1048576
+    stage4_block3_2_conv       3x3  /1  512   4x4x512     2359296
+    stage4_block3_3_conv       1x1  /1  2048  4x4x2048    1048576
+    logits                     -    -   1000  1000        2049000
+"""
+
+# d2l.ai, "Multi-GPU training from scratch": images of 28x28.
+LENET = """
+    conv1                      3x3  /1  20    26x26x20    200
+    conv2                      5x5  /1  50    9x9x50      25050
+    dense1                     -    -   128   128         102528
+    logits                     -    -   10    10          1290
+"""
+
+# Keras' guide "Multi-GPU distributed training with PyTorch": images of 28x28; the first two convolutions have no bias.
+CONVNET = """
+    conv1                      3x3  /1  12    28x28x12    108
+    conv2                      6x6  /2  24    12x12x24    10368
+    conv3                      6x6  /2  32    6x6x32      27680
+    dense1                     -    -   256   256         8448
+    logits                     -    -   10    10          2570
+"""
+
+TABLES = {
+    "resnet18": (RESNET18, (28, 28, 1), 10),
+    "resnet50": (RESNET50, (128, 128, 3), 1000),
+    "lenet": (LENET, (28, 28, 1), 10),
+    "convnet": (CONVNET, (28, 28, 1), 10),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: build_model(Config(model=name), shape, classes) for name, (_, shape, classes) in TABLES.items()}
+
+
+def line_of(layer):
+    """What a table says of a layer with a kernel."""
+    is_conv = isinstance(layer, keras.layers.Conv2D)
+    kernel = "x".join(map(str, layer.kernel_size)) if is_conv else "-"
+    strides = f"/{layer.strides[0]}" if is_conv else "-"
+    if is_conv:
+        assert layer.strides[0] == layer.strides[1] and layer.dilation_rate == (1, 1) and layer.groups == 1
+    shape = "x".join(map(str, layer.output.shape[1:]))
+    return [
+        layer.name,
+        kernel,
+        strides,
+        str(layer.filters if is_conv else layer.units),
+        shape,
+        str(layer.count_params()),
+    ]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_layers_with_kernels(name, models):
+    found = [
+        line_of(each) for each in models[name].layers if isinstance(each, (keras.layers.Conv2D, keras.layers.Dense))
+    ]
+    expected = [line.split() for line in TABLES[name][0].strip().splitlines()]
+    # The shortcut is beside the convolutions of its block: its place in Keras' list says nothing.
+    assert sorted(found) == sorted(expected)
+    assert [line for line in found if "shortcut" not in line[0]] == [
+        line for line in expected if "shortcut" not in line[0]
+    ]
+
+
+def before(layer):
+    """The layers whose outputs a layer gets."""
+    inputs = layer.input if isinstance(layer.input, list) else [layer.input]
+    return [each._keras_history.operation for each in inputs]
+
+
+def after(model, layer):
+    return [each for each in model.layers if not isinstance(each, keras.layers.InputLayer) and layer in before(each)]
+
+
+def follow(model, layer):
+    """Kinds of what comes after a layer, its own ReLU included, up to the next one with a kernel, a sum or a branch."""
+    kinds = [layer.activation.__name__] if layer.activation is not keras.activations.linear else []
+    while len(following := after(model, layer)) == 1:
+        (layer,) = following
+        kinds.append(type(layer).__name__)
+        if hasattr(layer, "kernel") or isinstance(layer, keras.layers.Add):
+            break
+    return kinds
+
+
+NORM, POOL = "BatchNormalization", "GlobalAveragePooling2D"
+
+
+def test_what_follows_in_lenet_and_the_convnet(models):
+    lenet = {name: follow(models["lenet"], models["lenet"].get_layer(name)) for name in ("conv1", "conv2", "dense1")}
+    assert lenet == {
+        "conv1": ["relu", "AveragePooling2D", "Conv2D"],
+        "conv2": ["relu", "AveragePooling2D", "Flatten", "Dense"],
+        "dense1": ["relu", "Dense"],
+    }
+    assert {layer.pool_size for layer in models["lenet"].layers if "pool" in layer.name} == {(2, 2)}
+    assert [layer.output.shape[1:] for layer in models["lenet"].layers if "pool" in layer.name] == [
+        (13, 13, 20), (4, 4, 50),
+    ]  # fmt: skip
+    names = ("conv1", "conv2", "conv3", "dense1")
+    convnet = {name: follow(models["convnet"], models["convnet"].get_layer(name)) for name in names}
+    assert convnet == {
+        "conv1": [NORM, "ReLU", "Conv2D"],
+        "conv2": [NORM, "ReLU", "Conv2D"],
+        "conv3": [NORM, "ReLU", POOL, "Dense"],
+        "dense1": ["relu", "Dropout", "Dense"],
+    }
+    assert models["convnet"].get_layer("dropout").rate == 0.5
+
+
+def blocks(name, count):
+    """Names of all blocks of a net, and the filters at their ends."""
+    filters = (64, 128, 256, 512) if name == "resnet18" else (256, 512, 1024, 2048)
+    for stage, (number, width) in enumerate(zip(count, filters, strict=True), 1):
+        for block in range(1, number + 1):
+            yield f"stage{stage}_block{block}", width, block == 1
+
+
+def test_blocks_of_resnet18(models):
+    """conv-BN-ReLU-conv-BN, plus the shortcut, ReLU."""
+    model = models["resnet18"]
+    assert follow(model, model.get_layer("stem_conv"))[:2] == [NORM, "ReLU"]
+    assert not [layer for layer in model.layers if "MaxPooling" in type(layer).__name__]
+    last = "stem_relu"
+    for name, width, is_first in blocks("resnet18", (2, 2, 2, 2)):
+        is_halved = is_first and "stage1" not in name
+        first, second = (model.get_layer(f"{name}_conv{number}") for number in (1, 2))
+        # Where the stride is 2 the padding is a layer of its own.
+        assert follow(model, first) == [NORM, "ReLU", "Conv2D"]
+        assert follow(model, second) == [NORM, "Add"]
+        source = before(first)[0]
+        if is_halved:
+            assert type(source).__name__ == "ZeroPadding2D" and source.padding == ((1, 1), (1, 1))
+            source = before(source)[0]
+        else:
+            assert first.padding == second.padding == "same"
+        assert source.name == last
+        add = model.get_layer(f"{name}_add")
+        assert [each.name for each in before(add)] == [f"{name}_norm2", f"{name}_shortcut" if is_halved else last]
+        if is_halved:
+            assert before(model.get_layer(f"{name}_shortcut"))[0].name == last
+        last = f"{name}_relu2"
+        assert before(model.get_layer(last)) == [add] and add.output.shape[-1] == width
+    assert [type(each).__name__ for each in after(model, model.get_layer(last))] == [POOL]
+
+
+def test_blocks_of_resnet50(models):
+    """1x1, 3x3, 1x1, each with BN, the first two with ReLU; plus the shortcut, convolved in first blocks; ReLU."""
+    model = models["resnet50"]
+    stem = follow(model, model.get_layer("stem_conv"))
+    assert stem[:4] == [NORM, "ReLU", "ZeroPadding2D", "MaxPooling2D"]
+    assert model.get_layer("stem_pool").output.shape[1:] == (32, 32, 64)
+    last = "stem_pool"
+    for name, width, is_first in blocks("resnet50", (3, 4, 6, 3)):
+        one, two, three = (model.get_layer(f"{name}_{number}_conv") for number in (1, 2, 3))
+        assert before(one)[0].name == last
+        assert follow(model, one) == [NORM, "ReLU", "ZeroPadding2D", "Conv2D"]
+        assert follow(model, two) == [NORM, "ReLU", "Conv2D"]
+        assert follow(model, three) == [NORM, "Add"]
+        add = model.get_layer(f"{name}_add")
+        shortcut = f"{name}_shortcut_norm" if is_first else last
+        assert [each.name for each in before(add)] == [f"{name}_3_norm", shortcut]
+        if is_first:
+            assert before(model.get_layer(f"{name}_shortcut_conv"))[0].name == last
+        last = f"{name}_relu3"
+        assert before(model.get_layer(last)) == [add] and add.output.shape[-1] == width
+    assert [type(each).__name__ for each in after(model, model.get_layer(last))] == [POOL]
+
+
+def test_sums_of_parameters(models):
+    """25,557,032 is what is published for ResNet-50; the moving statistics of its 53 batch norms are besides."""
+    trained = {
+        name: sum(int(np.prod(each.shape)) for each in model.trainable_weights) for name, model in models.items()
+    }
+    norms = {
+        "resnet18": (64 + 4 * 64 + 4 * 128 + 4 * 256 + 4 * 512),
+        "resnet50": 26560,
+        "convnet": 12 + 24 + 32,
+        "lenet": 0,
+    }
+    assert trained["resnet50"] == 25_557_032
+    for name, model in models.items():
+        lines = [line.split() for line in TABLES[name][0].strip().splitlines()]
+        scales = 1 if name == "convnet" else 2  # the guide's batch norms have an offset only
+        assert trained[name] == sum(int(line[-1]) for line in lines) + scales * norms[name]
+        assert model.count_params() - trained[name] == 2 * norms[name]

@@ -1,0 +1,121 @@
+"""The lesson: data parallelism by hand learns what recipes/train.py learns, on one device and on several."""
+
+import importlib.util
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from kerasdp.errors import UserError
+from tests.helpers import BACKENDS, ROOT, run
+from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2, some_of
+
+# 1,437 digits in twice 15 batches of 96, the last one of 93, which divides neither by two nor by four.
+DIGITS = ("--dataset=digits", "--batch_size=96", "--epochs=2", "--learning_rate=0.03")
+GLOROT = "--kernel_initializer=glorot_uniform"
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    """The recipe as a module."""
+    spec = importlib.util.spec_from_file_location("from_scratch", ROOT / "recipes" / "from_scratch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses_in(workdir):
+    return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
+
+
+def follow(*flags, backend, **settings):
+    return run("recipes/from_scratch.py", f"--backend={backend}", "--device=cpu", *flags, backend=backend, **settings)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The losses of recipes/train.py, and its accuracy."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    flags = ("--device=cpu", "--optimizer=sgd", "--log_every=1", f"--workdir={workdir}")
+    done = run("recipes/train.py", f"--backend={BACKENDS[0]}", *flags, *DIGITS, backend=BACKENDS[0])
+    assert done.returncode == 0, done.stderr
+    return losses_in(workdir), json.loads((workdir / "report.json").read_text())["final"]["val_accuracy"]
+
+
+@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(BACKENDS[0], 2)]))
+def test_the_losses_of_the_main_recipe(backend, count, trained, tmp_path):
+    done = follow(f"--gpus={count}", *DIGITS, GLOROT, f"--workdir={tmp_path}", backend=backend)
+    assert done.returncode == 0, done.stderr
+    losses, accuracy = trained
+    assert len(losses) == 30 and losses[-1] < 0.95 * losses[0]
+    np.testing.assert_allclose(losses_in(tmp_path), losses, rtol=0, atol=1e-5)
+    if count > 1:
+        assert "allreduce: [[3.0, 3.0]] [[3.0, 3.0]]\nsplit_and_load: (2, 4) (2, 4)\n" in done.stdout
+    size, others = 4 * 129_068, count - 1
+    first, *rest = map(int, re.search(r"allreduce \[(.*?)\]", done.stdout)[1].split(", "))
+    assert (first, rest) == (size * others, [size] * others)
+    in_ring = list(map(int, re.search(r"ring \[(.*?)\]", done.stdout)[1].split(", ")))
+    assert in_ring == [2 * size * others // count] * count
+    found = float(re.search(r"^epoch 2: .*test accuracy ([\d.]+)$", done.stdout, re.M)[1])
+    assert found == pytest.approx(accuracy, abs=0.006)  # 2 of 360 images
+
+
+def test_a_batch_that_does_not_divide(tmp_path):
+    flags = ("--gpus=2", "--dataset=synthetic(num_samples=9)", "--batch_size=3", f"--workdir={tmp_path}")
+    done = follow(*flags, backend=BACKENDS[0])
+    assert_one_line_and_exit_code_2(done, "--batch_size: expected a batch that divides by the 2 devices. Received: 3")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_sums_by_way_of_the_first_and_in_a_ring(lesson, count):
+    devices = ["cpu:0"] * count
+    vectors = np.random.RandomState(0).rand(count, 11).astype("float32")  # 11 numbers: pieces of unequal length
+    placed = [lesson.copy_to(*pair) for pair in zip(devices, vectors, strict=True)]
+    around, sent = lesson.ring_allreduce(placed, devices)
+    for summed in (*lesson.allreduce(placed, devices), *around):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(summed), vectors.sum(axis=0), rtol=1e-6)
+    assert sum(sent) == 2 * (count - 1) * 11  # each piece is sent so often, by one device or another
+    assert max(sent) <= 2 * (count - 1) * -(-11 // count)
+
+
+def test_shards_of_a_batch(lesson):
+    halves = lesson.split_and_load(np.arange(16.0).reshape(4, 4), ["cpu:0", "cpu:0"])
+    assert [keras.ops.convert_to_numpy(half).tolist() for half in halves] == [
+        np.arange(8.0).reshape(2, 4).tolist(), np.arange(8.0, 16.0).reshape(2, 4).tolist(),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="expected a batch that divides by the 3 devices. Received: 4 samples"):
+        lesson.split_and_load(np.zeros((4, 4)), ["cpu:0"] * 3)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_device_and_two_in_float64(backend, tmp_path):
+    """120 steps at a rate that makes much of round-off: in float32 losses differ by 1e-3 after 24."""
+    losses = []
+    for count in (1, 2):
+        workdir = tmp_path / str(count)
+        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=48", "--epochs=4", "--precision=float64", GLOROT)
+        done = follow(*flags, "--learning_rate=0.1", f"--workdir={workdir}", backend=backend)
+        assert done.returncode == 0, done.stderr
+        losses.append(losses_in(workdir))
+    assert len(losses[0]) == 120 and losses[0][-1] < 1.0
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-9)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "flags",
+    [("--gpus=1",), ("--gpus=2",), ("--gpus=2", "--batch_size=512", "--learning_rate=0.6")],
+    ids=["one", "two", "two-512"],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_published_runs(backend, flags, tmp_path):
+    """Fashion-MNIST, 5 epochs, from weights of N(0, 0.01)."""
+    done = follow(*flags, f"--workdir={tmp_path}", backend=backend, timeout=890)
+    assert done.returncode == 0, done.stderr
+    print(backend, *flags, *done.stdout.splitlines()[-6:], sep="\n  ")
+    accuracy = float(re.search(r"^epoch 5: .*test accuracy ([\d.]+)$", done.stdout, re.M)[1])
+    if len(flags) < 3:
+        assert accuracy >= 0.75

@@ -1,0 +1,88 @@
+"""Curves that are shown while a run trains: text in a terminal, one figure for each fit in a notebook's kernel."""
+
+import base64
+import os
+import pty
+import sys
+
+import nbclient
+import nbformat
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.reporting.live_curve import LiveCurve, curve_line
+from kerasdp.reporting.report import Facts
+from tests.helpers import BACKENDS, ROOT, environment
+
+TRAIN = """
+import numpy as np
+
+import kerasdp
+
+
+def train(runner):
+    import keras
+
+    x = np.random.RandomState(0).rand(40, 3).astype("float32")
+    for _ in range(2):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(x, x.sum(axis=1), batch_size=10, epochs=3)
+"""
+
+
+def test_a_line_of_text():
+    history = [{"epoch": 1, "loss": 2.0, "val_loss": 1.0}, {"epoch": 2, "loss": 1.0, "scores": [1.0, 2.0]}]
+    history.append({"epoch": 3, "loss": 0.0, "val_loss": 1.0})
+    assert curve_line(history) == "loss 2 █▅▁ 0 - val_loss 1 ▁▁ 1"
+    assert curve_line(history, width=2) == "loss 1 █▁ 0 - val_loss 1 ▁▁ 1"
+    assert curve_line([{"epoch": 1}]) == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_a_terminal_gets_it(is_terminal, monkeypatch):
+    facts = Facts(
+        config=Config(backend="jax"), devices="one", device_kind="cpu", num_devices=1, num_replicas=1,
+        num_processes=1, model="m", global_batch_size=4,
+    )  # fmt: skip
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    with open(theirs, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        curve = LiveCurve(facts, fit=1, history=[{"epoch": 1, "loss": 3.0}])  # of a resumed run
+        curve.on_epoch_end(1, {"loss": 1.0})
+        stdout.write("end")
+        stdout.flush()
+        received = b""
+        while not received.endswith(b"end"):
+            received += os.read(ours, 100)
+    assert received.decode() == ("loss 3 █▁ 1\r\nend" if is_terminal else "end")
+
+
+# torch on two devices trains in other processes than the kernel's, jax in the kernel's own.
+CASES = [("torch", 2), ("jax", 2), ("tensorflow", 2), ("torch", 1)]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("backend", "count"), [case for case in CASES if case[0] in BACKENDS])
+def test_a_figure_for_each_fit_in_a_notebook(backend, count, tmp_path):
+    """It is redrawn in place: one output of the cell for each of two fits, though each has three epochs."""
+    launch = f"kerasdp.launch(train, num_devices={count}, device='cpu')"
+    cells = [TRAIN, launch, launch.replace(")", ", verbose=2)")]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    env = environment(KERAS_BACKEND=backend, PYTHONPATH=str(ROOT))
+    env.pop("PYTEST_CURRENT_TEST")  # under which ipykernel (7) leaves alone what other processes print
+    updates = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, message, cell, cell_index):
+            updates.append(message["msg_type"])
+            return super().process_message(message, cell, cell_index)
+
+    Client(notebook, timeout=200).execute(env=env, cwd=str(tmp_path))
+    shown = [[output for output in cell.outputs if "image/png" in output.get("data", {})] for cell in notebook.cells]
+    assert [len(figures) for figures in shown] == [0, 2, 0]
+    for figure in shown[1]:
+        assert base64.b64decode(figure["data"]["image/png"]).startswith(b"\x89PNG")
+    text = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    assert text.count("epoch 3/3") == 2
+    assert updates.count("update_display_data") >= 1
