@@ -137,9 +137,9 @@ def test_compiled_steps_of_unequal_shards():
 @pytest.mark.parametrize("shares", ["3,1", "auto"])
 @pytest.mark.parametrize("backend", SPLITTING)
 def test_a_resumed_run_keeps_its_shares_and_is_bit_equal(backend, shares, tmp_path):
-    stopped = train_resumable(tmp_path / "run", backend, 2, device_shares=shares, max_steps=15)
+    stopped = train_resumable(tmp_path / "run", backend, 2, device_shares=shares, max_steps=15, verbose=2)
     result_of(stopped)
-    resumed = train_resumable(tmp_path / "run", backend, 2, device_shares=shares, resume=True)
+    resumed = train_resumable(tmp_path / "run", backend, 2, device_shares=shares, resume=True, verbose=2)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     taken = ",".join(map(str, report["device_shares"]))
     if shares == "auto":
