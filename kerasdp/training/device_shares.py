@@ -9,11 +9,14 @@ from kerasdp.backends.base import Strategy
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
+from kerasdp.data.split import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat import own_steps
 
 # Of the time for each row that there would be if a pass had none of its own: timings are not exact.
 _LEAST_SLOPE = 0.2
+# Of the time with equal shards: what unequal ones must be below.
+_CLEARLY = 0.9
 
 
 def choose_shares(
@@ -47,10 +50,12 @@ def choose_shares(
             "numbers, as --device_shares=3,1"
         )
     num_rows = len(reader.first().indices)
-    # Once with equal shards, and once with shares by the speed found then: what a pass costs at all, and what a row.
-    first = _seconds(model, strategy, reader)
-    split.shares = shares_by_time(first, first, num_rows)
-    split.shares = shares_by_time(first, _seconds(model, strategy, reader), num_rows)
+    # With equal shards; with shares by the speed found then; and with those by what a pass costs at all, and a row.
+    tried = [_seconds(model, strategy, reader)]
+    for _ in range(2):
+        split.shares = shares_by_time(tried[0], tried[-1], num_rows)
+        tried.append(_seconds(model, strategy, reader))
+    first, split.shares = tried[0], fastest(tried, num_rows)
     anew = "" if resumed is None else "; the checkpoint has none for so many devices"
     rates = ", ".join(f"{rows / seconds:,.0f}" for rows, seconds in first)
     say(f"device shares: {in_words(split.shares)} of {num_rows} samples; measured: {rates} samples/s{anew}")
@@ -67,6 +72,26 @@ def _seconds(model: keras.Model, strategy: Strategy, reader: Reader) -> list[Tim
     own = strategy.pass_seconds(model, strategy.shard_batch(batch))
     seconds = [each for of_process in strategy.processes.all_gather_object(own) for each in of_process]
     return [(rows.size, each) for rows, each in zip(strategy.split.replicas(num_rows), seconds, strict=True)]
+
+
+def fastest(tried: Sequence[Sequence[Timed]], num_rows: int) -> tuple[int, ...]:
+    """Returns the rows of each device with which the slowest was fastest; equal ones unless others clearly were.
+
+    Timings of short passes are mostly noise: devices that are alike must not get what that says.
+
+    Args:
+        tried: the first with equal shards.
+        num_rows: of the batch.
+    """
+    equal, *others = tried
+    best = min(others, key=_slowest)
+    if _slowest(best) > _CLEARLY * _slowest(equal):
+        return tuple(each.num_rows for each in Split(len(equal), (1,) * len(equal)).replicas(num_rows))
+    return tuple(rows for rows, _ in best)
+
+
+def _slowest(timed: Sequence[Timed]) -> float:
+    return max(seconds for _, seconds in timed)
 
 
 def shares_by_time(first: Sequence[Timed], second: Sequence[Timed], num_rows: int) -> tuple[int, ...]:

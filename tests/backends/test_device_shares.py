@@ -8,7 +8,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.data.split import Split
 from kerasdp.errors import UserError
-from kerasdp.training.device_shares import shares_by_time
+from kerasdp.training.device_shares import fastest, shares_by_time
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run, train_resumable
 
 ONE, SPLITTING = {"num_devices": 1}, [name for name in ("torch", "tensorflow") if name in BACKENDS]
@@ -50,6 +50,12 @@ def test_shares_by_time():
     assert shares_by_time([(32, 32.0), (32, 96.0)], [(48, 48.0), (16, 48.0)], 64) == (48, 16)
     assert shares_by_time([(32, 42.0), (32, 106.0)], [(46, 56.0), (18, 64.0)], 64) == (48, 16)
     assert shares_by_time([(2, 1.0), (2, 1000.0)], [(3, 1.5), (1, 500.0)], 4) == (3, 1)
+
+
+def test_devices_that_are_alike_keep_equal_shards():
+    equal = [(7, 0.0101), (6, 0.0060)]
+    assert fastest([equal, [(5, 0.0095), (8, 0.0070)], [(1, 0.0099), (12, 0.0093)]], 13) == (7, 6)
+    assert fastest([equal, [(5, 0.0080), (8, 0.0070)], [(1, 0.0099), (12, 0.0093)]], 13) == (5, 8)
 
 
 @pytest.mark.parametrize(
