@@ -7,7 +7,7 @@
     python recipes/evaluate.py --checkpoint=model.keras --inputs=samples.npz             # arrays x and y
     python recipes/evaluate.py --checkpoint=runs/mine --dataset=my_data.py:load
 
-Expected of the second: test accuracy 0.9694 on 360 held-out digits, as at the end of the training.
+Expected of the second: accuracy 0.9694 on 360 held-out digits, as at the end of the training.
 
 Writes into --workdir: evaluation.json with loss, accuracy and the accuracy of each class; the confusion matrix as
 confusion.csv and confusion.png. Copy this file into your project and change metrics and data as you like.

@@ -5,7 +5,7 @@
     python recipes/sharded.py --data_dir=shards --backend=jax --gpus=4 --workdir=runs/shards
     python recipes/sharded.py --data_dir=shards --workdir=runs/shards --resume     # reads nothing of what is behind
 
-Expected of the second: test accuracy of at least 0.96 on held-out digits, in less than two minutes on two CPU cores.
+Expected of the second: validation accuracy at least 0.96 on held-out digits, in less than two minutes on two CPU cores.
 
 The libraries that know the files give records by their number: `datasets` (Parquet, mapped into memory) and `grain`
 (ArrayRecord); pip install 'kerasdp[data]'. Images are decoded in two processes for each process that trains.

@@ -9,7 +9,7 @@
 Each run has a folder of its own in the workdir. The second line continues where the first one was stopped, in the
 middle of a run; what is finished is not trained again.
 
-Expected of the first: a table of four runs in a minute on two CPU cores, the best with a test accuracy of at least
+Expected of the first: a table of four runs in a minute on two CPU cores, the best with a validation accuracy above
 0.93; sweep.csv and sweep.png in the workdir.
 
 Copy this file and recipes/train.py into your project and change what you like.

@@ -7,7 +7,7 @@
     python recipes/train.py --model=my_model.py:build --dataset=my_data.py:load
     python recipes/train.py --help
 
-Expected of the first two: test accuracy of at least 0.96 on held-out digits, in less than a minute on two CPU cores.
+Expected of the first two: validation accuracy at least 0.96 on held-out digits, in less than a minute on two CPU cores.
 
 Copy this file into your project and change what you like: it is plain Keras around `runner`.
 """

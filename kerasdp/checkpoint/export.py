@@ -6,7 +6,7 @@ import os
 import keras
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import jit_compile_left_open, public_optimizer_names, without_tensorflow
+from kerasdp.keras_compat import plain_compile_arguments, public_optimizer_names, without_tensorflow
 
 
 def export(model: keras.Model, path: str) -> None:
@@ -15,7 +15,8 @@ def export(model: keras.Model, path: str) -> None:
     Each of several processes may call it: they write the same, and replace one another's whole files.
 
     Args:
-        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own.
+        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own, crossentropy with smoothed labels
+            as Keras' without, a warm-up as that of `CosineDecay`, which a step-wise or linear schedule goes without.
         path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights alone).
 
     Raises:
@@ -27,7 +28,7 @@ def export(model: keras.Model, path: str) -> None:
     temporary = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
         os.makedirs(folder, exist_ok=True)
-        with without_tensorflow(), public_optimizer_names(model), jit_compile_left_open(model):
+        with without_tensorflow(), public_optimizer_names(model), plain_compile_arguments(model):
             (model.save if path.endswith(".keras") else model.save_weights)(temporary)
         os.replace(temporary, path)
     except OSError as error:

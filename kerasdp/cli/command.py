@@ -133,9 +133,7 @@ def _env(words: list[str]) -> int:
     _Parser(prog="kerasdp env", description=_env.__doc__, allow_abbrev=False).parse_args(words)
     lines, problems = environment.report()
     print("\n".join(lines))
-    for problem in problems:
-        print(f"wrong: {problem}")
-    print("" if problems else "nothing is wrong")
+    print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
     return 1 if problems else 0
 
 

@@ -1,7 +1,6 @@
 """Writes what shells need to complete the command `kerasdp`: its sub-commands, and the flags of each."""
 
 from kerasdp.cli.flags import FLAGS, GROUPS
-from kerasdp.errors import UserError
 
 _BASH = """\
 # Completes the command kerasdp. Put this line into ~/.bashrc:  source <(kerasdp completion bash)
@@ -38,12 +37,7 @@ def script(shell: str, recipes: list[str], others: list[str]) -> str:
         shell: one of `SHELLS`.
         recipes: names of the recipes, which have flags.
         others: names of the other sub-commands.
-
-    Raises:
-        UserError: if it is another shell.
     """
-    if shell not in SHELLS:
-        raise UserError(f"expected one of {', '.join(SHELLS)}. Received: {shell!r}")
     if shell == "fish":
         return _fish(recipes, others)
     cases = [f'        {name}) flags="{" ".join(_as_typed(flag) for flag in _flags_of(name))}" ;;' for name in recipes]

@@ -62,7 +62,7 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
         UserError: if there is no such file, or the model in it cannot be built here.
     """
     place = request.checkpoint
-    if place.endswith(".keras") and not is_url(place):
+    if place.endswith((".keras", ".weights.h5")) and not is_url(place):
         _require(place)
         path, model = place, _load_keras_file(request)
         dataset = data_dir = None
@@ -91,7 +91,8 @@ def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
         found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
     except NotADirectoryError:
         raise UserError(
-            f"--checkpoint: expected a workdir, a folder of checkpoints, .safetensors or .keras. Received: {place!r}"
+            f"--checkpoint: expected a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5. "
+            f"Received: {place!r}"
         ) from None
     except (CheckpointError, UserError) as error:
         raise UserError(f"--checkpoint: {str(error).removeprefix('--resume: ')}") from error
@@ -143,6 +144,8 @@ def _build(request: Request, run: dict[str, Any] | None) -> keras.Model:
 
 def _load_keras_file(request: Request) -> keras.Model:
     path = request.checkpoint
+    if request.model is None and path.endswith(".weights.h5"):
+        raise UserError(f"--checkpoint: {path} has weights alone; {_WITH_MODEL}, or a built-in model, and --dataset")
     if request.model is None:
         return _tried(
             lambda: keras.saving.load_model(path, compile=False), path, f"if its layers are yours, {_WITH_MODEL}"

@@ -81,7 +81,7 @@ from kerasdp.keras_compat.random import (
     seed_of,
     wrap_draws,
 )
-from kerasdp.keras_compat.saving import jit_compile_left_open, public_optimizer_names, saved_as_keras
+from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names, saved_as_keras
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
@@ -134,7 +134,7 @@ __all__ = [
     "is_in_layer_call",
     "is_metric_of_keras",
     "is_of_keras",
-    "jit_compile_left_open",
+    "plain_compile_arguments",
     "keep_messages_of",
     "kept_by_clear_session",
     "last_activation",

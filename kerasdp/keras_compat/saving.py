@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 from keras.src import api_export
@@ -45,20 +46,35 @@ def public_optimizer_names(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def jit_compile_left_open(model: keras.Model) -> Iterator[None]:
-    """Saves `jit_compile="auto"`.
+def plain_compile_arguments(model: keras.Model) -> Iterator[None]:
+    """Saves `jit_compile="auto"`, and what Keras has in place of the kit's schedules and losses (`as_keras`).
 
-    Keras 3.15: saves what that means on the backend that saves. So a file from jax has the next backend compile, which
-    takes torch half a minute, and one from torch keeps jax from it. Writes `model._compile_config.config`, of which
-    the public `get_compile_config()` gives a copy alone.
+    Keras 3.15: saves what "auto" means on the backend that saves. So a file from jax has the next backend compile,
+    which takes torch half a minute, and one from torch keeps jax from it. And a file with a class of the kit loads only
+    where there is kerasdp. Writes `model._compile_config.config`, of which the public `get_compile_config()` gives a
+    copy alone.
     """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
-    kept = config.get("jit_compile")
-    if kept is None:
-        yield
-        return
-    config["jit_compile"] = "auto"
+    kept = {name: config[name] for name in ("jit_compile", "optimizer", "loss") if config.get(name) is not None}
+    for name, value in kept.items():
+        saved = keras.saving.serialize_keras_object(value)
+        if name == "jit_compile":
+            config[name] = "auto"
+        elif (plain := _of_keras(saved)) != saved:
+            config[name] = plain
     try:
         yield
     finally:
-        config["jit_compile"] = kept
+        config.update(kept)
+
+
+def _of_keras(saved: Any) -> Any:
+    """Returns a saved object without the kit's classes, which know what Keras has in their place."""
+    if isinstance(saved, list):
+        return [_of_keras(each) for each in saved]
+    if not isinstance(saved, dict):
+        return saved
+    kind = keras.saving.get_registered_object(saved.get("registered_name"))
+    if hasattr(kind, "as_keras"):
+        return keras.saving.serialize_keras_object(kind.from_config(saved["config"]).as_keras())
+    return {name: _of_keras(value) for name, value in saved.items()}

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+from kerasdp.errors import UserError
 from kerasdp.reporting.report import Facts, warn
 
 _PROJECT = "kerasdp"
@@ -34,8 +36,17 @@ def open_trackers(facts: Facts, folder: str, last_step: int) -> "Trackers":
         facts: of the run.
         folder: of the files of the run.
         last_step: from which a run resumes; 0 for a new one.
+
+    Raises:
+        UserError: if one cannot begin: nobody is logged in, its server does not answer.
     """
-    return Trackers({name: _MAKERS[name](facts, folder, last_step) for name in facts.config.trackers})
+    made = {}
+    for name in facts.config.trackers:
+        try:
+            made[name] = _MAKERS[name](facts, folder, last_step)
+        except Exception as error:
+            raise UserError(f"--tracker={name} cannot begin: {_first_line(error)}") from error
+    return Trackers(made)
 
 
 class Trackers:
@@ -58,7 +69,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # a server that is away, a full disk
                 del self._trackers[name]
-                warn(f"--tracker={name} has failed ({str(error).splitlines()[0]}); training continues without it")
+                warn(f"--tracker={name} has failed ({_first_line(error)}); training continues without it")
 
 
 class _TensorBoard:
@@ -118,6 +129,7 @@ class _MLflow:
 
     def __init__(self, facts: Facts, folder: str, last_step: int):
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         self._client = MlflowClient()
         known = self._client.get_experiment_by_name(_PROJECT)
@@ -125,13 +137,16 @@ class _MLflow:
         self._run = _saved(folder, "mlflow", last_step)
         if self._run is None:
             self._run = self._client.create_run(experiment, run_name=facts.title).info.run_id
-            for name, value in facts.config.as_dict().items():
-                self._client.log_param(self._run, name, value)
+            settings = facts.config.as_dict().items()
+            self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in settings])
         _save(folder, "mlflow", self._run)
 
     def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self._run, f"{kind}/{name}", value, step=number)
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(f"{kind}/{name}", value, now, number) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
@@ -142,6 +157,10 @@ _MAKERS: dict[str, Callable[[Facts, str, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "mlflow": _MLflow,
 }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _saved(folder: str, tracker: str, last_step: int) -> str | None:

@@ -33,6 +33,10 @@ class SmoothedCrossentropy(keras.losses.Loss):
             targets, y_pred, from_logits=True, label_smoothing=self.label_smoothing
         )
 
+    def as_keras(self) -> keras.losses.Loss:
+        """Returns what an exported model has in its place: Keras has none for integer labels that are smoothed."""
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=self.reduction)
+
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
         return {"label_smoothing": self.label_smoothing, "name": self.name, "reduction": self.reduction}

@@ -34,6 +34,22 @@ class WarmUp(LearningRateSchedule):
         full = self.rate(behind) if isinstance(self.rate, LearningRateSchedule) else self.rate
         return full * ops.minimum((step + 1.0) / (self.steps + 1.0), 1.0)
 
+    def as_keras(self) -> LearningRateSchedule:
+        """Returns what an exported model has in its place.
+
+        The same rates for a number and for `CosineDecay`, whose own warm-up does it; another schedule goes without. A
+        number stays a schedule: an optimizer keeps a number as one more variable, and would lose its state.
+        """
+        rate = self.rate
+        if isinstance(rate, CosineDecay) and not rate.warmup_steps:
+            full, decay_steps, alpha = rate.initial_learning_rate, rate.decay_steps, rate.alpha
+        elif isinstance(rate, LearningRateSchedule):
+            return rate
+        else:
+            full, decay_steps, alpha = rate, 1, 1.0
+        first = full / (self.steps + 1)
+        return CosineDecay(first, decay_steps, alpha, warmup_target=full, warmup_steps=self.steps)
+
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
         rate = self.rate

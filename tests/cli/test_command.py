@@ -12,7 +12,6 @@ import pytest
 
 from kerasdp.cli import command, completion, environment, kit
 from kerasdp.cli.flags import GROUPS
-from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, run
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
@@ -235,8 +234,3 @@ def test_recipes_of_an_installed_wheel(wheel, tmp_path):
 
 def test_no_flag_is_completed_for_a_recipe_without_it():
     assert "--peers=" not in completion.script("bash", ["train"], [])
-
-
-def test_another_shell_is_refused():
-    with pytest.raises(UserError, match="expected one of bash, zsh, fish"):
-        completion.script("tcsh", [], [])

@@ -66,10 +66,14 @@ def test_a_pipeline_over_two_hosts(stages, devices):
     assert max(differences(found, alone(**settings))) < 1e-5
 
 
+# Settings; bounds of losses and of metrics, and of predictions, which show the weights. In float32 one unit near zero
+# that a last digit turns on moves lenet's by 3e-5: torch on 3 devices of one machine against 1, step 7 of 12, where
+# float64 has 2e-15, and jax on either 6e-7.
 CASES = {
-    "lenet": ({}, 1e-5),
-    "convnet": ({"model": "convnet"}, 1e-4),
-    "convnet in float64": ({"model": "convnet", "precision": "float64"}, 1e-9),
+    "lenet": ({}, 1e-5, 1e-4),
+    "lenet in float64": ({"precision": "float64"}, 1e-9, 1e-9),
+    "convnet": ({"model": "convnet"}, 1e-4, 1e-4),
+    "convnet in float64": ({"model": "convnet", "precision": "float64"}, 1e-9, 1e-9),
 }
 # Of the convnet's 12 steps, those in which float32 says something: after them torch and jax on one device each, or
 # torch on one device and on two, are 1e-4 apart, too (seen: 2e-4 and 1e-4). In float64 all 12 are compared.
@@ -83,18 +87,23 @@ HEADERS = 66  # bytes of a packet: Ethernet 14, IP 20, TCP 32 with its time stam
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hosts_learn_what_one_process_does(backend, number, case):
-    """As one process on one device; and, closer, as one machine with as many devices."""
-    changes, bound = CASES[case]
+    """As one process on one device; and as one machine with as many devices, to the bit where that sums alike.
+
+    Which it does in torch, by Gloo's ring of devices in both. jax and tensorflow sum within a process in another way
+    than over the network, and so in another order.
+    """
+    changes, *bounds = CASES[case]
     settings = {"backend": backend, "epochs": 3} | changes
     if case == "convnet":
         settings["max_steps"] = STEPS_OF_FLOAT32
     with netns.network(number) as hosts:
         found = results_of(on_hosts(hosts, **settings), timeout=400)[0]
-    for devices, limit in ((1, bound), (2 * number, bound / 10)):
+    for devices in (1, 2 * number):
         seen = differences(found, alone(**settings, num_devices=devices))
         print(f"\n{backend}, {number} hosts of 2 devices, {case}: losses {seen[0]:.1e}, evaluate {seen[1]:.1e}, "
               f"predict {seen[2]:.1e} from one machine with {devices} devices")  # fmt: skip
-        assert max(seen) < limit
+        assert max(seen[:2]) < bounds[0] and seen[2] < bounds[1]
+    assert backend != "torch" or max(seen) == 0.0
 
 
 @ON_HOSTS

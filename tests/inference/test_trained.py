@@ -63,6 +63,16 @@ def test_a_keras_file(tmp_path):
     np.testing.assert_allclose(trained.model.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
 
 
+def test_a_file_of_weights(tmp_path):
+    model, path = build_model(Config(model="lenet"), (28, 28, 1), 10), str(tmp_path / "model.weights.h5")
+    model.save_weights(path)
+    trained = load_trained(Request(checkpoint=path, model="lenet", dataset="fashion_mnist"))
+    expected = model.predict(IMAGES, verbose=0)
+    np.testing.assert_allclose(trained.model.predict(IMAGES, verbose=0), expected, atol=1e-6)
+    with pytest.raises(UserError, match="cannot be built|another model"):
+        load_trained(Request(checkpoint=path, model="convnet", dataset="fashion_mnist"))
+
+
 def test_layers_take_the_precision_of_the_run_that_uses_them():
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -142,12 +152,14 @@ def test_files_that_hold_no_model(tmp_path):
     (tmp_path / "empty").mkdir()
     two = keras.Model(shared := keras.Input((3,)), [keras.layers.Dense(2)(shared), keras.layers.Dense(3)(shared)])
     two.save(tmp_path / "two.keras")
+    two.save_weights(tmp_path / "two.weights.h5")
     for name, words in [
         ("nowhere", "--checkpoint: there is no file or folder"),
         ("nowhere.keras", "--checkpoint: there is no file or folder"),
         ("text.keras", "--checkpoint: the model of .*text.keras cannot be built"),
         ("text.safetensors", "--checkpoint: .* is corrupt or truncated"),
-        ("text.txt", "--checkpoint: expected a workdir, a folder of checkpoints, .safetensors or .keras"),
+        ("text.txt", "--checkpoint: expected a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5"),
+        ("two.weights.h5", "two.weights.h5 has weights alone; name the function that builds it: --model="),
         ("empty", "--checkpoint: expected checkpoints in .*empty"),
         ("two.keras", "expected a model with one output. Received: 2"),
     ]:

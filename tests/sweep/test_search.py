@@ -29,7 +29,7 @@ def sweep(*flags, backend, **settings):
     "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
 )
 def test_a_sweep_that_is_killed_continues(backend, tmp_path):
-    """Killed in the second of two runs: the first is not trained again, the second goes on at its next step."""
+    """Killed in the second of two runs: the first is not trained again, the second continues at its next step."""
     flags = (f"--backend={backend}", *SHORT, "--sweep=seed=1,2", f"--workdir={tmp_path}/sweep")
     program = start("recipes/sweep.py", *flags, "--checkpoint_every=1", backend=backend)
     for line in program.stdout:

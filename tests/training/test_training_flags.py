@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import UserError
 from kerasdp.models.augmentation import augmented
+from kerasdp.reporting.trackers import open_trackers
 from kerasdp.training.fit_callbacks import make_callbacks
 from kerasdp.training.losses import make_loss
 from kerasdp.training.optimizers import make_optimizer
@@ -228,3 +230,10 @@ def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else importlib)
     with pytest.raises(UserError, match=r"wandb is not installed; add it: pip install 'kerasdp\[wandb\]'"):
         check_installed(Config(tracker="tensorboard,wandb", workdir=str(tmp_path)))
+
+
+def test_a_tracker_that_cannot_begin_is_one_line(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where its folder should be")
+    facts = SimpleNamespace(config=Config(tracker="tensorboard", workdir=str(tmp_path)))
+    with pytest.raises(UserError, match="--tracker=tensorboard cannot begin: .*Not a directory"):
+        open_trackers(facts, str(tmp_path), 0)

@@ -1,0 +1,71 @@
+"""The commands and the code of the README, and of the pages that they moved to, run as their users run them."""
+
+import importlib.util
+import re
+import shlex
+
+import pytest
+
+from tests.helpers import BACKENDS, ROOT, run
+
+README = (ROOT / "README.md").read_text()
+# What the README held once, and its commands and code are run as well.
+README += "".join(
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("quickstart", "portability", "checkpoints", "pipelines")
+)
+BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
+COMMANDS = list(dict.fromkeys(line for line in BASH if line.startswith("python recipes/")))
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize(
+    "line",
+    # The first of each recipe that no other test here runs; the rest are proofs.
+    [pytest.param(line, marks=[] if number == 0 else pytest.mark.proof) for number, line in enumerate(COMMANDS)],
+)
+def test_commands_of_the_readme(line, idx_folder, tmp_path):
+    words = shlex.split(line, comments=True)
+    for names in re.findall(r"--backends?=(\S+)", line):
+        for name in names.split(","):
+            if importlib.util.find_spec(name) is None:
+                pytest.skip(f"{name} is not installed")
+    (tmp_path / "my_model.py").write_text(
+        "import keras\n"
+        "from keras import layers\n"
+        "def build(input_shape, num_classes):\n"
+        "    return keras.Sequential([keras.Input(input_shape), layers.Flatten(), layers.Dense(num_classes)])\n"
+    )
+    extra = []
+    if words[1] == "recipes/train.py" and "--help" not in words:
+        extra = ["--device=cpu", "--max_steps=2", f"--workdir={tmp_path}/run"]
+        if "fashion" in line:
+            extra.append(f"--data_dir={idx_folder}")
+    if words[1] == "recipes/pipeline.py":
+        extra = ["--device=cpu", "--model=mlp", "--split_sizes=12", "--repetitions=2", f"--workdir={tmp_path}/run"]
+    if words[1] == "recipes/benchmark.py":
+        extra = ["--device=cpu", "--rounds=1", "--steps_per_round=1", "--batch_size=8", f"--workdir={tmp_path}/run"]
+        extra += [f"--peers={BACKENDS[0]}"] if "--model=my" not in line else []  # another test has more
+    if words[1] == "recipes/parity.py":
+        extra = ["--max_steps=2", f"--workdir={tmp_path}/run"]
+    words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]
+    words = [word.replace("--flagfile=", f"--flagfile={ROOT}/") for word in words]
+    done = run(*words, *extra, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_code_of_the_readme(number, tmp_path):
+    file = tmp_path / "test_readme.py"
+    file.write_text(PYTHON[number])
+    as_test = ("-m", "pytest", f"--parity-backends={BACKENDS[-1]}") if "def test_" in PYTHON[number] else ()
+    done = run(*as_test, file, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not as_test or "2 passed" in done.stdout
+
+
+def test_install_commands_of_the_readme():
+    """The first two lines are the promise: one installs and runs, the other installs and tests."""
+    install, test = BASH[:2]
+    assert re.fullmatch(r"pip install -c constraints.txt -e '\.\[jax\]' && python recipes/train.py( --\S+)*", install)
+    assert test == "pip install -c constraints.txt -e '.[all,test]' && python -m pytest"
+    assert "grep -m1 '^pip install .* && python -m pytest$' README.md" in (ROOT / ".ci" / "run").read_text()
