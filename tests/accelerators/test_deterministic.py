@@ -13,6 +13,7 @@ def test_the_losses_are_the_same(backend, count):
     assert found["True"] == found["False"]
 
 
+@pytest.mark.proof
 def test_what_has_no_deterministic_algorithm_is_refused():
     found = result_of(run(PROGRAMS / "deterministic.py", "torch", 1, "refused"))
     assert len(found["False"]) == 10

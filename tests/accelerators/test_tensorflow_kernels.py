@@ -64,6 +64,7 @@ def test_all_steps_stay_on_the_device(count, cases):
         assert found[case]["num_roots"] >= 3
 
 
+@pytest.mark.proof
 def test_what_gpus_cannot_sum_is_refused():
     """NCCL takes no bfloat16 from TensorFlow; what is no gradient goes in a wider type."""
     found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "collectives", backend="tensorflow"))

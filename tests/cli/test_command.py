@@ -195,16 +195,16 @@ def test_the_wheel_holds_everything(wheel):
 
 # What each recipe needs to be short, in an order in which each finds what it reads; its folder is beside the others'.
 SHORT = {
-    "train": ["--flagfile=smoke", "--device=cpu", "--max_steps=3", "--workdir=../run"],
-    "evaluate": ["--checkpoint=../run", "--device=cpu"],
-    "predict": ["--checkpoint=../run", "--device=cpu", "--output=digits.csv"],
-    "export": ["--checkpoint=../run", "--to=digits.keras"],
+    "train": ["--flagfile=smoke", "--device=cpu", "--max_steps=3", "--workdir=run"],
+    "evaluate": ["--checkpoint=../by-name-train/run", "--device=cpu"],
+    "predict": ["--checkpoint=../by-name-train/run", "--device=cpu", "--output=digits.csv"],
+    "export": ["--checkpoint=../by-name-train/run", "--to=digits.keras"],
     "custom_model": [],
     "from_scratch": ["--device=cpu", "--epochs=1"],
     "text": ["--device=cpu", "--max_steps=2"],
     "sweep": ["--sweep=seed=1,2", "--model=mlp", "--device=cpu", "--max_steps=2"],
-    "make_shards": ["../shards"],
-    "sharded": ["--data_dir=../shards", "--device=cpu", "--max_steps=2"],
+    "make_shards": ["shards"],
+    "sharded": ["--data_dir=../by-name-make_shards/shards", "--device=cpu", "--max_steps=2"],
     "transfer": [
         "--data_dir=../photos",
         "--weights=none",
@@ -224,16 +224,18 @@ SHORT = {
 def test_recipes_of_an_installed_wheel(wheel, tmp_path):
     """In an environment of its own, which finds the other packages here; by their names, and from copies."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
-    python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
-    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    mine = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "others.pth").write_text("\n".join(mine))  # behind its own
+    programs = tmp_path / "env" / "bin"
 
     def shell(*words, folder):
         folder.mkdir(exist_ok=True)
-        env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        env = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path)}
         return subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=600)
+
+    installed = shell("python", "-m", "pip", "install", "-q", "--no-deps", str(wheel), folder=tmp_path / "empty")
+    assert installed.returncode == 0, installed.stderr
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    mine = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "others.pth").write_text("\n".join(mine))  # behind its own
 
     listed = shell("kerasdp", "list", folder=tmp_path / "empty")
     assert listed.returncode == 0 and all(name in listed.stdout for name in RECIPES), listed.stderr

@@ -57,7 +57,8 @@ def test_a_run_does_what_the_dry_run_told(backend, count, model, batch_norm):
         gathered = count * sent["gathered"]
     assert found[0]["sent"] == summed + gathered
     assert told["memory"]["weights"] + told["memory"]["optimizer"] == found[0]["held"]
-    assert told["checkpoint_bytes"] <= done["checkpoint_bytes"] <= told["checkpoint_bytes"] + 32_000
+    # What is told are the arrays; a file has their names, too, and the layers of the model: of resnet18 86 kB.
+    assert told["checkpoint_bytes"] <= done["checkpoint_bytes"] <= told["checkpoint_bytes"] + 128_000
 
 
 OWN_MODEL = """

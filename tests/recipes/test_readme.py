@@ -53,11 +53,15 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_code_of_the_readme(number, tmp_path):
+@pytest.mark.parametrize(
+    "code",  # parity/test_plugin.py has a test that compares, in short
+    [pytest.param(code, marks=[pytest.mark.proof] * ("def test_" in code)) for code in PYTHON],
+    ids=range(len(PYTHON)),
+)
+def test_code_of_the_readme(code, tmp_path):
     file = tmp_path / "test_readme.py"
-    file.write_text(PYTHON[number])
-    as_test = ("-m", "pytest", f"--parity-backends={BACKENDS[-1]}") if "def test_" in PYTHON[number] else ()
+    file.write_text(code)
+    as_test = ("-m", "pytest", f"--parity-backends={BACKENDS[-1]}") if "def test_" in code else ()
     done = run(*as_test, file, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not as_test or "2 passed" in done.stdout
