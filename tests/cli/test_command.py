@@ -200,7 +200,7 @@ SHORT = {
     "predict": ["--checkpoint=../by-name-train/run", "--device=cpu", "--output=digits.csv"],
     "export": ["--checkpoint=../by-name-train/run", "--to=digits.keras"],
     "custom_model": [],
-    "from_scratch": ["--device=cpu", "--epochs=1"],
+    "from_scratch": ["--dataset=digits", "--batch_size=64", "--device=cpu", "--epochs=1"],
     "text": ["--device=cpu", "--max_steps=2"],
     "sweep": ["--sweep=seed=1,2", "--model=mlp", "--device=cpu", "--max_steps=2"],
     "make_shards": ["shards"],
@@ -221,6 +221,7 @@ SHORT = {
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(3600)
 def test_recipes_of_an_installed_wheel(wheel, tmp_path):
     """In an environment of its own, which finds the other packages here; by their names, and from copies."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
