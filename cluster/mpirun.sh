@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains on several machines with Open MPI, which starts the processes by ssh. Run it on the first machine:
+# Trains on several machines with Open MPI, which starts the processes by ssh.
+# Run it on the first machine:
 #
 #     cluster/mpirun.sh
 #

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Submits a run to a Ray cluster, from the folder of the project, which is sent along (but for what .gitignore names):
+# Submits a run to a Ray cluster, from the folder of the project, which is sent along.
+# What .gitignore names is not sent.
 #
 #     RAY_ADDRESS=http://HEAD:8265 sh cluster/ray-job.sh --backend=jax --workers=4 --gpus=1 --workdir=/shared/runs/mine
 #

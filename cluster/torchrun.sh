@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains on several machines with torchrun, which starts a process for each device. Run it on each machine:
+# Trains on several machines with torchrun, which starts a process for each device.
+# Run it on each machine:
 #
 #     cluster/torchrun.sh
 #

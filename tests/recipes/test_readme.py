@@ -67,6 +67,39 @@ def test_code_of_the_readme(code, tmp_path):
     assert not as_test or "2 passed" in done.stdout
 
 
+BEFORE = """\
+import keras
+import numpy as np
+
+x, y = np.random.RandomState(0).rand(200, 8).astype("float32"), np.arange(200) % 3
+
+
+def build_model():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, activation="softmax")])
+
+
+model = build_model()
+model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+history = model.fit(x, y, batch_size=64, epochs=5, validation_split=0.2)
+print(len(history.history["val_loss"]))
+"""
+
+
+def test_the_diff_of_the_readme(tmp_path):
+    """Applied to a script whose functions use the Keras that is imported at its top."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = BEFORE
+    for hunk in diff.split("\n\n", 1):
+        lines = hunk.splitlines()
+        before, after = ("".join(line[1:] + "\n" for line in lines if line[0] in kept) for kept in (" -", " +"))
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    (tmp_path / "script.py").write_text(script)
+    done = run("script.py", cwd=tmp_path, KERAS_BACKEND=BACKENDS[-1], PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "5"
+
+
 def test_install_commands_of_the_readme():
     """The first two lines are the promise: one installs and runs, the other installs and tests."""
     install, test = BASH[:2]
