@@ -56,13 +56,13 @@ def plain_compile_arguments(model: keras.Model) -> Iterator[None]:
     """
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     kept = {name: config[name] for name in ("jit_compile", "optimizer", "loss") if config.get(name) is not None}
-    for name, value in kept.items():
-        saved = keras.saving.serialize_keras_object(value)
-        if name == "jit_compile":
-            config[name] = "auto"
-        elif (plain := _of_keras(saved)) != saved:
-            config[name] = plain
     try:
+        if "jit_compile" in kept:
+            config["jit_compile"] = "auto"
+        for name in kept.keys() - {"jit_compile"}:
+            saved = keras.saving.serialize_keras_object(kept[name])
+            if (plain := _of_keras(saved)) != saved:
+                config[name] = plain
         yield
     finally:
         config.update(kept)
@@ -74,7 +74,8 @@ def _of_keras(saved: Any) -> Any:
         return [_of_keras(each) for each in saved]
     if not isinstance(saved, dict):
         return saved
-    kind = keras.saving.get_registered_object(saved.get("registered_name"))
-    if hasattr(kind, "as_keras"):
+    name = saved.get("registered_name")
+    kind = keras.saving.get_registered_object(name)
+    if str(name).startswith("kerasdp>") and hasattr(kind, "as_keras"):
         return keras.saving.serialize_keras_object(kind.from_config(saved["config"]).as_keras())
     return {name: _of_keras(value) for name, value in saved.items()}
