@@ -22,7 +22,7 @@ import numpy as np
 
 import kerasdp
 from kerasdp.runtime.devices import is_installed
-from kerasdp.runtime.processes import call_in_new_process
+from kerasdp.runtime.workers import call_in_new_process
 
 SECONDS, NUM_STAGES, NUM_STEPS = 0.05, 2, 3
 SCHEDULES = {"torch": ("gpipe", "1f1b"), "jax": ("gpipe", "1f1b"), "tensorflow": ("gpipe", "1f1b")}

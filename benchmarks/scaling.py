@@ -27,7 +27,7 @@ from typing import Any
 from kerasdp.benchmark.contenders import PEERS, Contender
 from kerasdp.benchmark.measure import run
 from kerasdp.benchmark.results import Measured, spread
-from kerasdp.reporting import report
+from kerasdp.config.versions import versions
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -116,7 +116,7 @@ def write(rows: list[dict[str, Any]], folder: str) -> None:
     """Writes scaling.json, and a picture for each backend, model and flag with several values."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "scaling.json"), "w") as file:
-        json.dump({"cores": os.cpu_count(), "versions": report.versions(), "rows": rows}, file, indent=2)
+        json.dump({"cores": os.cpu_count(), "versions": versions(), "rows": rows}, file, indent=2)
     done = [row for row in rows if "error" not in row]
     for axis in AXES[1:]:
         for backend, model in sorted({(row["backend"], row["model"]) for row in done}):

@@ -63,6 +63,8 @@ class RunError(Exception):
     """
 
     exit_code = 1
+    # Whether every process of the run raises it, so that none has to be told.
+    is_shared = False
 
     def __init__(self, message: str):
         super().__init__(addressed(message))
@@ -106,6 +108,13 @@ class CheckpointError(RunError):
 
 class WorkerError(RunError):
     """A worker process died or raised; the text holds that worker's error."""
+
+
+def shared(message: str) -> UserError:
+    """Returns a mistake that every process of the run finds by itself."""
+    error = UserError(message)
+    error.is_shared = True
+    return error
 
 
 def from_name(name: str, message: str) -> RunError | None:

@@ -17,15 +17,15 @@ from kerasdp.config.names import meant
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UserError
 from kerasdp.reporting.live_figure import live_figures
-from kerasdp.runtime import signals
+from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.last_words import write_errors
 from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.sending import SentFunction, SentResult
-from kerasdp.runtime.supervisor import supervise
+from kerasdp.runtime.watch import judging
+from kerasdp.runtime.workers import supervise
 
 # What a dry run leaves to the machines that it tells of: it runs on one CPU device of this one.
 _OF_THE_MACHINES = (
@@ -179,8 +179,8 @@ def _unknown(name: str, value: Any) -> str:
     return f"launch: there is no argument {name!r}; {instead}"
 
 
-def _start(settings: Config, train: Callable[..., Any], folder: str | None = None) -> Any:
-    """Starts the workers; `folder` is where they leave their heartbeats."""
+def _start(settings: Config, train: Callable[..., Any]) -> Any:
+    """Starts the workers."""
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
     with ending_together(cluster):
@@ -190,7 +190,7 @@ def _start(settings: Config, train: Callable[..., Any], folder: str | None = Non
         with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
             devices = backend.make_devices(settings, cluster)
     _warn_of_cuda(devices)
-    return backend.start_workers(_work, devices, settings, train, folder)
+    return backend.start_workers(_work, devices, settings, train)
 
 
 def _warn_of_cuda(devices: Devices) -> None:
@@ -217,10 +217,9 @@ def _native_stderr_suppressed() -> Iterator[None]:
         os.close(nothing)
 
 
-def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None) -> Any:
+def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
-    write_errors(folder, int(os.environ.get("LOCAL_RANK", 0)))
-    with signals.noticed(is_watched=folder is not None), ending_together(devices.cluster):
+    with signals.noticed(outcome.is_watched()), ending_together(devices.cluster):
         module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         # Only now may Keras be imported.
@@ -228,18 +227,18 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any], folder:
 
         if isinstance(train, SentFunction):
             train = train.received()
-        processes, link = strategy.processes, current_link() if devices.cluster else None
+        processes, link = strategy.processes, getattr(strategy.processes, "link", None)
         if link is not None:  # by default one of rank 0's time and number
             settings = dataclasses.replace(settings, workdir=link.all_gather_object(settings.workdir)[0])
-        local_rank, num_local = processes.local if folder else (0, 1)
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
-        heartbeat = Heartbeat(folder, local_rank, num_local, tell_after, link)
+        heartbeat = Heartbeat(tell_after, link)
         heartbeat.mark_exchanges(strategy)
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
-        with heartbeat.of_run(), runner.training_function(), one_prints, refused:
+        judged, run = judging(link, heartbeat, settings.hang_timeout), heartbeat.of_run()
+        with judged, run, runner.training_function(), one_prints, refused:
             result = train(runner)
-        if folder is None:
+        if outcome.place() is None:
             return result
         if not runner.is_chief:
             return None

@@ -105,11 +105,12 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 
 def _fork_or_spawn(path: str, arguments: list[str], descriptors: list[int]) -> int:
-    """In place of starting Python anew: forks, where a worker of `multiprocessing` is asked for.
+    """In place of starting Python anew: forks, where a worker of `multiprocessing`, or its server, is asked for.
 
-    The worker gets what a new process gets: its pipes, the environment, and by pickling what it has to do.
+    It gets what a new process gets: its pipes, the environment, and by pickling what it has to do.
     """
-    command = next((str(argument) for argument in arguments if "spawn_main(" in str(argument)), None)
+    mains = "spawn_main(", "forkserver import main"
+    command = next((str(each) for each in arguments if any(main in str(each) for main in mains)), None)
     if command is None:  # the tracker of resources
         return _spawn(path, arguments, descriptors)
     process = os.fork()

@@ -3,7 +3,7 @@
 Each folder of `kerasdp.backends` has these names:
 
 - `devices.make_devices(config, cluster)`: chooses the devices of a run and makes virtual ones;
-- `devices.start_workers(worker, devices, settings, train, folder)`: calls a function in each worker process;
+- `devices.start_workers(worker, devices, settings, train)`: calls a function in each worker process;
 - `data_parallel.DataParallel`, `pipeline_parallel.PipelineParallel` (with JAX also `tensor_parallel.TensorParallel`): a
   `Strategy`, the whole of what differs between the backends in a worker.
 """
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from kerasdp.config import Config
 from kerasdp.data.split import Split
 from kerasdp.runtime.model_cache import ModelCache
-from kerasdp.runtime.processes import peak_memory_of_process
 from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.workers import peak_memory_of_process
 
 if TYPE_CHECKING:
     import keras

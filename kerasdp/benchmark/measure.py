@@ -12,8 +12,8 @@ from kerasdp.benchmark.peaks import peak_of
 from kerasdp.benchmark.results import Measured, spread
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
+from kerasdp.config.versions import versions
 from kerasdp.errors import RunError
-from kerasdp.reporting import report
 from kerasdp.runtime.devices import is_installed
 
 SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
@@ -189,7 +189,7 @@ def write(workdir: str, config: Config, measured: list[Measured], rounds: int, s
     from kerasdp.benchmark import charts
 
     os.makedirs(workdir, exist_ok=True)
-    machine = {"gpu": gpu, "cores": os.cpu_count(), "platform": platform.platform(), "versions": report.versions()}
+    machine = {"gpu": gpu, "cores": os.cpu_count(), "platform": platform.platform(), "versions": versions()}
     content = {
         "config": config.as_dict(), "rounds": rounds, "steps_per_round": steps, "machine": machine,
         "contenders": [one.as_dict() for one in measured], "ratios": ratios(measured), "speedups": speedups(measured),

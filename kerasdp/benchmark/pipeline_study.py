@@ -10,7 +10,7 @@ from kerasdp.benchmark.results import Measurement
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
-from kerasdp.runtime.processes import call_in_new_process
+from kerasdp.runtime.workers import call_in_new_process
 
 if TYPE_CHECKING:
     import keras

@@ -16,6 +16,7 @@ from kerasdp.checkpoint.architecture import architecture_of
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
+from kerasdp.config.versions import versions
 from kerasdp.data.split import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat import set_monitor_direction
@@ -243,7 +244,7 @@ class Checkpointer:
             },
             "config": self.config.as_dict(),
             "architecture": self._architecture,
-            "versions": report.versions(),
+            "versions": versions(),
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
         self._last_saved = step

@@ -20,8 +20,8 @@ from kerasdp.data.sources import num_samples, weights_of_classes
 from kerasdp.data.split import Split
 from kerasdp.data.streams import END, unpacked
 from kerasdp.errors import UserError, WorkerError
-from kerasdp.runtime.processes import end_with_parent
 from kerasdp.runtime.ranks import Scatter
+from kerasdp.runtime.workers import end_with_parent
 
 # Number of the messages about the first batch; those of an epoch's batches have the next ones.
 _FIRST = 0

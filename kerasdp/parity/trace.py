@@ -13,8 +13,8 @@ import numpy as np
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.launch import launch
-from kerasdp.runtime.processes import call_in_new_process
 from kerasdp.runtime.sending import sent
+from kerasdp.runtime.workers import call_in_new_process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,15 @@
 """Formats the lines that a run prints, and the content of report.json."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
-import platform
 import statistics
 import sys
 from typing import Any
 
 from kerasdp.config import Config
+from kerasdp.config.versions import versions
 from kerasdp.data.split import Split
 from kerasdp.errors import addressed
-
-PACKAGES = ("kerasdp", "keras", "torch", "jax", "tensorflow", "numpy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,15 +61,6 @@ def warn(text: str) -> None:
 
 
 @functools.cache  # a checkpoint needs them, too
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of every relevant package that is installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
 def start_line(facts: Facts, learning_rate: float) -> str:
     """Formats the first line of a run: backend, devices, model, batch, learning rate, precision."""
     replica_batch = str(facts.config.replica_batch_size(facts.num_replicas))

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from kerasdp.config.versions import versions
 from kerasdp.reporting.figure import make_figure
-from kerasdp.reporting.report import Facts, versions, warn
+from kerasdp.reporting.report import Facts, warn
 from kerasdp.reporting.trackers import open_trackers
 
 

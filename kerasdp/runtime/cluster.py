@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import messages
+from kerasdp.runtime import addresses, door
 
 Environment = Mapping[str, str]
 
-_LOOPBACK = "127.0.0.1"
 # Where a scheduler names no port, one of these is taken by the number of its job, so that two jobs seldom meet.
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 # Who starts a process a device, with torch, also where that is one a machine.
 OF_RANKS = ("torchrun", "RANK and WORLD_SIZE")
+# In the environment of worker processes that were started together: the path of the socket where they meet.
+MEETING_PLACE = "KERASDP_MEETING_PLACE"
 _TPU_PORT = 8476  # which JAX (0.10.2) takes on Cloud TPU
 
 
@@ -96,8 +97,15 @@ def find_cluster(config: Config, environment: Environment = os.environ) -> Clust
 
 def check_cluster(config: Config, cluster: Cluster | None) -> None:
     """Raises `UserError` if the run cannot have several processes that something else starts, or they cannot meet."""
-    if cluster is not None and cluster.coordinator and cluster.process == 0 and not cluster.is_local:
-        messages.check_name(cluster.address[0])
+    if cluster is not None and cluster.coordinator and not cluster.is_local:
+        if ":" in cluster.address[0]:
+            raise UserError(
+                f"--coordinator: expected an IPv4 address, or a name that has one. Received: {cluster.coordinator}, of "
+                "IPv6, at which torch's and JAX's collectives do not meet"
+            )
+        door.require_secret(cluster.source)
+        if cluster.process == 0:
+            addresses.check_name(cluster.address[0])
     if cluster is None or config.backend == "torch" or config.engine == "data":
         return
     what = f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
@@ -170,7 +178,7 @@ def _of_mpi(environment: Environment) -> Cluster | None:
         local_processes=local_size,
         local_process=local_rank,
         coordinator=_given(environment)
-        or (f"{_LOOPBACK}:{_port(zlib.crc32(job.encode()))}" if local_size == size else ""),
+        or (f"{addresses.LOOPBACK}:{_port(zlib.crc32(job.encode()))}" if local_size == size else ""),
     )
 
 

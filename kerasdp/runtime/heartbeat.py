@@ -5,19 +5,18 @@ Whoever watches over them (`kerasdp.runtime.watch`) so sees ranks that do differ
 
 import contextlib
 import functools
-import mmap
 import os
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from kerasdp.errors import addressed
-from kerasdp.runtime import lines, rank_files, signals
-from kerasdp.runtime.host_link import HostLink
-from kerasdp.runtime.rank_files import CALL, COMPILING, END, MEETING, OUTSIDE, OVER, STEP, Notes
+from kerasdp.runtime import lines, outcome, rank, signals
+from kerasdp.runtime.link import Link
+from kerasdp.runtime.rank import CALL, COMPILING, END, MEETING, OUTSIDE, OVER, STEP, Rank, RankFile, Record
 
 SECONDS_BETWEEN_SIGNS = 0.5
 _OF_PROCESSES = ("all_gather_object", "broadcast_from_rank0", "all_reduce_max_delayed", "any_rank")
@@ -25,31 +24,21 @@ _OF_STRATEGY = ("gather_variables", "diverged_variables")
 
 
 class Heartbeat:
-    """Marks what this rank does. The attributes are those of `rank_files.Record`."""
+    """Marks what this rank does. The attributes are those of `rank.Record`."""
 
-    def __init__(
-        self,
-        folder: str | None = None,
-        rank: int = 0,
-        num_ranks: int = 1,
-        tell_after: float | None = None,
-        link: HostLink | None = None,
-    ):
+    def __init__(self, tell_after: float | None = None, link: Link | None = None):
         """Begins in the script.
 
         Args:
-            folder: of all ranks' files; None: there is one rank, and nobody watches over it.
-            rank: of this process, among those of this machine that one program watches over.
-            num_ranks: of these.
             tell_after: seconds without a move after which a line says where this process is. None: never.
-            link: with the ranks of other machines, if there are any.
+            link: with the other ranks, if there are any.
         """
-        self._folder, self._rank, self._num_ranks, self._tell_after = folder, rank, num_ranks, tell_after
-        self._link = link
+        self._tell_after, self._link = tell_after, link
+        self._file = RankFile(outcome.place())
         # See `Notes`; and of the calls that run, the numbers of the meetings before them.
-        self._meetings: dict[str, dict[str, Any]] = {}
+        self._meetings: dict[str, list[str]] = {}
         self._running: list[str] = []
-        self._error = ""
+        self._error, self._place = "", ""
         self._calls: list[int] = []
         self._state, self._num_events, self._num_meetings, self._step = OUTSIDE, 0, 0, 0
         self._since = time.monotonic()
@@ -57,14 +46,14 @@ class Heartbeat:
         # Of other threads, which read ahead, events would come in any order.
         self._thread = threading.get_ident()
         self._lock, self._is_over = threading.Lock(), threading.Event()
-        self._memory = mmap.mmap(-1, rank_files.NUM_BYTES)
-        if folder is not None:
-            self._save_notes()
-            with open(rank_files.record_path(folder, rank), "w+b") as file:
-                file.truncate(rank_files.NUM_BYTES)
-                self._memory = mmap.mmap(file.fileno(), rank_files.NUM_BYTES)
+        self._write_notes()
         self._write()
         threading.Thread(target=self._live, daemon=True, name="heartbeat").start()
+
+    def rank(self) -> Rank:
+        """Returns where this rank is."""
+        with self._lock:
+            return self._file.rank(0, "")
 
     @contextlib.contextmanager
     def call(self, name: str, arguments: dict[str, Any] | None = None) -> Iterator[None]:
@@ -72,14 +61,14 @@ class Heartbeat:
 
         Args:
             name: as users write it.
-            arguments: see `rank_files.differing_argument`.
+            arguments: see `rank.differing_argument`.
         """
         line = lines.of_call()
         self._meet(name, line, arguments or {}, MEETING)
         self._calls.append(self._num_meetings)
         self._running.append(f"{name} ({line})" if line else name)
         self._error = ""
-        self._save_notes()
+        self._write_notes()
         if len(self._calls) == 1:
             self._step = 0
         self._move(CALL)
@@ -91,7 +80,7 @@ class Heartbeat:
         finally:
             self._calls.pop()
             self._running.pop()
-            self._save_notes()
+            self._write_notes()
             self._move(CALL if self._calls else OUTSIDE)
 
     @contextlib.contextmanager
@@ -131,7 +120,7 @@ class Heartbeat:
 
     def mark_exchanges(self, strategy: Any) -> None:
         """Marks whatever a strategy (`kerasdp.backends.base.Strategy`) exchanges between the ranks by a method."""
-        if self._num_ranks == 1:
+        if self._link is None:
             return
         for owner, names in ((strategy.processes, _OF_PROCESSES), (strategy, _OF_STRATEGY)):
             for name in names:
@@ -198,68 +187,58 @@ class Heartbeat:
         self._move(OVER)
 
     def _meet(self, name: str, line: str, arguments: dict[str, Any], state: int) -> None:
-        number, mine = self._num_meetings + 1, {"name": name, "line": line, "arguments": arguments}
-        self._meetings[str(number)] = mine
-        self._meetings.pop(str(number - 2), None)  # another rank may still read the last one
-        self._save_notes()
+        """Waits for all ranks. Raises `UserError` unless they have come before the same call."""
+        number = self._num_meetings + 1
+        self._meetings = {**dict(list(self._meetings.items())[-1:]), str(number): [name, line]}
+        self._write_notes()
         self._begin_event(f"before {name}")
         self._num_meetings = number
         self._move(state)
-        pause, others = 0.0005, [rank for rank in range(self._num_ranks) if rank != self._rank]
-        # With other arguments it stays here until the run is ended by whoever watches over it, and sees the same.
-        while others := [rank for rank in others if not self._has_come(rank, number, mine)]:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        if self._link is not None:
-            self._compare(self._link.all_gather_object(mine), self._link.names)
-
-    def _compare(self, meetings: list[dict[str, Any]], names: list[str]) -> None:
-        """Raises `UserError` unless the ranks of all machines have come before the same call."""
-        for other, name in zip(meetings[1:], names[1:]):
-            if not rank_files.are_alike(meetings[0], other):
-                raise rank_files.unlike(meetings[0], other, names[0], name)
-
-    def _has_come(self, rank: int, number: int, mine: dict[str, Any]) -> bool:
-        folder = cast(str, self._folder)  # of several ranks
-        record = rank_files.read_record(folder, rank)
-        if record is None or record.num_meetings < number:
-            return False
-        theirs = rank_files.read_notes(folder, rank).meetings.get(str(number))
-        return theirs is not None and rank_files.are_alike(mine, theirs)
+        if self._link is None:
+            return
+        meetings = self._link.all_gather_object({"name": name, "line": line, "arguments": arguments}, "call")
+        for other, its_name in zip(meetings[1:], self._link.names[1:]):
+            if (error := rank.unlike(meetings[0], other, self._link.names[0], its_name)) is not None:
+                raise error
 
     def _begin_event(self, name: str) -> None:
         self._num_events += 1
-        place = rank_files.HEAD.size + self._num_events % rank_files.NUM_RECENT * rank_files.CODE.size
-        rank_files.CODE.pack_into(self._memory, place, _code(name))
+        self._file.write_event(self._num_events, _code(name))
 
     def _move(self, state: int) -> None:
         self._state, self._since = state, time.monotonic()
         self._write()
 
-    def _write(self, is_finishing: bool = False) -> None:
+    def _write(self) -> None:
         calls = self._calls or (0,)
         with self._lock:
-            rank_files.HEAD.pack_into(
-                self._memory, 0, os.getpid(), self._state, self._num_events, self._num_meetings, calls[-1], calls[0],
-                self._step, is_finishing, self._since, time.monotonic(),
+            self._file.write(
+                Record(
+                    os.getpid(), self._state, self._num_events, self._num_meetings, calls[-1], calls[0], self._step,
+                    signals.is_finishing(), self._since, time.monotonic(),
+                )
             )  # fmt: skip
 
-    def _save_notes(self) -> None:
-        if self._folder is not None:
-            rank_files.write_notes(self._folder, self._rank, Notes(self._meetings, self._running, self._error))
+    def _write_notes(self) -> None:
+        with self._lock:
+            is_of_user = lines.is_of_user(self._place)
+            self._file.write_notes(rank.Notes(self._meetings, self._running, self._error, self._place, is_of_user))
 
     def _live(self) -> None:
         """Gives a sign of life twice a second, and says where this process is as long as it does not move."""
         told = 0.0
         while not self._is_over.wait(SECONDS_BETWEEN_SIGNS):
-            self._write(signals.is_finishing())
+            self._write()
             since, seconds = self._since, time.monotonic() - self._since
-            if self._folder is not None and seconds > SECONDS_BETWEEN_SIGNS:
-                rank_files.write_place(self._folder, self._rank, lines.place_of(self._thread))
+            if seconds <= SECONDS_BETWEEN_SIGNS:
+                continue
+            if (place := lines.place_of(self._thread)) != self._place:
+                self._place = place
+                self._write_notes()
             if self._tell_after and seconds > self._tell_after and self._state in (CALL, STEP) and told != since:
                 told = since
                 words = f"nothing has moved for {seconds:.0f} s in {', '.join(self._running)}"
-                cure = f"at {lines.place_of(self._thread)}; --hang_timeout ends such a run"
+                cure = f"at {self._place}; --hang_timeout ends such a run"
                 print(addressed(f"{words}, {cure}"), file=sys.stderr, flush=True)
 
 

@@ -19,6 +19,11 @@ def is_of_user(path: str) -> bool:
     return not path.startswith((_STANDARD, _PACKAGES, _KIT, compiled, "<frozen", "<string"))
 
 
+def is_of_framework(place: str) -> bool:
+    """Returns whether a place, as `place_of` returns it, is a framework's own."""
+    return any(f"{os.sep}{name}{os.sep}" in place for name in ("jax", "jaxlib", "tensorflow", "torch"))
+
+
 def place_of(thread: int) -> str:
     """Returns the line where a user would look: where a thread is, or the one that it waits for."""
     frames = sys._current_frames()  # No public way: faulthandler writes text alone.

@@ -1,31 +1,36 @@
-"""Joins this process with those of other machines, where each drives all of its devices."""
+"""Joins this process with the others of its run, and exchanges values with them."""
 
 import atexit
 import contextlib
+import hashlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from kerasdp.errors import PreemptedError, RunError, UserError
-from kerasdp.runtime import messages
-from kerasdp.runtime.cluster import Cluster
-from kerasdp.runtime.host_link import HostLink
+from kerasdp.config import Config
+from kerasdp.config.versions import versions
+from kerasdp.errors import FIELDS_OF_FLAGS, PreemptedError, RunError, UserError, shared
+from kerasdp.runtime import addresses
+from kerasdp.runtime.cluster import MEETING_PLACE, Cluster
+from kerasdp.runtime.door import private_folder
+from kerasdp.runtime.link import Link
 
 T = TypeVar("T")
 
 # A collective fails at once if the other end is gone; it is known a moment later which that is.
 _SECONDS_TO_KNOW = 3.0
-
-_link: HostLink | None = None
-_cluster: Cluster | None = None
+# What each host has of its own; of `workdir` that of process 0 counts.
+_OF_A_HOST = (
+    "host_rank", "coordinator", "interface", "data_dir", "workdir", "checkpoint_dir", "verbose", "tracker", "profile",
+    "export",
+)  # fmt: skip
 
 
 class LinkedProcesses:
-    """`kerasdp.runtime.ranks.Processes` over a link."""
+    """`kerasdp.runtime.ranks.Processes` over a link, for one run."""
 
-    local = 0, 1
-
-    def __init__(self, link: HostLink):
-        self.link, self.rank, self.num_processes = link, link.rank, link.num_processes
+    def __init__(self, link: Link, local: tuple[int, int] = (0, 1)):
+        self.link, self.rank, self.num_processes, self.local = link, link.rank, link.num_processes, local
         self._last: Callable[[], list[int]] | None = None
         self._num_scatters = 0
 
@@ -35,55 +40,27 @@ class LinkedProcesses:
 
     def broadcast_from_rank0(self, values: list[float]) -> list[float]:
         """See `Processes`."""
-        return self.all_gather_object(values if self.rank == 0 else [])[0]
+        return self.link.all_gather_object(values if self.rank == 0 else [], "broadcast_from_rank0")[0]
 
     def all_reduce_max_delayed(self, number: int) -> int:
         """See `Processes`."""
-        last, self._last = self._last, self.link.gather_later(number)
+        last, self._last = self._last, self.link.gather_later(number, "all_reduce_max_delayed")
         return 0 if last is None else max(last())
 
     def any_rank(self, flag: bool) -> bool:
         """See `Processes`."""
-        return any(self.all_gather_object(flag))
+        return any(self.link.all_gather_object(flag, "any_rank"))
 
-    def open_scatter(self) -> "HostScatter":
+    def open_scatter(self) -> "LinkedScatter":
         """See `Processes`."""
         self._num_scatters += 1
-        return HostScatter(self.link, self._num_scatters)
+        return LinkedScatter(self.link, self._num_scatters)
 
 
-def current_link() -> HostLink | None:
-    """Returns the link of this process; None if it has none."""
-    return _link
-
-
-def use_link(link: HostLink, cluster: Cluster) -> None:
-    """Makes a link that of this process, until it ends."""
-    global _link, _cluster
-    _link, _cluster = link, cluster
-    atexit.register(link.leave)
-
-
-def join(cluster: Cluster, interface: str | None) -> HostLink:
-    """Links this process with the others, at the coordinator, once in a program.
-
-    Raises:
-        UserError: if they do not come, or this program has joined others before.
-    """
-    if _link is not None:
-        if cluster != _cluster:
-            raise UserError(f"this program has joined the processes of {_cluster} before. Received: {cluster}")
-        return _link
-    host, port = cluster.address
-    own = messages.own_address((host, port), interface)
-    use_link(HostLink.among(cluster.process, cluster.num_processes, host, port, own), cluster)
-    return join(cluster, interface)
-
-
-class HostScatter:
+class LinkedScatter:
     """`kerasdp.runtime.ranks.Scatter` over a link."""
 
-    def __init__(self, link: HostLink, channel: int):
+    def __init__(self, link: Link, channel: int):
         self.rank, self.num_processes = link.rank, link.num_processes
         self._link, self._channel = link, channel
 
@@ -99,6 +76,64 @@ class HostScatter:
         """See `kerasdp.runtime.ranks.Scatter`: what was sent is on its way, whatever becomes of the arrays."""
 
 
+_link: Link | None = None
+_cluster: Cluster | None = None
+
+
+def current_link() -> Link | None:
+    """Returns the link of this process; None if it has none."""
+    return _link
+
+
+def join(cluster: Cluster, config: Config) -> Link:
+    """Links this process with the others of its run, once in a program; all have made the same choices.
+
+    Raises:
+        UserError: if they do not come, or differ; if this program has joined others before.
+    """
+    if _link is not None and cluster != _cluster:
+        raise UserError(f"this program has joined the processes of {_cluster} before. Received: {cluster}")
+    link = _link or _join(cluster, config.interface)
+    _require_same(link, config)
+    return link
+
+
+def _join(cluster: Cluster, interface: str | None) -> Link:
+    global _link, _cluster
+    if cluster.is_local:
+        meeting = hashlib.sha256(f"{cluster.source} {cluster.coordinator}".encode()).hexdigest()[:16]
+        place = os.environ.get(MEETING_PLACE) or os.path.join(private_folder(), meeting)
+        _link = Link.among(cluster.process, cluster.num_processes, place)
+    else:
+        own = addresses.own_address(cluster.address, interface)
+        _link = Link.among(cluster.process, cluster.num_processes, cluster.address, own)
+    _cluster = cluster
+    atexit.register(_link.leave)
+    return _link
+
+
+def _require_same(link: Link, config: Config) -> None:
+    """Raises the same `UserError` on all processes if they differ in a choice or a version."""
+    used = ("python", "kerasdp", "keras", "numpy", config.backend)
+    packages = {name: version for name, version in versions().items() if name in used}
+    choices = {_flag(name): value for name, value in config.as_dict().items() if name not in _OF_A_HOST}
+    given = link.all_gather_object(packages | choices, "choices")
+    for other, name in zip(given[1:], link.names[1:]):
+        for what in given[0].keys() | other.keys():
+            one, two = given[0].get(what), other.get(what)
+            if one != two:
+                where = "processes" if link.own is None else "hosts"
+                raise shared(
+                    f"{what}: expected the same on all {where}. Received: {one} on {link.names[0]}, {two} on {name}; "
+                    "give each the same"
+                )
+
+
+def _flag(name: str) -> str:
+    known = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
+    return f"--{known.get(name, name)}"
+
+
 @contextlib.contextmanager
 def ending_together(cluster: Cluster | None) -> Iterator[None]:
     """Lets the others know if this process fails, and says which of them did if one of them was first.
@@ -110,7 +145,7 @@ def ending_together(cluster: Cluster | None) -> Iterator[None]:
     except PreemptedError:
         raise  # with all others
     except BaseException as error:
-        if _link is None or cluster is None:
+        if _link is None or cluster is None or getattr(error, "is_shared", False):
             raise
         if not isinstance(error, RunError) and (reason := _link.reason(_SECONDS_TO_KNOW)) is not None:
             raise reason from error

@@ -23,11 +23,14 @@ SECONDS_OF_ONE = 2.0
 SECONDS_TO_NOTE = 600.0
 # And one that has not left by then after a second signal, which ends it at once.
 _SECONDS_TO_LEAVE = 1.0
+_SECONDS_BETWEEN_LOOKS = 0.5
+# An exception that was lost is raised again so long after: into the pipe of signals goes this byte.
+_SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, b"\0"
 _noted: list[int] = []
 # When they were passed on, in seconds of `time.monotonic`.
 _passed_on: list[float] = []
-_last = 0.0
-_is_awaited = False
+_noted_at = 0.0
+_is_awaited = _is_inside = _is_lost = False
 
 
 @contextlib.contextmanager
@@ -36,12 +39,22 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
 
     `is_watched`: whether another process kills this one if it does not note them.
     """
+    global _is_inside, _is_lost
     _noted.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        handlers[signal.SIGINT] = _interrupt
-    with _handlers(handlers), contextlib.nullcontext() if is_watched else _watched():
-        yield
+        handlers[signal.SIGINT] = _note
+    _is_inside, _is_lost = True, False
+    try:
+        with _handlers(handlers), _raised_again(), _arrivals(is_watched):
+            yield
+    except Exception as error:
+        # A framework's native code may make an error of its own of an exception that went through it.
+        if signal.SIGINT in _noted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        _is_inside = False
 
 
 @contextlib.contextmanager
@@ -105,31 +118,24 @@ def leave_as(exit_code: int) -> None:
 
 
 def leave_if_asked() -> None:
-    """Ends the run if a signal should have done so already.
-
-    An exception that a signal raises while a framework's native code runs a Python callback (jax 0.10.2 does, at each
-    garbage collection) is printed, and lost.
-    """
+    """Ends the run if a signal should have done so already: code between may have caught what it raised."""
     if _noted and (not _is_awaited or signal.SIGINT in _noted):
         _raise(_noted[-1])
 
 
 def _note(number: int, _: Any) -> None:
-    global _last
-    is_the_same = number in _noted and time.monotonic() - _last < SECONDS_OF_ONE
-    _last = time.monotonic()
-    if is_the_same:
-        return
+    global _is_lost, _noted_at
+    is_again = number in _noted and number != signal.SIGINT and not _is_lost
+    is_second = bool(_noted) and time.monotonic() - _noted_at > SECONDS_OF_ONE
     _noted.append(number)
-    if len(_noted) > 1 and _is_awaited:
+    _noted_at = time.monotonic()
+    if is_second and _is_awaited and not _pipes:  # nobody watches what arrives
         os._exit(128 + number)
-    if not _is_awaited:
+    if is_again:
+        return
+    if number == signal.SIGINT or not _is_awaited:
+        _is_lost = False
         _raise(number)
-
-
-def _interrupt(number: int, _: Any) -> None:
-    _noted.append(number)
-    _raise(number)
 
 
 def _raise(number: int) -> None:
@@ -152,8 +158,32 @@ def _handlers(handlers: dict[signal.Signals, Callable[[int, Any], None]]) -> Ite
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[None]:
-    """Ends this process if it stays in native code, where no handler is called, long after a signal, or a second one.
+def _raised_again() -> Iterator[None]:
+    """Raises again what a handler has raised where Python cannot pass it on: it calls `sys.unraisablehook` there.
+
+    Such places are `__del__`, callbacks of the garbage collector (jax 0.10.2 has one) and of weak references.
+    """
+    kept = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        global _is_lost
+        if not _noted or lost.exc_type not in (KeyboardInterrupt, SystemExit):
+            kept(lost)
+            return
+        _is_lost = True
+        for pipe in _pipes:  # nothing that takes a lock, which the main thread may hold
+            os.write(pipe, _AGAIN)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = kept
+
+
+@contextlib.contextmanager
+def _arrivals(is_watched: bool) -> Iterator[None]:
+    """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called.
 
     The interpreter writes the number of each signal into a pipe at once, wherever the main thread is.
     """
@@ -165,55 +195,75 @@ def _watched() -> Iterator[None]:
     kept = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if kept != -1:  # of an event loop, as in a notebook
         signal.set_wakeup_fd(kept)
-    _watching.append(writer)
-    threading.Thread(target=_watch, args=(reader,), daemon=True, name="signals").start()
+        os.close(reader)
+        os.close(writer)
+        yield
+        return
+    _pipes.append(writer)
+    threading.Thread(target=_watch, args=(reader, is_watched), daemon=True, name="signals").start()
     try:
         yield
     finally:
-        if kept == -1:
-            signal.set_wakeup_fd(-1)
-        _watching.remove(writer)
+        signal.set_wakeup_fd(-1)
+        _pipes.remove(writer)
         os.close(writer)  # with which the thread ends
 
 
-def _watch(reader: int) -> None:
-    first, again = (0, 0.0), (0, 0.0)  # the signal that came first, and one that came later, with their times
+def _watch(reader: int, is_watched: bool) -> None:
+    arrived: list[tuple[int, float]] = []  # signals, each once, with their times
+    expected: list[int] = []  # those that were sent from here
+    main = threading.main_thread().ident or 0
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
-            now = time.monotonic()
-            left = [
-                since + seconds - now
-                for number, since, seconds, is_noted in (
-                    (*first, SECONDS_TO_NOTE, bool(_noted)),
-                    (*again, _SECONDS_TO_LEAVE, _last > again[1] - SECONDS_OF_ONE),
-                )
-                if number and not is_noted
-            ]
-            if any(seconds <= 0 for seconds in left):
-                _leave((again if again[0] else first)[0])
-            if not select.select([arrivals], [], [], min(left, default=None))[0]:
+            seconds = [time_of - time.monotonic() for time_of in _ends(arrived, is_watched)]
+            if any(each <= 0 for each in seconds):
+                _leave(arrived[-1][0])
+                return
+            looked = time.monotonic()
+            if not select.select([arrivals], [], [], max(0.0, min([*seconds, _SECONDS_BETWEEN_LOOKS])))[0]:
                 continue
             numbers, now = arrivals.read(1), time.monotonic()
+            if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
+                now = looked  # native code has kept the interpreter, and it came at any time since
             if not numbers:
                 return
-            if numbers[0] in _SIGNALS and not first[0]:
-                first = numbers[0], now
-            elif numbers[0] in _SIGNALS and (numbers[0] != first[0] or now - first[1] > SECONDS_OF_ONE):
-                again = again if again[0] else (numbers[0], now)
+            if numbers == _AGAIN:
+                time.sleep(_SECONDS_TO_RAISE_AGAIN)
+                if _is_inside:
+                    expected.append(_noted[-1])
+                    signal.pthread_kill(main, _noted[-1])
+                continue
+            if numbers[0] in expected:
+                expected.remove(numbers[0])
+                continue
+            last = max((since for number, since in arrived if number == numbers[0]), default=-SECONDS_OF_ONE)
+            if numbers[0] in (*_SIGNALS, signal.SIGINT) and now - last > SECONDS_OF_ONE:
+                arrived.append((numbers[0], now))
+
+
+def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]:
+    """Yields when this process is to be ended, for what has arrived."""
+    if len(arrived) > 1 and (arrived[-1][0] != signal.SIGINT or signal.SIGINT not in _noted):
+        yield arrived[-1][1] + _SECONDS_TO_LEAVE * (not _is_awaited)
+    if arrived and arrived[0][0] not in _noted and not is_watched:
+        yield arrived[0][1] + SECONDS_TO_NOTE
 
 
 def _leave(number: int) -> None:
-    name = signal.Signals(number).name
-    sys.stderr.write(f"error: ended by {name}, which the main thread did not note: it waits in native code\n")
-    sys.stderr.flush()
+    time.sleep(_SECONDS_TO_RAISE_AGAIN)  # a handler may be about to run
+    if number not in _noted:
+        name = signal.Signals(number).name
+        sys.stderr.write(f"error: ended by {name}, which the main thread did not note: it waits in native code\n")
+        sys.stderr.flush()
     os._exit(128 + number)
 
 
 def _forget() -> None:
     """Keeps the signals of a forked process from its parent's pipe."""
-    if _watching:
+    if _pipes:
         signal.set_wakeup_fd(-1)
+        _pipes.clear()
 
 
-_watching: list[int] = []
+_pipes: list[int] = []
 os.register_at_fork(after_in_child=_forget)

@@ -1,33 +1,19 @@
-"""Watches over the ranks of a run: ends it when they do different things, when one hangs, or does not heed a signal."""
+"""Finds out that ranks of a run do different things, that one hangs, or does not heed a signal."""
 
 import contextlib
-import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator
+from typing import Any
 
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import rank_files, signals
-from kerasdp.runtime.heartbeat import SECONDS_BETWEEN_SIGNS
-from kerasdp.runtime.lines import is_of_user
-from kerasdp.runtime.rank_files import (
-    ALIKE,
-    COMPILING,
-    END,
-    ERROR,
-    MEETING,
-    NUM_RECENT,
-    OUTSIDE,
-    OVER,
-    STEP,
-    Notes,
-    Record,
-)
+from kerasdp.runtime import lines, signals
+from kerasdp.runtime.heartbeat import SECONDS_BETWEEN_SIGNS, Heartbeat
+from kerasdp.runtime.link import Link
+from kerasdp.runtime.outcome import Place
+from kerasdp.runtime.rank import ALIKE, CALL, COMPILING, END, MEETING, NUM_RECENT, OUTSIDE, OVER, STEP, Rank, read_rank
 
-_SECONDS_BETWEEN_LOOKS = 0.25
 # A rank without a sign of life for so long is stopped, or gone.
 _SECONDS_OF_SILENCE = 6 * SECONDS_BETWEEN_SIGNS
 # So long may the other ranks need to leave a call that one has left, after the last step that they share.
@@ -36,62 +22,6 @@ _SECONDS_TO_FOLLOW = 10.0
 SECONDS_TO_COMPILE = 3600.0
 # After a signal, and after a second one: what does not heed it is killed. Kubernetes waits for 30 s, Docker for 10 s.
 _SECONDS_TO_HEED, _SECONDS_TO_HEED_AGAIN = 20.0, 5.0
-# When a rank has failed, and torch's launcher has asked the others to end, for which it would wait for 30 s.
-_SECONDS_TO_END = 5.0
-
-
-class Rank(NamedTuple):
-    """What is known of a rank.
-
-    Attributes:
-        number: from 0.
-        record: what it wrote down with its last change.
-        notes: with its last call.
-        place: the line where it is, if it has not moved for some time.
-    """
-
-    number: int
-    record: Record
-    notes: Notes
-    place: str = ""
-
-    @property
-    def meeting(self) -> dict[str, Any]:
-        """Returns what it came to its last meeting for."""
-        return self.notes.meetings.get(str(self.record.num_meetings), {"name": "", "line": "", "arguments": {}})
-
-    @property
-    def stay(self) -> str:
-        """Returns in words where it is."""
-        record, calls = self.record, " within ".join(reversed(self.notes.calls))
-        if record.state in (END, OVER):
-            return "at the end of the training function"
-        if not calls:
-            return f"in the script, after {self.notes.error}" if self.notes.error else "in the script"
-        if not record.step:
-            return f"in {calls}"
-        return f"{'in' if record.state == STEP else 'after'} step {record.step} of {calls}"
-
-    def doing(self) -> str:
-        """Returns in words what it does."""
-        if self.record.state in (END, OVER):
-            return "has left the training function"
-        if self.record.state != MEETING:
-            return f"is {self.stay}"
-        line, within = self.meeting["line"], " within ".join(reversed(self.notes.calls))
-        call = f"calls {self.meeting['name']}" + (f" ({line})" if line else "")
-        return f"{call} within {within}" if within else call
-
-
-def read_ranks(folder: str, num_ranks: int) -> list[Rank]:
-    """Returns the ranks that have begun."""
-    found = []
-    for number in range(num_ranks):
-        record = rank_files.read_record(folder, number)
-        if record is not None and record.process:
-            notes, place = rank_files.read_notes(folder, number), rank_files.read_place(folder, number)
-            found.append(Rank(number, record, notes, place))
-    return found
 
 
 def find_error(ranks: list[Rank], num_ranks: int, timeout: float | None) -> RunError | None:
@@ -99,7 +29,7 @@ def find_error(ranks: list[Rank], num_ranks: int, timeout: float | None) -> RunE
 
     Args:
         ranks: that have begun.
-        num_ranks: that are watched over; 0: none, and only signals and errors are looked after.
+        num_ranks: that there are.
         timeout: `hang_timeout` in seconds; None: never.
     """
     if len(ranks) < num_ranks or not ranks:
@@ -112,14 +42,10 @@ def _different(ranks: list[Rank]) -> RunError | None:
     first = ranks[0]
     for other in ranks[1:]:
         one, two = first.record, other.record
-        meets = one.num_meetings == two.num_meetings and rank_files.are_alike(first.meeting, other.meeting)
         begun = range(max(one.num_events, two.num_events) - NUM_RECENT + 1, min(one.num_events, two.num_events) + 1)
-        others = any(
+        if any(
             one.recent[number % NUM_RECENT] != two.recent[number % NUM_RECENT] for number in begun if number > 0
-        )
-        if one.num_meetings == two.num_meetings and not meets and first.meeting["name"] == other.meeting["name"]:
-            return rank_files.unlike(first.meeting, other.meeting, f"rank {first.number}", f"rank {other.number}")
-        if others or (one.num_meetings == two.num_meetings and not meets):
+        ) or (one.num_meetings == two.num_meetings and first.meeting[0] != other.meeting[0]):
             return _other_things(ranks)
     return None
 
@@ -128,8 +54,10 @@ def _left_behind(ranks: list[Rank]) -> RunError | None:
     """A rank that waits in a step or an exchange of a call, which another has left, or waits in for its next call."""
     now = time.monotonic()
     for waiting in ranks:
-        call = waiting.record.call
-        if waiting.record.state not in (STEP, COMPILING) or now - waiting.record.since < _SECONDS_TO_FOLLOW or not call:
+        call, state = waiting.record.call, waiting.record.state
+        # JAX and TensorFlow return from a step at once: whoever reads a loss waits.
+        waits = state in (STEP, COMPILING) or (state == CALL and lines.is_of_framework(waiting.notes.place))
+        if not waits or now - waiting.record.since < _SECONDS_TO_FOLLOW or not call:
             continue
         for other in ranks:
             record = other.record
@@ -143,7 +71,7 @@ def _other_things(ranks: list[Rank]) -> RunError:
     failed = [rank for rank in ranks if rank.notes.error]
     others = [rank for rank in ranks if not rank.notes.error]
     if failed and others:
-        words = ", ".join(f"rank {rank.number} left {rank.notes.error}" for rank in failed)
+        words = ", ".join(f"{rank.name} left {rank.notes.error}" for rank in failed)
         return WorkerError(
             f"{words}, which did not end the run, while {_each(others)}: let the error end the run, or raise it on all "
             "ranks"
@@ -166,12 +94,12 @@ def _hanging(ranks: list[Rank], timeout: float) -> RunError | None:
         return None
     silent = [rank for rank in ranks if now - rank.record.alive > _SECONDS_OF_SILENCE]
     # All wait in the framework for one that is busy with something else.
-    busy = [rank for rank in behind if rank.place and is_of_user(rank.place)]
+    busy = [rank for rank in behind if rank.notes.place and rank.notes.is_of_user]
     culprits = silent or (busy if len(behind) == len(ranks) and busy else behind)
     words = []
     for rank in culprits:
-        place = "its process is stopped" if rank in silent else f"at {rank.place or 'an unknown place'}"
-        words.append(f"rank {rank.number} hangs {rank.stay}, {place}")
+        place = "its process is stopped" if rank in silent else f"at {rank.notes.place or 'an unknown place'}"
+        words.append(f"{rank.name} hangs {rank.stay}, {place}")
     waiting = [rank for rank in ranks if rank not in culprits]
     rest = f", while {_each(waiting)}" if waiting else ""
     return WorkerError(
@@ -180,85 +108,62 @@ def _hanging(ranks: list[Rank], timeout: float) -> RunError | None:
 
 
 def _each(ranks: list[Rank]) -> str:
-    return ", ".join(f"rank {rank.number} {rank.doing()}" for rank in ranks)
+    return ", ".join(f"{rank.name} {rank.doing()}" for rank in ranks)
 
 
-def _has_ended(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:  # on Linux: ended, but not yet waited for
-        return file.read().rpartition(")")[2].split()[0] == "Z"
-    return False
+@contextlib.contextmanager
+def judging(link: Link | None, heartbeat: Heartbeat, timeout: float | None) -> Iterator[None]:
+    """Lets process 0 of several machines look, within the context, where all of them are, as `Watch` does on one.
+
+    Args:
+        link: between the processes; None: there is one.
+        heartbeat: of this process.
+        timeout: see `find_error`.
+    """
+    if link is None:
+        yield
+        return
+    link.num_runs += 1
+
+    def status() -> Any:
+        return [link.num_runs, *heartbeat.rank().packed()]
+
+    def judge(statuses: list[Any]) -> RunError | None:
+        if any(each is None or each[0] != link.num_runs for each in statuses):
+            return None  # still in the run before this one
+        ranks = [Rank.unpacked(number, link.names[number], each[1:]) for number, each in enumerate(statuses)]
+        return find_error(ranks, len(ranks), timeout or None)
+
+    link.status, link.judge = status, judge
+    yield
 
 
 class Watch:
-    """Watches, within its context, over the ranks that write into a folder.
+    """Watches over the workers of a run."""
 
-    Attributes:
-        error: for which it has ended the run; None: for none.
-    """
-
-    def __init__(self, folder: str, num_ranks: int, timeout: float | None):
+    def __init__(self, places: list[Place], timeout: float | None):
         """`timeout`: see `find_error`."""
-        self.error: RunError | SystemExit | None = None
-        self._folder, self._num_ranks, self._timeout = folder, num_ranks, timeout
-        self._is_over = threading.Event()
-        self._failed_since = 0.0
-        self._gone: list[Rank] = []
+        self._places, self._timeout = places, timeout
+        self._last: RunError | SystemExit | None = None
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._look, daemon=True, name="watch").start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._is_over.set()
-
-    def explanation(self, failed: Iterable[int], is_told: bool) -> RunError | SystemExit | None:
-        """Returns why the run ended, where the ranks that failed, of which one is seen, do not say it themselves.
-
-        Args:
-            failed: ranks whose processes were seen to fail.
-            is_told: whether a rank has written down what is wrong; the others may have been ended before they could.
-        """
-        if self.error is not None:
-            return self.error
-        gone = {rank.number for rank in self._gone}
-        if gone and not is_told and not gone & {*failed} and not signals.seconds_since_passed_on():
-            return WorkerError(f"{_each(self._gone)}: its process ended by itself, without an error")
+    def look(self) -> RunError | SystemExit | None:
+        """Returns what ends the run, if it was there at the last look, too: a rank may write while it is read."""
         ranks = self._ranks()
-        return _different(ranks) if len(ranks) == self._num_ranks else None
+        error, self._last = self._last, find_error(ranks, len(self._places), self._timeout) or _unheeded(ranks)
+        return self._last if error else None
+
+    def different(self) -> RunError | None:
+        """Returns the error of ranks that do different things; None if they do not."""
+        ranks = self._ranks()
+        return _different(ranks) if len(ranks) == len(self._places) else None
+
+    def doing(self, number: int) -> str:
+        """Returns in words what a rank did last."""
+        found = [f"{rank.name} {rank.doing()}" for rank in self._ranks() if rank.number == number]
+        return found[0] if found else f"rank {number}"
 
     def _ranks(self) -> list[Rank]:
-        return read_ranks(self._folder, self._num_ranks)
-
-    def _look(self) -> None:
-        was_found = False
-        while not self._is_over.wait(_SECONDS_BETWEEN_LOOKS):
-            ranks = self._ranks()
-            if self._has_failed(ranks):
-                if time.monotonic() - self._failed_since > _SECONDS_TO_END:
-                    _kill(ranks)
-                    return
-                continue
-            error = find_error(ranks, self._num_ranks, self._timeout) or _unheeded(ranks)
-            if error is not None and was_found:  # twice: a rank may write while its files are read
-                self.error = error
-                _kill(ranks)
-                return
-            was_found = error is not None
-
-    def _has_failed(self, ranks: list[Rank]) -> bool:
-        """Returns whether a rank has failed; the others are then asked to end, but may not heed it."""
-        if self._failed_since:
-            return True
-        ended = [rank for rank in ranks if rank.record.state != OVER and _has_ended(rank.record.process)]
-        errors = tuple(name for name in os.listdir(self._folder) if name.endswith(ERROR))  # read after that
-        self._gone = [rank for rank in ended if not any(name.endswith(f"-{rank.number}{ERROR}") for name in errors)]
-        if ended or errors:
-            self._failed_since = time.monotonic()
-        return bool(self._failed_since)
+        return [rank for place in self._places if (rank := read_rank(place)) is not None]
 
 
 def _unheeded(ranks: list[Rank]) -> SystemExit | None:
@@ -273,16 +178,12 @@ def _unheeded(ranks: list[Rank]) -> SystemExit | None:
         slow = ranks
     elif seconds <= _SECONDS_TO_HEED or not slow:
         return None
-    words = ", ".join(f"rank {rank.number} {rank.doing()}{f', at {rank.place}' if rank.place else ''}" for rank in slow)
+    words = ", ".join(
+        f"{rank.name} {rank.doing()}{f', at {rank.notes.place}' if rank.notes.place else ''}" for rank in slow
+    )
     print(
         f"{signal.Signals(number).name} was not heeded for {seconds:.0f} s: {words}; killed",
         file=sys.stderr,
         flush=True,
     )
     return SystemExit(128 + number)
-
-
-def _kill(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.record.process, signal.SIGKILL)

@@ -20,7 +20,7 @@ def described(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[s
         arguments: by their names.
     """
     found = {name: _described(value) for name, value in arguments.items() if name not in _OWN and value is not None}
-    return {"model": {"shown": _of_model(model)}, **found}
+    return {"model": {"shown": _of_model(model)} | _sample_of_weights(model), **found}
 
 
 def _of_model(model: keras.Model) -> str:
@@ -28,6 +28,15 @@ def _of_model(model: keras.Model) -> str:
         return f"a {type(model).__name__} that is not built"
     count = sum(math.prod(weight.shape) for weight in model.weights)
     return f"a {type(model).__name__} of {count} numbers, {len(model.trainable_weights)} weights trained"
+
+
+def _sample_of_weights(model: keras.Model) -> dict[str, float]:
+    """Returns a sample of the weights, as `_described` does of data; nothing if they cannot be read here as a whole."""
+    weights = model.trainable_weights[:_MOST] if model.built else []
+    if not weights or any(not getattr(weight.value, "is_fully_replicated", True) for weight in weights):  # jax
+        return {}
+    samples = [_sample(keras.ops.convert_to_numpy(weight.value)) for weight in weights]
+    return {"sample": sum(samples) / len(samples)}
 
 
 def _described(value: Any) -> dict[str, Any]:

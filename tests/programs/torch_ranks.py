@@ -38,23 +38,21 @@ def exchange(runner):
     gathered["by tag"] = [receive(*message, 2).tolist() for message in (other, first, second)]
     buckets = {name: averaged(rank, *case) for name, case in CASES.items()}
     scattered = {name: handed_out(runner, make) for name, make in VALUES.items()}
-    found = {"gathered": gathered, "buckets": buckets, "scattered": scattered, "asked": asked(rank)}
+    found = {
+        "gathered": gathered,
+        "buckets": buckets,
+        "scattered": scattered,
+        "asked": asked(runner.strategy.processes),
+    }
     found["statistics"] = [trained(runner, has_own) for has_own in (False, True)]
     # Inductor reads it when it is imported, which it may have been before: by the server of these tests.
     found["processes that compile"] = int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
     return runner.strategy.processes.all_gather_object(found)
 
 
-def asked(rank):
-    """What ranks with GPUs answer where there are none: whether any of them wants to stop."""
-    from datetime import timedelta
-
-    import torch
-
-    from kerasdp.backends.torch.processes import ProcessGroup
-
-    processes = ProcessGroup(rank, 2, torch.device("cuda", rank), timedelta(seconds=60))
-    return [processes.any_rank(flag) for flag in (False, rank == 1, True)]
+def asked(processes):
+    """What ranks answer: whether any of them wants to stop."""
+    return [processes.any_rank(flag) for flag in (False, processes.rank == 1, True)]
 
 
 def trained(runner, has_own):

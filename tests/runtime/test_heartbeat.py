@@ -1,18 +1,35 @@
 """What ranks write down, and what whoever watches over them makes of it."""
 
+import json
 import os
-import sys
 import threading
 import time
 import zlib
 
 import pytest
 
-from kerasdp.runtime import rank_files, watch
+from kerasdp.errors import UserError
+from kerasdp.runtime import outcome, watch
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.runtime.rank_files import CALL, COMPILING, END, MEETING, NUM_RECENT, OUTSIDE, STEP, Notes, Record
+from kerasdp.runtime.link import Link
+from kerasdp.runtime.outcome import Place
+from kerasdp.runtime.rank import (
+    CALL,
+    COMPILING,
+    END,
+    MEETING,
+    NUM_RECENT,
+    OUTSIDE,
+    OVER,
+    STEP,
+    Notes,
+    Rank,
+    Record,
+    read_rank,
+    unlike,
+)  # fmt: skip
 
-FIT = {"name": "fit", "line": "mine.py:3", "arguments": {}}
+FIT = ["fit", "mine.py:3"]
 
 
 def names(*events):
@@ -21,6 +38,11 @@ def names(*events):
     for number, event in enumerate(events, 1):
         recent[number % NUM_RECENT] = zlib.crc32(event.encode()) & 0xFFFF
     return tuple(recent)
+
+
+def change_of_place(place):
+    """Whether a place is the user's."""
+    return place.startswith("mine.py")
 
 
 @pytest.fixture
@@ -37,7 +59,8 @@ def ranks():
             calls = change.pop("calls", ["fit (mine.py:3)"])
             record = Record(1000 + number, STEP, len(events), len(meetings), 1, 1, 5, 0, 0.0, 0.0, names(*events))
             record = record._replace(since=now - seconds, alive=now - silent, **change)
-            made.append(watch.Rank(number, record, Notes(meetings, calls, error), place))
+            is_of_user = change_of_place(place)
+            made.append(Rank(number, f"rank {number}", record, Notes(meetings, calls, error, place, is_of_user)))
         return made
 
     return make
@@ -98,7 +121,7 @@ def test_a_rank_that_does_not_come(ranks):
 def test_ranks_before_different_calls(ranks):
     """Known at once."""
     there = {"state": MEETING, "call": 0, "outer_call": 0, "calls": [], "seconds": 0.1, "step": 0}
-    other = {"name": "evaluate", "line": "mine.py:4", "arguments": {}}
+    other = ["evaluate", "mine.py:4"]
     text = find(
         ranks({**there, "events": ["before fit"]}, {**there, "meetings": {"1": other}, "events": ["before evaluate"]})
     )
@@ -118,17 +141,20 @@ def test_ranks_in_different_steps(ranks):
     assert find(ranks({"events": [*many, "train"], "seconds": 0.1}, {"events": [*many, "test"]})) is not None
 
 
-def test_other_arguments(ranks):
+def test_other_arguments():
     def given(shown, sample):
-        call = {**FIT, "arguments": {"x": {"shown": shown, "sample": sample}, "epochs": {"shown": "2"}}}
-        return {"state": MEETING, "events": ["before fit"], "meetings": {"1": call}, "call": 0, "outer_call": 0}
+        arguments = {"x": {"shown": shown, "sample": sample}, "epochs": {"shown": "2"}}
+        return {"name": "fit", "line": "mine.py:3", "arguments": arguments}
 
-    assert find(ranks(given("float32 (8, 4)", 0.25), {**given("float32 (8, 4)", 0.2500001), "seconds": 0.0})) is None
-    assert find(ranks(given("float32 (8, 4)", 0.25), given("float32 (7, 4)", 0.25))).startswith(
+    def error(one, other):
+        return str(unlike(one, other, "rank 0", "rank 1"))
+
+    assert unlike(given("float32 (8, 4)", 0.25), given("float32 (8, 4)", 0.2500001), "rank 0", "rank 1") is None
+    assert error(given("float32 (8, 4)", 0.25), given("float32 (7, 4)", 0.25)).startswith(
         "fit (mine.py:3): expected the same x on all ranks. Received: float32 (8, 4) on rank 0, float32 (7, 4) on rank"
     )
-    assert "float32 (8, 4) with some values on rank 0, others on rank 1; every rank takes its rows" in find(
-        ranks(given("float32 (8, 4)", 0.25), given("float32 (8, 4)", 0.26))
+    assert "float32 (8, 4) with some values on rank 0, others on rank 1; every rank takes its rows" in error(
+        given("float32 (8, 4)", 0.25), given("float32 (8, 4)", 0.26)
     )
 
 
@@ -137,7 +163,7 @@ def test_a_rank_that_left_a_call(ranks, state):
     """The other one waits in it in vain; for ten seconds it may still be on its way out."""
     left = {"state": state, "call": 0, "outer_call": 0, "calls": [], "seconds": 30.0, "step": 0}
     if state != OUTSIDE:
-        left |= {"meetings": {"1": FIT, "2": {**FIT, "name": "" if state == END else "fit"}}}
+        left |= {"meetings": {"1": FIT, "2": ["" if state == END else "fit", "mine.py:3"]}}
         left["events"] = ["before fit", "train", "before fit"]
     for error in ("", "fit (mine.py:3) by ValueError: bad luck (mine.py:9)"):
         assert find(ranks({"seconds": 9.0}, {**left, "error": error}), 100.0) is None
@@ -150,19 +176,28 @@ def test_a_rank_that_left_a_call(ranks, state):
     assert find(ranks({"seconds": 11.0}, nested), 100.0) is None
 
 
-def test_a_real_one_says_where_it_is(tmp_path):
-    beating = Heartbeat(str(tmp_path))
-    assert find(watch.read_ranks(str(tmp_path), 1), 0.1) is None
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where this process leaves its files, as a worker does."""
+    monkeypatch.setattr(outcome, "_place", found := Place(str(tmp_path), 0, 1))
+    return found
+
+
+def test_a_real_one_says_where_it_is(place):
+    beating = Heartbeat()
+    assert find([read_rank(place)], 0.1) is None
     with beating.of_run():
         with beating.call("fit"):
             time.sleep(1.7)
-            (rank,) = watch.read_ranks(str(tmp_path), 1)
+            rank = read_rank(place)
             assert rank.record.process == os.getpid()
             assert find([rank], 1.0).startswith(
                 f"rank 0 hangs in fit (test_heartbeat.py:{line_of('fit')}), at {__file__}:"
             )
-        assert find(watch.read_ranks(str(tmp_path), 1), 1e-9) is None
-    assert watch.read_ranks(str(tmp_path), 1)[0].record.state == rank_files.OVER
+            shipped = Rank.unpacked(3, "host 3", json.loads(json.dumps(beating.rank().packed())))
+            assert find([shipped], 1.0).startswith("host 3 hangs in fit (test_heartbeat.py:")
+        assert find([read_rank(place)], 1e-9) is None
+    assert read_rank(place).record.state == OVER
 
 
 def line_of(name):
@@ -170,11 +205,11 @@ def line_of(name):
         return next(number for number, line in enumerate(file, 1) if f'beating.call("{name}")' in line)
 
 
-def test_the_first_call_with_each_shape_may_compile(tmp_path):
-    beating, states = Heartbeat(str(tmp_path)), []
+def test_the_first_call_with_each_shape_may_compile(place):
+    beating, states = Heartbeat(), []
 
     def state():
-        return rank_files.read_record(str(tmp_path), 0).state
+        return read_rank(place).record.state
 
     class Tensor:
         def __init__(self, *shape):
@@ -198,14 +233,17 @@ def test_the_first_call_with_each_shape_may_compile(tmp_path):
 
 def test_ranks_meet_before_a_call(tmp_path):
     """Each begins when the other is there; with another argument none does."""
-    done = []
+    done, errors = [], []
 
     def rank(number, *calls):
-        heartbeat = Heartbeat(str(tmp_path), number, 2)
-        for name, shown in calls:
-            time.sleep(0.2 * number)
-            with heartbeat.call(name, {"x": {"shown": shown}}):
-                done.append((name, number, time.monotonic()))
+        heartbeat = Heartbeat(link=Link.among(number, 2, str(tmp_path / "link")))
+        try:
+            for name, shown in calls:
+                time.sleep(0.2 * number)
+                with heartbeat.call(name, {"x": {"shown": shown}}):
+                    done.append((name, number, time.monotonic()))
+        except UserError as error:
+            errors.append(str(error))
 
     calls = [("fit", "8"), ("evaluate", "8"), ("fit", "8")]
     threads = [
@@ -214,13 +252,12 @@ def test_ranks_meet_before_a_call(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2)
+        thread.join(20)
     assert sorted(name for name, *_ in done) == ["evaluate", "evaluate", "fit", "fit", "fit", "fit"]
     for one, two in zip(done[::2], done[1::2], strict=True):
         assert one[0] == two[0] and abs(one[2] - two[2]) < 0.15
-    assert "expected the same x on all ranks. Received: 0 on rank 0, 1 on rank 1" in find(
-        watch.read_ranks(str(tmp_path), 2)
-    )
+    assert len(errors) == 2 and len(set(errors)) == 1
+    assert "expected the same x on all ranks. Received: 0 on rank 0, 1 on rank 1" in errors[0]
 
 
 def test_one_process_says_where_it_is(capsys):
@@ -233,23 +270,3 @@ def test_one_process_says_where_it_is(capsys):
     err = capsys.readouterr().err
     assert err.count("nothing has moved for 1 s in fit (test_heartbeat.py:") == 1
     assert f"at {__file__}" in err and "--hang_timeout ends such a run" in err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_a_process_that_has_ended():
-    process = os.fork()
-    if not process:
-        os._exit(0)
-    time.sleep(0.2)
-    assert watch._has_ended(process)  # though nobody has waited for it
-    os.waitpid(process, 0)
-    assert watch._has_ended(process) and not watch._has_ended(os.getpid())
-
-
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_rank_that_was_ended_for_another_is_not_blamed(tmp_path, ranks, is_told):
-    """Rank 1 has failed; rank 0 was ended for it, before it could write down an error of its own."""
-    watching = watch.Watch(str(tmp_path), 2, None)
-    watching._gone = ranks({})
-    error = watching.explanation([1], is_told)
-    assert error is None if is_told else "its process ended by itself, without an error" in str(error)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kerasdp.errors import UserError
-from kerasdp.runtime.processes import call_in_new_process
 from kerasdp.runtime.sending import SentResult, sent
+from kerasdp.runtime.workers import call_in_new_process
 from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
 LOSSES = [1.523931, 1.517146]  # of callers.py, on any backend and number of devices

@@ -1,13 +1,22 @@
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from kerasdp.runtime import signals
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Other tests of this process see no signal."""
+    yield
+    signals._noted.clear()
 
 
 @pytest.fixture
@@ -31,12 +40,67 @@ def test_a_second_signal_ends_the_run_at_once(left_with, monkeypatch):
     with signals.noticed(), signals.awaited():
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
-    assert left_with == [128 + signal.SIGTERM]
-    monkeypatch.setattr(signals, "SECONDS_OF_ONE", 0.0)  # the same one, later
+        time.sleep(0.3)
+    assert left_with[0] == 128 + signal.SIGTERM
+    left_with.clear()
+    monkeypatch.setattr(signals, "SECONDS_OF_ONE", 0.1)  # the same one, later
     with signals.noticed(), signals.awaited():
         signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.2)
         signal.raise_signal(signal.SIGUSR1)
-    assert left_with == [128 + signal.SIGTERM, 128 + signal.SIGUSR1]
+        time.sleep(0.3)
+    assert left_with[0] == 128 + signal.SIGUSR1
+
+
+@pytest.mark.parametrize("native", [ctypes.CDLL, ctypes.PyDLL], ids=["without the interpreter", "which it keeps"])
+def test_a_signal_that_arrives_twice_before_a_long_call_is_one(native, left_with):
+    """The second copy arrives at once, and is handled when the call has ended: what counts is when it arrived."""
+    with signals.noticed(), signals.awaited():
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        copy = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -USR1 {os.getpid()}"])
+        native(None).sleep(3)
+        copy.wait()
+        assert signals.noted() is signal.SIGUSR1
+        time.sleep(0.2)
+    assert left_with == []
+
+
+class Loses:
+    """What runs when it is taken away, where an exception is lost."""
+
+    def __del__(self):
+        for _ in range(200):
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_exception_that_is_lost_comes_again(number, capsys):
+    """An interpreter prints what is raised in `__del__`, or in a callback of the garbage collector, and goes on."""
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    began, timer = time.monotonic(), threading.Timer(0.3, os.kill, (os.getpid(), number))
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, signals.noticed():
+            timer.start()
+            Loses()
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert time.monotonic() - began < 5
+    assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
+    assert "ignored" not in capsys.readouterr().err
+
+
+def test_an_error_that_native_code_makes_of_ctrl_c_is_ctrl_c():
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), signals.noticed():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise RuntimeError("the callback failed") from None
+    finally:
+        signal.signal(signal.SIGINT, kept)
 
 
 def test_without_checkpoints_the_first_one_ends_the_run():

@@ -25,6 +25,7 @@ from kerasdp.runtime.devices import (
     share_of_process,
 )
 from kerasdp.runtime.gpu_count import PLATFORMS, num_gpus
+from kerasdp.runtime.linked_processes import current_link, join
 from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
@@ -60,9 +61,11 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
         _choose_platforms(config, cluster)
         if cluster:
-            hosts.join_hosts(cluster, config.interface)
+            hosts.join_hosts(cluster, config)
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
         raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
+    elif cluster and current_link():
+        join(cluster, config)
     kind, num_found = _find_accelerators(config)
     if has_been_started:
         _check_hidden(config, num_found)
@@ -100,11 +103,9 @@ def make_deterministic() -> None:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing])
 
 
-def start_workers(
-    worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None
-) -> Any:
-    """Calls `worker(devices, settings, train, folder)` in this process, which drives all devices."""
-    return worker(devices, settings, train, folder)
+def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
+    """Calls `worker(devices, settings, train)` in this process, which drives all devices."""
+    return worker(devices, settings, train)
 
 
 def start_jax(devices: Devices, config: Config) -> list[jax.Device]:

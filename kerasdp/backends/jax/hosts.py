@@ -9,11 +9,12 @@ from jax.sharding import NamedSharding
 from kerasdp.backends.base import Tensor
 from kerasdp.backends.hosts import reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
+from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import messages
+from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError
-from kerasdp.runtime.host_link import HostLink
+from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import current_link, join
 
 # Longer than any run: who is gone is noticed by the link, which says who, where JAX's heartbeat ends a process by
@@ -21,15 +22,15 @@ from kerasdp.runtime.linked_processes import current_link, join
 _SECONDS_OF_HEARTBEAT, _SECONDS_TO_END = 10**6, 20
 
 
-def join_hosts(cluster: Cluster, interface: str | None) -> None:
+def join_hosts(cluster: Cluster, config: Config) -> None:
     """Joins the others; returns when all have come. Call before JAX starts.
 
     Raises:
         UserError: if they do not come.
     """
-    link = join(cluster, interface)
-    own = messages.own_address(cluster.address, interface)
-    with messages.listen(own, 0) as probe:
+    link = join(cluster, config)
+    own = link.own or addresses.LOOPBACK
+    with addresses.listen(own, 0) as probe:
         port = probe.getsockname()[1]
     address = link.all_gather_object(f"{own}:{port}")[0]
     # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
@@ -52,7 +53,7 @@ def join_hosts(cluster: Cluster, interface: str | None) -> None:
     atexit.register(_leave, link)
 
 
-def _leave(link: HostLink) -> None:
+def _leave(link: Link) -> None:
     """Disconnects from JAX's service, which process 0 takes away with it, before process 0 ends.
 
     jaxlib (0.10.2) ends a process by SIGABRT that finds it gone; with recoverability it does not wait for the others.

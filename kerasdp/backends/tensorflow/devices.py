@@ -26,7 +26,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     devices = choose_devices(config, len(gpus), cluster=cluster)
     tf.config.set_visible_devices(gpus[: devices.of_process] if devices.kind == "gpu" else [], "GPU")
     if cluster is not None:
-        join_hosts(cluster, config.interface, devices.kind)
+        join_hosts(cluster, config, devices.kind)
     if devices.kind == "gpu":
         # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
         tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -86,11 +86,9 @@ def give_back_memory() -> None:
             trim(0)
 
 
-def start_workers(
-    worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any], folder: str | None
-) -> Any:
-    """Calls `worker(devices, settings, train, folder)` in this process, which drives all devices."""
-    return worker(devices, settings, train, folder)
+def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
+    """Calls `worker(devices, settings, train)` in this process, which drives all devices."""
+    return worker(devices, settings, train)
 
 
 def device_name() -> str:

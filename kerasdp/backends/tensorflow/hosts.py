@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from kerasdp.backends.hosts import reach_without_proxy
 from kerasdp.backends.tensorflow import private
+from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import messages
+from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError
 from kerasdp.runtime.linked_processes import current_link, join
@@ -26,12 +27,12 @@ _keys = itertools.count(1)
 _groups: weakref.WeakKeyDictionary[tf.distribute.Strategy, "HostGroup"] = weakref.WeakKeyDictionary()
 
 
-def join_hosts(cluster: Cluster, interface: str | None, kind: str) -> None:
+def join_hosts(cluster: Cluster, config: Config, kind: str) -> None:
     """Joins the others; returns when all have come. Call before TensorFlow starts.
 
     Args:
         cluster: which of the processes this is.
-        interface: see `kerasdp.config.Config`.
+        config: the choices of the run.
         kind: of the devices.
 
     Raises:
@@ -41,15 +42,15 @@ def join_hosts(cluster: Cluster, interface: str | None, kind: str) -> None:
     if private.has_started():
         if current_link() is None:
             raise AlreadyStartedError("TensorFlow has already started without other processes")
-        join(cluster, interface)  # says if it is another cluster
+        join(cluster, config)  # says if it is another cluster
         return
-    link = join(cluster, interface)
-    own = messages.own_address(cluster.address, interface)
-    with messages.listen(own, 0) as probe:
+    link = join(cluster, config)
+    own = link.own or addresses.LOOPBACK
+    with addresses.listen(own, 0) as probe:
         port = probe.getsockname()[1]
-    addresses = link.all_gather_object(f"[{own}]:{port}" if ":" in own else f"{own}:{port}")
-    reach_without_proxy(addresses)
-    private.serve_collectives(addresses, cluster.process, use_nccl=kind == "gpu")
+    places = link.all_gather_object(f"{own}:{port}")
+    reach_without_proxy(places)
+    private.serve_collectives(places, cluster.process, use_nccl=kind == "gpu")
 
 
 class HostGroup:

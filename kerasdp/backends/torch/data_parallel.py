@@ -12,6 +12,7 @@ from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, s
 from kerasdp.backends.torch.devices import (
     begin_thread,
     device_of_process,
+    differing_variables,
     join_processes,
     peak_memory_bytes,
     put_batch,
@@ -19,7 +20,6 @@ from kerasdp.backends.torch.devices import (
 )
 from kerasdp.backends.torch.distributed_model import distributed, pass_seconds, reduce_others
 from kerasdp.backends.torch.host_sums import HostSums
-from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.sharing import VIRTUAL, shares_of
@@ -54,7 +54,7 @@ class DataParallel(Strategy):
         self.splits_batches = self.num_replicas > 1
         self.device = device_of_process(devices, config)
         self.is_gpu = self.device.type == "cuda"
-        self.processes = join_processes(devices, self.device, timeout_of(config), config.interface)
+        self.processes = join_processes(devices, self.device, timeout_of(config), config)
         self.shard = self.processes.rank, devices.count
         self.split = Split(devices.count, shares_of(config.device_shares))
         # Where they are, gradients are added there.
@@ -286,7 +286,7 @@ class DataParallel(Strategy):
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-        return differing_variables(model.variables)
+        return differing_variables(model.variables, self.processes)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device (on the CPU: each process) has used."""

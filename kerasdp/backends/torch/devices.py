@@ -1,7 +1,11 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
+import atexit
+import hashlib
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,32 +17,32 @@ import torch.distributed as dist
 from kerasdp.backends.base import DeviceBatch, SingleProcess, Structure
 from kerasdp.backends.torch import sockets
 from kerasdp.backends.torch.launcher import start_workers
-from kerasdp.backends.torch.processes import ProcessGroup
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.errors import UserError
-from kerasdp.runtime import messages
+from kerasdp.runtime import addresses, outcome
 from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
-from kerasdp.runtime.host_link import HostLink
-from kerasdp.runtime.linked_processes import use_link
-from kerasdp.runtime.processes import peak_memory_of_process
+from kerasdp.runtime.link import Link
+from kerasdp.runtime.linked_processes import LinkedProcesses, join
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.watch import SECONDS_TO_COMPILE
+from kerasdp.runtime.workers import peak_memory_of_process
 
 if TYPE_CHECKING:
+    import keras
+
     from kerasdp.data.batch import Batch
 
 # Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
-_LOOPBACK = "127.0.0.1"
 # By the kind of a run's devices.
 _KERAS_DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 
 __all__ = [
-    "begin_thread", "device_name", "device_of_process", "join_processes", "make_devices", "peak_memory_bytes",
-    "put_batch", "start_workers", "timeout_of",
+    "begin_thread", "device_name", "device_of_process", "differing_variables", "join_processes", "make_devices",
+    "peak_memory_bytes", "put_batch", "start_workers", "timeout_of",
 ]  # fmt: skip
 
 
@@ -110,47 +114,72 @@ def timeout_of(config: Config) -> timedelta:
     return timedelta(seconds=max(config.hang_timeout or 0, SECONDS_TO_COMPILE) + 600)
 
 
-def join_processes(
-    devices: Devices, device: torch.device, timeout: timedelta, interface: str | None = None
-) -> Processes:
+def join_processes(devices: Devices, device: torch.device, timeout: timedelta, config: Config) -> Processes:
     """Joins the process group of the run, where it has several processes.
 
     Args:
         devices: of the run.
         device: of this process.
         timeout: see `timeout_of`.
-        interface: `Config.interface`.
+        config: the choices of the run.
     """
     if devices.count == 1:
         return SingleProcess()
-    is_gpu, own, is_local = devices.kind == "gpu", _LOOPBACK, True
-    if devices.cluster is not None:
-        rank = worker_cluster()
-        is_local = rank.is_local
-        own = own if is_local else messages.own_address(rank.address, interface)
-        if (name := messages.interface_of_address(own)) is not None:
-            for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", name)
+    is_gpu = devices.kind == "gpu"
+    link = join(worker_cluster(), config)
     if not dist.is_initialized():  # by an earlier run of this program, which something else has started as a rank
-        dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None)
-        if devices.cluster is not None:
-            _link_ranks(own)
+        if (name := addresses.interface_of_address(link.own or addresses.LOOPBACK)) is not None:
+            for library in ("GLOO", "NCCL"):  # each would listen at the address of the machine's name
+                variable = f"{library}_SOCKET_IFNAME"
+                os.environ[variable] = name if link.own is None else os.environ.get(variable, name)
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None,
+            store=_open_store(link), rank=link.rank, world_size=link.num_processes,
+        )  # fmt: skip
         if not is_gpu:
-            sockets.connect(None if is_local else own)
+            sockets.connect(link)
     local = (int(os.environ["LOCAL_RANK"]), devices.of_process) if devices.of_process > 1 else (0, 1)
-    return ProcessGroup(dist.get_rank(), devices.count, device, timeout, local)
+    return LinkedProcesses(link, local)
 
 
-def _link_ranks(own: str) -> None:
-    """Links the ranks, which then notice when one is gone, at a port that process 0 finds."""
-    rank, door = worker_cluster(), None
-    places: list[Any] = [None]
-    if rank.process == 0:
-        door = messages.listen(own, 0)
-        places = [door.getsockname()[:2]]
-    dist.broadcast_object_list(places)
-    host, port = places[0]
-    use_link(HostLink.among(rank.process, rank.num_processes, host, port, own, door), rank)
+def _open_store(link: Link) -> Any:
+    """Opens what the process group finds its addresses in: a file, or between machines a server.
+
+    torch's server (2.13) would listen at all addresses of the machine, and lets anybody write. It gets a socket of the
+    address that the other machines use, and what is read from it is never unpickled: objects go over the link.
+    """
+    if link.own is None:
+        worker = outcome.place()
+        folder = worker.folder if worker else tempfile.mkdtemp(prefix="kerasdp-") if link.rank == 0 else ""
+        if worker is None and link.rank == 0:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return dist.FileStore(os.path.join(link.all_gather_object(folder)[0], "store"), link.num_processes)  # type: ignore
+    place: Any = None
+    if link.rank:
+        host, port = link.all_gather_object(place)[0]
+        return dist.TCPStore(host, port, link.num_processes, is_master=False)  # type: ignore[attr-defined]
+    door = addresses.listen(link.own, 0)
+    host, port = door.getsockname()[:2]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, link.num_processes, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
+    )
+    place = host, port
+    link.all_gather_object(place)
+    return store
+
+
+def differing_variables(variables: "list[keras.Variable]", processes: Processes) -> list[str]:
+    """Returns the paths of variables that are not bit-equal on all ranks that have them."""
+    found: dict[str, set[bytes]] = {}
+    for of_rank in processes.all_gather_object([(variable.path, _digest(variable)) for variable in variables]):
+        for path, digest in of_rank:
+            found.setdefault(path, set()).add(digest)
+    return [path for path, digests in found.items() if len(digests) > 1]
+
+
+def _digest(variable: "keras.Variable") -> bytes:
+    array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
+    return hashlib.sha256(array.tobytes()).digest()
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:

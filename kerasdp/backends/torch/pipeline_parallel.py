@@ -12,13 +12,13 @@ from kerasdp.backends.steps import require_device_batch
 from kerasdp.backends.torch.devices import (
     begin_thread,
     device_of_process,
+    differing_variables,
     join_processes,
     peak_memory_bytes,
     put_batch,
     timeout_of,
 )
 from kerasdp.backends.torch.pipeline_engine import Pipeline
-from kerasdp.backends.torch.processes import differing_variables
 from kerasdp.backends.torch.waits import numbers_made_on, to_host
 from kerasdp.config import Config
 from kerasdp.data.sampling import SKIPPED
@@ -44,7 +44,7 @@ class PipelineParallel(Strategy):
         """Joins the process groups. Call before Keras is imported."""
         self.config, self.num_devices, self.num_replicas = config, devices.count, 1
         self.device, timeout = device_of_process(devices, config), timeout_of(config)
-        self.processes = join_processes(devices, self.device, timeout, config.interface)
+        self.processes = join_processes(devices, self.device, timeout, config)
         self.stages: StagedModels[Pipeline] = StagedModels(
             config, lambda model: Pipeline(model, self), self.shard_batch
         )
@@ -114,7 +114,7 @@ class PipelineParallel(Strategy):
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""
-        return differing_variables(self.stages.engine_of(model).own_variables(), self.replica_group)
+        return differing_variables(self.stages.engine_of(model).own_variables(), self.processes)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device (on the CPU: each process) has used."""

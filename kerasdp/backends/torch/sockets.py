@@ -6,24 +6,22 @@ sockets that the computing thread itself reads, 0.04 and 0.6 ms.
 """
 
 import collections
-import hmac
 import os
-import secrets
 import shutil
 import socket
 import struct
 import tempfile
-from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from kerasdp.runtime.messages import received
+from kerasdp.runtime.door import Door
+from kerasdp.runtime.door import connect as connect_to
+from kerasdp.runtime.link import Link
 
 # Sockets are told to hold as much, so that all may send before they read.
 _MOST_BYTES = 2**16
-_TOKEN = 32
+_SECONDS_TO_COME = 120.0
 # Of a message: its tag, and the bytes after it.
 _HEAD = struct.Struct("<qq")
 
@@ -31,39 +29,30 @@ _HEAD = struct.Struct("<qq")
 class _Sockets:
     """Holds a connection to each other process of the run. Made by all of them together."""
 
-    def __init__(self, address: str | None) -> None:
-        """`address`: of this machine; None: all processes are on it."""
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else ""]  # readable by this user only
-        # What they show each other, since others may reach an address.
-        shared = [folders[0], secrets.token_bytes(_TOKEN)]
-        dist.broadcast_object_list(shared)
-        folder, token = cast(tuple[str, bytes], tuple(shared))
-        family = socket.AF_UNIX if address is None else socket.AF_INET
+    def __init__(self, link: Link) -> None:
+        self.rank, self.size = link.rank, link.num_processes
+        folders = [tempfile.mkdtemp(prefix="kerasdp-") if self.rank == 0 else ""]  # that this user alone can enter
+        (folder,) = link.all_gather_object(folders)[0]
         self.others: dict[int, socket.socket] = {}
         # By rank: what was read and is not a whole message yet. By rank and tag: messages that were not asked for yet.
         self.unread: dict[int, bytearray] = collections.defaultdict(bytearray)
         self.arrived: dict[tuple[int, int], collections.deque[bytes]] = collections.defaultdict(collections.deque)
-        with socket.socket(family) as door:
-            door.bind(os.path.join(folder, str(self.rank)) if address is None else (address, 0))
-            door.listen(self.size)
-            places: list[Any] = [None] * self.size
-            dist.all_gather_object(places, door.getsockname())
+        with Door(os.path.join(folder, str(self.rank)) if link.own is None else (link.own, 0)) as door:
+            places = link.all_gather_object(door.place)
             for rank in range(self.rank):
-                self.others[rank] = socket.socket(family)
-                self.others[rank].connect(places[rank])
-                self.others[rank].sendall(token + self.rank.to_bytes(4, "little"))
+                self.others[rank] = connect_to(places[rank], {"rank": self.rank})
             while len(self.others) < self.size - 1:
-                connection, _ = door.accept()
-                greeting = received(connection, _TOKEN + 4)
-                if hmac.compare_digest(greeting[:_TOKEN], token):
-                    self.others[int.from_bytes(greeting[_TOKEN:], "little")] = connection
+                if (come := door.next(_SECONDS_TO_COME)) is None:
+                    raise ConnectionError("the other ranks have not come")
+                connection, words = come
+                self.others[words["rank"]] = connection
         for connection in self.others.values():
-            if address is not None:
+            connection.settimeout(None)
+            if link.own is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # on macOS it would be 8 KiB
                 connection.setsockopt(socket.SOL_SOCKET, buffer, 2 * _MOST_BYTES)
-        dist.barrier()
+        link.all_gather_object(None)
         if self.rank == 0:
             shutil.rmtree(folder)
 
@@ -111,14 +100,10 @@ class _Sockets:
 _sockets: _Sockets | None = None
 
 
-def connect(address: str | None = None) -> None:
-    """Connects the processes of a run. Called by each of them.
-
-    `address`: of this machine, as the others reach it; None: all are on this one.
-    """
+def connect(link: Link) -> None:
+    """Connects the processes of a run. Called by each of them."""
     global _sockets
-    if address is not None or hasattr(socket, "AF_UNIX"):
-        _sockets = _Sockets(address)
+    _sockets = _Sockets(link)
 
 
 def takes(tensor: torch.Tensor) -> bool:

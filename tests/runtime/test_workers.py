@@ -11,7 +11,7 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import heartbeat, signals, supervisor, watch
+from kerasdp.runtime import heartbeat, outcome, signals, watch, workers
 
 
 def settings(folder, **choices):
@@ -19,42 +19,42 @@ def settings(folder, **choices):
 
 
 # Functions of a module, since they run in new processes. `train` takes the number of the attempt.
-def work(config, train, folder):
+def work(config, train):
     attempts = pathlib.Path(config.workdir) / "attempts"
     with open(attempts, "a") as file:
         file.write(f"resume={config.resume}\n")
-    return train(len(attempts.read_text().splitlines()), folder)
+    return train(len(attempts.read_text().splitlines()))
 
 
-def train_on_third_attempt(attempt, folder):
+def train_on_third_attempt(attempt):
     if attempt < 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return "trained"
 
 
-def die(attempt, folder):
+def die(attempt):
     os._exit(7)
 
 
-def refuse(attempt, folder):
+def refuse(attempt):
     raise UserError("expected a loss. Received: none")
 
 
-def hang(attempt, folder):
-    with heartbeat.Heartbeat(folder).call("fit"):
+def hang(attempt):
+    with heartbeat.Heartbeat().call("fit"):
         time.sleep(60)
 
 
-def ignore_signals(attempt, folder):
+def ignore_signals(attempt):
     """As native code does that waits for something."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    hang(attempt, folder)
+    hang(attempt)
 
 
-def finish_step(attempt, folder):
+def finish_step(attempt):
     """As a run with checkpoints does: it notes the signal, and ends when its step is over."""
-    with signals.noticed(), signals.awaited(), heartbeat.Heartbeat(folder).call("fit"):
+    with signals.noticed(), signals.awaited(), heartbeat.Heartbeat().call("fit"):
         while signals.noted() is None:
             time.sleep(0.1)
         time.sleep(3)
@@ -67,7 +67,7 @@ def attempts_in(folder):
 
 def test_a_worker_that_dies_is_restarted_and_resumes(tmp_path, capsys):
     config = settings(tmp_path, max_restarts=2)
-    assert supervisor.supervise(work, config, train_on_third_attempt) == "trained"
+    assert workers.supervise(work, config, train_on_third_attempt) == "trained"
     assert attempts_in(tmp_path) == ["resume=False", "resume=True", "resume=True"]
     errors = capsys.readouterr().err
     assert errors.count("the worker was ended by SIGKILL") == 2
@@ -77,27 +77,27 @@ def test_a_worker_that_dies_is_restarted_and_resumes(tmp_path, capsys):
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_restarts_are_used_up(max_restarts, tmp_path):
     with pytest.raises(WorkerError, match="the worker ended with exit code 7"):
-        supervisor.supervise(work, settings(tmp_path, max_restarts=max_restarts), die)
+        workers.supervise(work, settings(tmp_path, max_restarts=max_restarts), die)
     assert len(attempts_in(tmp_path)) == 1 + max_restarts
 
 
 def test_a_users_error_is_not_tried_again(tmp_path):
     with pytest.raises(UserError, match="expected a loss"):
-        supervisor.supervise(work, settings(tmp_path, max_restarts=3), refuse)
+        workers.supervise(work, settings(tmp_path, max_restarts=3), refuse)
     assert len(attempts_in(tmp_path)) == 1
 
 
 def test_a_worker_is_not_restarted_after_a_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "noted", lambda: signal.SIGTERM)
     with pytest.raises(WorkerError):
-        supervisor.supervise(work, settings(tmp_path, max_restarts=3), die)
+        workers.supervise(work, settings(tmp_path, max_restarts=3), die)
     assert len(attempts_in(tmp_path)) == 1
 
 
 def test_a_worker_that_hangs_is_killed(tmp_path):
     begin = time.monotonic()
     with pytest.raises(RunError, match="rank 0 hangs in fit .*, in hang"):
-        supervisor.supervise(work, settings(tmp_path, hang_timeout=2.0), hang)
+        workers.supervise(work, settings(tmp_path, hang_timeout=2.0), hang)
     assert time.monotonic() - begin < 30
 
 
@@ -116,7 +116,7 @@ def signalled(tmp_path, work_of_rank, count, seconds_between=2.5):
 
     threading.Thread(target=send).start()
     with pytest.raises(SystemExit) as end:
-        supervisor.supervise(work, settings(tmp_path), work_of_rank)
+        workers.supervise(work, settings(tmp_path), work_of_rank)
     return end.value.code, time.monotonic() - sent[-1]
 
 
@@ -137,3 +137,46 @@ def test_a_second_signal_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "_SECONDS_TO_HEED_AGAIN", 1.0)
     code, seconds = signalled(tmp_path, ignore_signals, 2)
     assert code == 128 + signal.SIGTERM and 1 < seconds < 4
+
+
+def of_rank(ways, *_):
+    """Ends in a way of its own."""
+    way = ways[outcome.place().number]
+    if way == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "is told":
+        time.sleep(0.2)
+        outcome.leave_with(WorkerError("rank 1 has left"))
+    if way == "refuses":
+        raise UserError("expected a loss. Received: none")
+    if way == "raises":
+        raise ValueError("bad luck")
+    if way == "aborts later":
+        time.sleep(0.8)
+        os.abort()
+    if way == "waits":
+        time.sleep(60)
+    return way
+
+
+@pytest.mark.parametrize(
+    ("ways", "words"),
+    [
+        (("raises", "aborts later"), "ValueError: bad luck"),
+        (("is told", "dies"), "rank 1 was ended by SIGKILL"),
+        (("is told", "refuses", "waits"), "expected a loss. Received: none"),
+        (("dies", "waits"), "rank 0 was ended by SIGKILL"),
+    ],
+)
+def test_the_one_that_was_first_is_seen(ways, words):
+    """Others fail for it, and some wait for ever."""
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=words):
+        workers.run_workers(of_rank, (ways,), names=[f"rank {number}" for number in range(len(ways))])
+    assert time.monotonic() - begin < 20
+
+
+def test_results_come_from_the_first():
+    names = ["rank 0", "rank 1"]
+    for preload in (None, ["kerasdp.errors"], ["kerasdp.errors"]):
+        assert workers.run_workers(of_rank, (("one", "two"),), names=names, preload=preload) == "one"

@@ -1,10 +1,13 @@
-"""Links the processes of a run on several machines: exchanges values, and notices when one is gone.
+"""Links the processes of a run: exchanges values, and ends all of them when one is gone.
 
 A collective of torch, JAX or TensorFlow whose other end is out of reach waits for minutes, or for ever. So the
-processes tell each other every second that they live: each tells process 0, which tells all.
+processes of several machines tell each other every second that they live, and where they are: each tells process 0,
+which tells all. On one machine whoever started the processes sees what becomes of them.
 """
 
 import collections
+import contextlib
+import json
 import pickle
 import queue
 import socket
@@ -16,38 +19,49 @@ from typing import Any, TypeVar
 
 from kerasdp import errors
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import messages
-from kerasdp.runtime.last_words import leave_with, line_of
-from kerasdp.runtime.messages import Channel
+from kerasdp.runtime import outcome
+from kerasdp.runtime.addresses import SECONDS_TO_JOIN
+from kerasdp.runtime.channel import Channel
+from kerasdp.runtime.door import SECONDS_BETWEEN_LINES, Door, Place, connect
 
 T = TypeVar("T")
 
 SECONDS_BETWEEN_SIGNS = 1.0
 # Of a process that has not been heard of for so long the machine or its network is gone; or it is stopped.
 SECONDS_OF_SILENCE = 15.0
-SECONDS_TO_JOIN = 900.0
-_SECONDS_BETWEEN_LINES = 30.0
+# Processes that do different things are ended, with the reason.
+_SECONDS_TO_BE_ENDED = 30.0
+# Before process 0 ends, the others get so long to hear why.
+_SECONDS_TO_HEAR = 2.0
 
 _ALIVE, _VALUE, _VALUES, _PART, _FAILED, _LEAVES = range(6)
 # The channel of values. Others are of scatters.
 _VALUES_CHANNEL = 0
 
 
-class HostLink:
+class Link:
     """Links this process with the others of the run; process 0 stands in the middle.
 
     Attributes:
         rank: number of this process, from 0.
         num_processes: how many there are.
-        names: of the processes, as `host 10.0.0.2 (node7, process 1)`.
+        names: of the processes, as `host 10.0.0.2 (node7, process 1)`; on one machine `rank 1`.
+        own: this machine's address, as the others reach it; None if all are on one.
         error: why the run has to end, once that is known.
+        num_runs: of this program, on the link, so far.
+        status: returns where this process is, for `judge`; JSON can hold it. None: nobody asks.
+        judge: gets those of all processes, on process 0, again and again; returns what ends the run, or None.
     """
 
-    def __init__(self, rank: int, num_processes: int, own_name: str):
-        self.rank, self.num_processes, self.names = rank, num_processes, [own_name]
+    def __init__(self, rank: int, num_processes: int, own: str | None):
+        self.rank, self.num_processes, self.own = rank, num_processes, own
+        self.names = [f"rank {rank}" if own is None else f"host {own} ({socket.gethostname()}, process {rank})"]
         self.error: RunError | None = None
+        self.num_runs = 0
+        self.status: Callable[[], Any] = lambda: None
+        self.judge: Callable[[list[Any]], RunError | None] = lambda _: None
+        self._statuses: dict[int, Any] = {}
         self._channels: dict[int, Channel] = {}
-        self._heard: dict[int, float] = {}
         self._left: set[int] = set()
         self._arrived: dict[tuple[int, int], queue.SimpleQueue[Any]] = collections.defaultdict(queue.SimpleQueue)
         self._values: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
@@ -55,35 +69,36 @@ class HostLink:
         self._num_values = 0
 
     @classmethod
-    def among(cls, rank: int, num_processes: int, host: str, port: int, own: str, door: Any = None) -> "HostLink":
+    def among(cls, rank: int, num_processes: int, place: Place, own: str | None = None) -> "Link":
         """Links this process with those that call the same; returns when all have come.
 
         Args:
             rank: of this process.
             num_processes: how many there are.
-            host: where process 0 listens.
-            port: likewise.
-            own: this machine's address.
-            door: on process 0: the socket that listens there; None: it is opened.
+            place: where process 0 listens.
+            own: see `Link`.
 
         Raises:
             UserError: if process 0 cannot listen, or some do not come.
         """
-        link = cls(rank, num_processes, f"host {own} ({socket.gethostname()}, process {rank})")
+        link = cls(rank, num_processes, own)
         if rank == 0:
-            with door or messages.listen(host, port) as door:
+            with Door(place) as door:
                 link._gather(door)
         else:
-            words = pickle.dumps((rank, num_processes, link.names[0]))
-            link._channels[0] = Channel(messages.connect(host, port, words, SECONDS_TO_JOIN))
-        link._begin()
+            words = {"rank": rank, "num_processes": num_processes, "name": link.names[0]}
+            link._channels[0] = Channel(connect(place, words))
+        for other, channel in link._channels.items():
+            channel.heard = time.monotonic()
+            threading.Thread(target=link._read, args=(other, channel), daemon=True, name=f"link {other}").start()
+        if own is not None or not outcome.is_watched():
+            threading.Thread(target=link._live, daemon=True, name="link").start()
         link.names = link.all_gather_object(link.names[0])
         return link
 
-    def _gather(self, door: socket.socket) -> None:
+    def _gather(self, door: Door) -> None:
         """Waits for all others."""
         begin = told = time.monotonic()
-        door.settimeout(1.0)
         while len(self._channels) < self.num_processes - 1:
             missing = [rank for rank in range(1, self.num_processes) if rank not in self._channels]
             words = f"waits for {len(missing)} of {self.num_processes} processes: {_numbers(missing)}"
@@ -92,55 +107,56 @@ class HostLink:
                 raise UserError(
                     f"{words}: nothing for {SECONDS_TO_JOIN:.0f} s; start them, with the same --coordinator"
                 )
-            if now - told > _SECONDS_BETWEEN_LINES:
+            if now - told > SECONDS_BETWEEN_LINES:
                 told = now
                 print(words, file=sys.stderr, flush=True)
-            try:
-                connection, _ = door.accept()
-            except TimeoutError:
+            if (come := door.next(1.0)) is None:
                 continue
-            try:
-                rank, num_processes, _ = pickle.loads(messages.greeted(connection))
-            except OSError:  # of another program, or of a process that ends
-                connection.close()
-                continue
+            connection, of_it = come
+            rank, num_processes = of_it["rank"], of_it["num_processes"]
             if num_processes != self.num_processes or not 0 < rank < num_processes:
-                raise UserError(
+                self._turn_away(
                     f"expected one of {self.num_processes} processes. Received: process {rank} of {num_processes}; "
-                    "give each the same --hosts, and a number of its own"
+                    "give each the same --hosts, and a number of its own",
+                    Channel(connection),
                 )
-            if rank in self._channels:  # the one before it has ended, or two were given the same number
-                self._channels[rank].close()
-            self._channels[rank] = Channel(connection)
+            if rank in self._channels and self._channels[rank].is_alive():
+                self._turn_away(f"two processes have the number {rank}; give each its own", Channel(connection))
+            self._channels[rank] = Channel(connection)  # the one before it has ended
 
-    def _begin(self) -> None:
-        now = time.monotonic()
-        for rank, channel in self._channels.items():
-            self._heard[rank] = now
-            threading.Thread(target=self._read, args=(rank, channel), daemon=True, name=f"link {rank}").start()
-        threading.Thread(target=self._live, daemon=True, name="link").start()
+    def _turn_away(self, reason: str, late: Channel) -> None:
+        self._channels[-1] = late  # hears it, too
+        error = UserError(reason)
+        self._send_to_all(_FAILED, _packed(error))
+        raise error
 
-    def all_gather_object(self, value: T) -> list[T]:
-        """See `kerasdp.runtime.ranks.Processes`."""
-        return self.gather_later(value)()
+    def all_gather_object(self, value: T, what: str = "") -> list[T]:
+        """See `kerasdp.runtime.ranks.Processes`; `what`: is exchanged, the same on all."""
+        return self.gather_later(value, what)()
 
-    def gather_later(self, value: T) -> Callable[[], list[T]]:
+    def gather_later(self, value: T, what: str = "") -> Callable[[], list[T]]:
         """Gives this process's value; returns a function that waits for those of all, in the order of the ranks."""
         number, self._num_values = self._num_values, self._num_values + 1
-        content = pickle.dumps(value)
+        content = pickle.dumps((what, value))
         if self.rank == 0:
             self._take_value(0, number, content)
         else:
             self._send(0, _VALUE, 0, number, content)
 
         def values() -> list[T]:
-            return [pickle.loads(each) for each in self._next(_VALUES_CHANNEL, number)]
+            given = [pickle.loads(each) for each in self._next(_VALUES_CHANNEL, number)]
+            if any(other != what for other, _ in given):  # whoever watches knows where each is
+                self._is_over.wait(_SECONDS_TO_BE_ENDED)
+                raise WorkerError(f"the ranks exchange different things: {', '.join(other for other, _ in given)}")
+            return [each for _, each in given]
 
         return values
 
     def send_part(self, rank: int, channel: int, number: int, value: Any) -> None:
-        """Sends a value from process 0 to another one, for its `next_part`."""
+        """Sends a value from process 0 to another one, for its `next_part`; waits until it is on its way."""
         self._send(rank, _PART, channel, number, pickle.dumps(value, protocol=5))
+        with contextlib.suppress(OSError):
+            self._channels[rank].flush(None)
 
     def next_part(self, channel: int, number: int) -> Any:
         """Waits for what process 0 sends."""
@@ -148,11 +164,11 @@ class HostLink:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process fails, and of what; they end with the same."""
-        name = type(error).__name__ if isinstance(error, RunError) else WorkerError.__name__
-        content = pickle.dumps((name, f"{self.names[min(self.rank, len(self.names) - 1)]} failed: {line_of(error)}"))
-        self.error = self.error or WorkerError(line_of(error))
+        own = self.names[min(self.rank, len(self.names) - 1)]
+        line, kind = outcome.line_of(error), type(error) if isinstance(error, RunError) else WorkerError
+        self.error = self.error or WorkerError(line)
         self._is_over.set()
-        self._send_to_all(_FAILED, content)
+        self._send_to_all(_FAILED, _packed(kind(f"{own} failed: {line}")))
 
     @property
     def is_failing(self) -> bool:
@@ -206,10 +222,8 @@ class HostLink:
 
     def _send_to_all(self, kind: int, content: bytes) -> None:
         for channel in self._channels.values():
-            try:
+            with contextlib.suppress(OSError):  # gone, too
                 channel.send(kind, content=content)
-            except OSError:
-                continue  # gone, too
 
     def _read(self, rank: int, channel: Channel) -> None:
         """Takes the messages of one process, in a thread."""
@@ -219,37 +233,46 @@ class HostLink:
             except OSError:
                 self._lose(rank, "has left")
                 return
-            self._heard[rank] = time.monotonic()
             if kind == _VALUE:
-                self._take_value(rank, number, content)
+                self._take_value(rank, number, bytes(content))
             elif kind == _VALUES:
                 self._arrive(number_of_channel, number, pickle.loads(content))
             elif kind == _PART:
                 self._arrive(number_of_channel, number, content)
+            elif kind == _ALIVE:
+                self._statuses[rank] = json.loads(content)
             elif kind == _LEAVES:
                 self._left.add(rank)
             elif kind == _FAILED:
-                name, text = pickle.loads(content)
                 self._left.add(rank)
+                name, text = json.loads(content)
                 self._end(errors.from_name(name, text) or WorkerError(text))
 
     def _live(self) -> None:
         """Tells the others that this process lives, and notices those that are silent, in a thread."""
         last = time.monotonic()
+        error: RunError | None = None
         while not self._is_over.wait(SECONDS_BETWEEN_SIGNS):
             now, before = time.monotonic(), last
-            last = now
-            for rank in list(self._channels):
-                if rank not in self._left:
-                    self._send(rank, _ALIVE, 0, 0, b"")
-            if now - before > SECONDS_OF_SILENCE / 2:  # this process itself was stopped: others get time to be heard
-                self._heard = dict.fromkeys(self._heard, now)
-            for rank, heard in list(self._heard.items()):
-                if rank not in self._left and now - heard > SECONDS_OF_SILENCE:
+            last, own = now, self.status()
+            for rank, channel in list(self._channels.items()):
+                if now - before > SECONDS_OF_SILENCE / 2:  # this process itself was stopped: others get time
+                    channel.heard = now
+                if rank in self._left:
+                    continue
+                with contextlib.suppress(OSError):  # of which the reader knows
+                    channel.send_sign(_ALIVE, json.dumps(own).encode())
+                if now - channel.heard > SECONDS_OF_SILENCE:
                     self._lose(
                         rank,
-                        f"has not been heard of for {now - heard:.0f} s: stopped, or its machine or network failed",
+                        f"has not been heard of for {now - channel.heard:.0f} s: stopped, or its machine or network "
+                        "failed",
                     )
+            if self.rank == 0:
+                found = self.judge([own, *(self._statuses.get(rank) for rank in range(1, self.num_processes))])
+                if found and error:  # twice: one that is on its way is not where it was
+                    self._end(found)
+                error = found
 
     def _lose(self, rank: int, words: str) -> None:
         if self._is_over.is_set() or rank in self._left:
@@ -268,8 +291,16 @@ class HostLink:
                 return
             self.error = error
         if self.rank == 0:
-            self._send_to_all(_FAILED, pickle.dumps((type(error).__name__, str(error))))
-        leave_with(error)
+            self._send_to_all(_FAILED, _packed(error))
+            end = time.monotonic() + _SECONDS_TO_HEAR
+            for rank in self._channels.keys() - self._left:
+                with contextlib.suppress(OSError):
+                    self._channels[rank].flush(end - time.monotonic())
+        outcome.leave_with(error)
+
+
+def _packed(error: RunError) -> bytes:
+    return json.dumps([type(error).__name__, str(error)]).encode()
 
 
 def _numbers(ranks: list[int]) -> str:

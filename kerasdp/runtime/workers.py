@@ -1,0 +1,285 @@
+"""Runs a function in worker processes of this machine, watches over them, and finds the error that ended them."""
+
+import contextlib
+import ctypes
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kerasdp.config import Config
+from kerasdp.errors import RunError, WorkerError
+from kerasdp.runtime import outcome, signals
+from kerasdp.runtime.cluster import MEETING_PLACE
+from kerasdp.runtime.modules import not_run_again
+from kerasdp.runtime.outcome import Outcome, Place
+from kerasdp.runtime.sending import sent
+from kerasdp.runtime.watch import Watch
+
+_SECONDS_BETWEEN_LOOKS = 0.25
+# When a worker has failed, the others get so long to end by themselves.
+_SECONDS_TO_END = 5.0
+# A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
+# that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
+_SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
+# What a process reads of its environment when it imports a framework: a server that has imported it is of no use to
+# workers that are to have it otherwise.
+_OF_IMPORTS = ("KERAS_", "CUDA_", "PYTHON", "LD_")
+
+
+def call_in_new_process(function: Callable[..., Any], *args: Any, name: str) -> Any:
+    """Calls a function in a new process, which ends with this one, however that ends; returns its result.
+
+    Args:
+        function: of a module.
+        *args: its arguments. Functions among them may be written anywhere.
+        name: of the process, for errors.
+
+    Raises:
+        UserError: if an argument refers to something that cannot be sent.
+        RunError: the function's own, or a `WorkerError` if the process died or raised anything else.
+        SystemExit: if the process was ended by a signal that this one got, too.
+    """
+    return run_workers(function, args, names=[name])
+
+
+def supervise(work: Callable[..., Any], settings: Config, train: Callable[..., Any]) -> Any:
+    """Runs `work(settings, train)` in a process of its own, restarts it if allowed; returns its result.
+
+    Args:
+        work: runs the workers.
+        settings: `max_restarts` and `hang_timeout` are read.
+        train: the user-defined function.
+
+    Raises:
+        WorkerError: if a worker died or hung, and `max_restarts` are used up.
+    """
+    for restart in range(1, settings.max_restarts + 2):
+        try:
+            return run_workers(work, (settings, train), names=["the worker"], timeout=settings.hang_timeout or None)
+        except WorkerError as error:
+            if restart > settings.max_restarts or signals.noted() is not None:
+                raise
+            line = f"restart {restart} of {settings.max_restarts}, from the last checkpoint"
+            print(f"{error}\n{line}", file=sys.stderr, flush=True)
+        settings = dataclasses.replace(settings, resume=True)
+    raise AssertionError("not reached")
+
+
+def run_workers(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    names: list[str],
+    variables: Callable[[int], Mapping[str, str]] = lambda number: {},
+    preload: list[str] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Calls a function in a new process for each name, watches over them, and returns what the first one returned.
+
+    Args:
+        function: of a module.
+        args: its arguments. Functions among them may be written anywhere.
+        names: of the processes, for errors.
+        variables: returns what a process has in its environment besides what is here, by its number.
+        preload: modules that each process needs. A server imports them once, and forks for each process, in this run
+            and later ones. None: each process starts anew, as those must that use a GPU which is in use here.
+        timeout: seconds after which workers in which nothing moves are ended. None: never.
+
+    Raises:
+        UserError: if an argument refers to something that cannot be sent.
+        RunError: of the first process that failed. All others are ended first.
+        SystemExit: if the processes were ended by a signal that this one got, too.
+    """
+    with contextlib.ExitStack() as stack:
+        given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True))
+        places = [Place(folder, number, len(names)) for number in range(len(names))]
+        environment = dict(os.environ) | {MEETING_PLACE: os.path.join(folder, "meeting")}
+        context: Any = multiprocessing.get_context("spawn" if preload is None else _server(preload))
+        workers = Workers(
+            [
+                context.Process(
+                    target=_work, args=(place, environment | dict(variables(place.number)), function, given), name=name
+                )
+                for place, name in zip(places, names)
+            ],
+            places,
+            timeout,
+        )
+        stack.callback(workers.kill)
+        with signals.passed_on(workers.living), not_run_again():
+            for process in workers.processes:
+                process.start()
+            workers.wait()
+        return outcome.read_result(places[0])
+
+
+class Workers:
+    """Processes that run the same function."""
+
+    def __init__(self, processes: list[Any], places: list[Place], timeout: float | None):
+        """`processes`: of `multiprocessing`, not yet started; `timeout`: see `run_workers`."""
+        self.processes, self._places = processes, places
+        self._watch = Watch(places, timeout)
+        self._died: dict[int, float] = {}
+        self._num_killed = _num_killed_for_memory()
+
+    def living(self) -> list[Any]:
+        """Returns those that have been started and have not ended."""
+        return [process for process in self.processes if process.pid is not None and process.is_alive()]
+
+    def kill(self) -> None:
+        """Ends all at once."""
+        for process in self.living():
+            process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join()
+
+    def wait(self) -> None:
+        """Waits until all have returned.
+
+        Raises:
+            RunError: if one fails, or all hang or do different things.
+            SystemExit: if they end because of a signal, or call `sys.exit`.
+        """
+        failed_since = 0.0
+        while True:
+            living = self.living()
+            multiprocessing.connection.wait([each.sentinel for each in living], _SECONDS_BETWEEN_LOOKS)
+            outcomes = self._outcomes()
+            if failed := self._failed(outcomes):
+                failed_since = failed_since or time.monotonic()
+                if not living or time.monotonic() - failed_since > _SECONDS_TO_END:
+                    self.kill()
+                    raise self._error(failed[0], self._outcomes()) from None
+            elif not living:
+                return
+            elif (error := self._watch.look()) is not None:
+                raise error
+
+    def _outcomes(self) -> dict[int, Outcome]:
+        """Returns how workers ended, by number; notes those that left nothing."""
+        living = self.living()
+        found = {place.number: outcome.read(place) for place in self._places}
+        for place, process in zip(self._places, self.processes):
+            if found[place.number] is None and process not in living:
+                self._died.setdefault(place.number, time.monotonic() - _SECONDS_OF_DOUBT)
+        return {number: each for number, each in found.items() if each is not None}
+
+    def _failed(self, outcomes: dict[int, Outcome]) -> list[int]:
+        """Returns the workers that failed, the first one first, and those that ended for another one last."""
+        when = {number: (each.is_echo, each.time) for number, each in outcomes.items() if each.name}
+        when |= {number: (False, since) for number, since in self._died.items()}
+        return sorted(when, key=lambda number: when[number])
+
+    def _error(self, first: int, outcomes: dict[int, Outcome]) -> BaseException:
+        name, died = self.processes[first].name, first in self._died
+        error = None if died else outcomes[first].as_error(name)
+        if isinstance(error, SystemExit):
+            if error.code and len(self.processes) > 1:
+                print(f"{name} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+            return error
+        # If all raise, the first worker may know more: which checkpoint is left, say.
+        if error and not isinstance(error, WorkerError):
+            of_rank0 = outcomes[0].as_error(name) if 0 in outcomes and not outcomes[0].is_echo else error
+            return error if isinstance(of_rank0, WorkerError) or not isinstance(of_rank0, RunError) else of_rank0
+        if died:
+            signals.leave_as(exit_code := self.processes[first].exitcode or 0)
+        if (different := self._watch.different()) is not None:
+            return different
+        if error:
+            return error
+        if exit_code == 0:
+            return WorkerError(f"{self._watch.doing(first)}: its process ended by itself, without an error")
+        for_memory = exit_code == -signal.SIGKILL and _num_killed_for_memory() > self._num_killed
+        why = ": the system was short of memory, and ended it" if for_memory else ""
+        return WorkerError(f"{name} {outcome.how_it_ended(exit_code)}{why}")
+
+
+def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
+    """Runs in a worker."""
+    end_with_parent()
+    start_processes_as_usual()
+    os.environ.clear()
+    os.environ.update(environment)
+    outcome.begin(place)
+    if place.num_workers > 1:
+        # Ctrl-C reaches every process of a terminal: leave at once, quietly, also where native code waits.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        outcome.write_result(function(*args))
+        return
+    except KeyboardInterrupt:  # which the parent gets, too
+        os._exit(128 + signal.SIGINT)
+    except SystemExit as end:
+        if signals.noted() is not None:
+            raise
+        outcome.write_error(end)
+    except BaseException as error:
+        outcome.write_error(error)
+        if not isinstance(error, RunError):
+            time.sleep(_SECONDS_TO_STAY)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if place.num_workers > 1:
+        # Not in order: what is left of a framework would wait for workers that wait for this one.
+        os._exit(0)
+
+
+_server_state: Any = None
+
+
+def _server(preload: list[str]) -> str:
+    """Returns the way to start processes that have these modules: by forking a server, if it would be as here."""
+    global _server_state
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_OF_IMPORTS)}
+    outputs = []
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            found = os.fstat(descriptor)
+            outputs.append((descriptor, found.st_dev, found.st_ino))
+    state = preload, variables, outputs
+    if _server_state is None:
+        _server_state = state
+        multiprocessing.set_forkserver_preload(preload)
+    return "forkserver" if _server_state == state else "spawn"
+
+
+def peak_memory_of_process() -> int:
+    """Returns the most bytes that this process has used."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, else kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def end_with_parent() -> None:
+    """Lets the system end this process when the one that started it dies, even by `kill -9`. On Linux only."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def start_processes_as_usual() -> None:
+    """Lets what `train` starts, such as a DataLoader's workers, start as in any program.
+
+    A process that was spawned spawns its own ones, to which classes of a script or a notebook cannot be sent.
+    """
+    usual, *_ = multiprocessing.get_all_start_methods()
+    multiprocessing.set_start_method(usual, force=True)
+
+
+def _num_killed_for_memory() -> int:
+    """Returns how many processes Linux has killed so far because memory was short; of the machine and its groups."""
+    count = 0
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            count += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return count
