@@ -2,7 +2,7 @@
 # Trains on several machines with torchrun, which starts a process for each device.
 # Run it on each machine:
 #
-#     (umask 077 && openssl rand -hex 32 > ~/.kerasdp_secret)      once; where homes are not shared, copy it with scp -p
+#     (umask 077 && openssl rand -hex 32 > ~/.kerasdp_secret)      once; copy it to machines that do not share it: scp -p
 #     cluster/torchrun.sh
 #
 # Environment, code and the folder of --workdir are shared, or at the same path. Edit the five lines marked with <--.
