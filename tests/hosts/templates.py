@@ -1,8 +1,8 @@
 """Changes the templates of `cluster/` as a person does who copies them, and looks at what their runs leave."""
 
 import json
-import os
 import pathlib
+import secrets
 import shutil
 import sys
 import time
@@ -38,7 +38,7 @@ def edited(name: str, changes: dict[str, str], *, backend: str) -> str:
 
 
 def project(folder: pathlib.Path) -> dict[str, str]:
-    """Makes a folder with the recipes, and an environment `.venv` that is this one.
+    """Makes a folder with the recipes, and an environment `.venv` that is this one; the folder is the home, too.
 
     Returns:
         Environment variables of programs that run there.
@@ -46,7 +46,10 @@ def project(folder: pathlib.Path) -> dict[str, str]:
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").write_text(f"PATH={pathlib.Path(sys.executable).parent}:$PATH\n")
-    return environment(PYTHONPATH=str(ROOT), HOME=os.environ.get("HOME", "/root"))
+    secret = folder / ".kerasdp_secret"  # of torchrun.sh, which takes it from the home
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    return environment(PYTHONPATH=str(ROOT), HOME=str(folder))
 
 
 def num_steps(workdir: pathlib.Path) -> int:

@@ -1,6 +1,7 @@
 """The templates for mpirun, torchrun and Kubernetes: stopped or failing, resumed, and the losses of one process."""
 
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -140,7 +141,8 @@ def test_pods_of_kubernetes_stop_together_and_resume(started, backend):
     command = [word for line in container["command"] for word in line.split()]
     with netns.network(job["spec"]["completions"]) as hosts:
         for expected in (SAVED, 0):
-            pods = [started(host, *command, JOB_COMPLETION_INDEX=str(host.number)) for host in hosts]
+            secret = {entry["name"]: secrets.token_hex(32) for entry in container["env"] if "valueFrom" in entry}
+            pods = [started(host, *command, JOB_COMPLETION_INDEX=str(host.number), **secret) for host in hosts]
             if expected:
                 started.wait_for_steps(30, *pods)
                 pods[1].send_signal(signal.SIGTERM)
