@@ -91,7 +91,8 @@ def test_data_that_arrive_changed_never_hang_a_run(backend):
 def losses_in(end):
     """Those of a process that told them."""
     lines = [line for line in end[2].splitlines() if line.startswith("RESULT ")]
-    return json.loads(lines[0].removeprefix("RESULT "))["losses"] if lines else None
+    result = json.loads(lines[0].removeprefix("RESULT ")) if lines else None
+    return result and result["losses"]  # a rank of torch that is not the first tells nothing
 
 
 @pytest.fixture(scope="module")

@@ -261,6 +261,8 @@ def test_an_interruption_at_any_moment_ends_the_run(backend, count, tmp_path):
             resume(backend, count, case, expected)
         for fault in case.faults:
             print(f"FAULT {case}: {fault}\n{case.error.strip()[-1500:]}", flush=True)
+        if case.number % 25 == 0:
+            print(case, flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(one, cases))
