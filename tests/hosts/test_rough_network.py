@@ -1,4 +1,4 @@
-"""Hosts whose network changes what it carries, and hosts with different versions: the same losses, or a line; no hang."""
+"""A network that changes what it carries, and hosts with different versions: the same losses, or a line; no hang."""
 
 import importlib.metadata
 import json

@@ -91,7 +91,8 @@ def undisturbed(backend, count, folder):
 
 def told(name, code, error, seconds):
     """One line of the table."""
-    print(f"\n{name}: exit code {code}, {seconds:.1f} s: {error[-400:] or '-'}", flush=True)
+    lines = "".join(f"\n    {line[:300]}" for line in error.splitlines()[-10:])
+    print(f"\n{name}: exit code {code}, {seconds:.1f} s{lines}", flush=True)
 
 
 def is_one_line(error):
@@ -135,7 +136,7 @@ WITH_MOUNTS = pytest.mark.skipif(not can_mount(), reason="needs root and mount n
 @pytest.mark.parametrize("kind", ["what is opened", "the file system"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_workdir_that_turns_read_only(backend, kind, tmp_path):
-    """What is opened: files that were open before are still written. The file system: ext4 after an error of its disk."""
+    """What is opened: files that were open before are written. The file system: ext4 after an error of its disk."""
     workdir, image = tmp_path / "run", tmp_path / "image"
     before = f"mount -t tmpfs tmpfs {workdir}"
     turns = f"mount --bind {workdir} {workdir} && mount -o remount,bind,ro {workdir}"
@@ -156,7 +157,9 @@ def test_a_workdir_that_turns_read_only(backend, kind, tmp_path):
     if done.returncode:
         pytest.skip(f"it cannot be made read-only: {done.stderr.decode().strip()}")
     assert code in (0, 1, 2) and "Traceback" not in error
-    assert "Read-only file system" in error and len(error.splitlines()) <= 8
+    assert "Read-only file system" in error
+    lines = [re.sub(r"\.tmp\w+", "", line) for line in error.splitlines()]
+    assert len(lines) == len(set(lines)), "a file is named more than once"
 
 
 @WITH_MOUNTS
@@ -221,17 +224,40 @@ def test_a_rank_that_is_killed_for_memory(backend, flags, tmp_path, little_memor
         assert code == -signal.SIGKILL
 
 
+# libfaketime (0.9.10) shifts the end of a sleep also where it leaves the monotonic clock alone, by which it is given.
+SLEEP = """
+#include <errno.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *request, struct timespec *left) {
+    return syscall(SYS_clock_nanosleep, clock, flags, request, left) ? errno : 0;
+}
+"""
+
+
+@pytest.fixture
+def preloaded(tmp_path):
+    """The libraries that let only the wall clock jump, and all clocks."""
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
+    (tmp_path / "sleep.c").write_text(SLEEP)
+    command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / "sleep.so", tmp_path / "sleep.c"]
+    subprocess.run(command, check=True, timeout=60)
+    return {"wall clock": f"{tmp_path}/sleep.so:{FAKETIME}", "all clocks": FAKETIME}
+
+
 @pytest.mark.skipif(not FAKETIME, reason="needs libfaketime (Debian: faketime), or its path in KERASDP_FAKETIME")
 @pytest.mark.parametrize("jumps", [["+3600"], ["-3600"], ["+86400", "-86400", "+0"]], ids="".join)
 @pytest.mark.parametrize("kind", ["wall clock", "all clocks"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_clock_jumps(backend, kind, jumps, tmp_path):
+def test_the_clock_jumps(backend, kind, jumps, tmp_path, preloaded):
     """By hours, in the middle. No wait and no limit depends on the wall clock; all clocks jump in a paused machine."""
     if kind == "all clocks" and jumps != ["+3600"]:
         pytest.skip("the monotonic clock only runs forward")
     expected, stamp = undisturbed(backend, 2, tmp_path), tmp_path / "stamp"
     stamp.write_text("+0\n")
-    env = {"LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(stamp), "FAKETIME_NO_CACHE": "1"}
+    env = {"LD_PRELOAD": preloaded[kind], "FAKETIME_TIMESTAMP_FILE": str(stamp), "FAKETIME_NO_CACHE": "1"}
     env["FAKETIME_DONT_FAKE_MONOTONIC"] = "1" if kind == "wall clock" else "0"
     run = Run(backend, 2, tmp_path / "run", "--hang_timeout=60", pause=0.1, **env).after_step(5)
     for jump in jumps:

@@ -24,7 +24,7 @@ NUM_DEVICES = [int(count) for count in os.environ.get("KERASDP_DEVICES", "16,32"
 NUM_RANKS = int(os.environ.get("KERASDP_RANKS", "8"))  # of torch, each of which is a process
 WAYS = [(name, count) for name in BACKENDS for count in (NUM_DEVICES if name != "torch" else [NUM_RANKS])]
 # MiB that a launch or a `fit` may add, from the tenth on. Each graph of TensorFlow leaves something in its registries.
-GROWTH = {"torch": 0.5, "jax": 0.7, "tensorflow": 5.0}
+GROWTH = {"torch": 0.5, "jax": 1.5, "tensorflow": 5.0}
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def many_files(tmp_path_factory):
 def test_a_folder_of_many_images_is_listed_soon(many_files):
     result = result_of(run("-c", LISTING, many_files, PYTHONPATH=str(ROOT), KERAS_BACKEND=BACKENDS[0], timeout=1800))
     per_file = result["mib"] * 2**20 / NUM_FILES
-    print(f"\n{NUM_FILES:,} files: listed in {result['seconds']:.1f} s, {result['mib']:.0f} MiB, {per_file:.0f} bytes each")
+    print(f"\n{NUM_FILES:,} files: {result['seconds']:.1f} s, {result['mib']:.0f} MiB, {per_file:.0f} bytes each")
     assert (result["paths"], result["classes"]) == (NUM_FILES, min(2, -(-NUM_FILES // 10_000)))
     # A path is a string of its length; 60 s on a slow disk.
     assert result["seconds"] < max(5, NUM_FILES / 1e6 * 60) and per_file < 1000 + 50 * 2**20 / NUM_FILES
@@ -154,8 +154,8 @@ def test_runs_at_once_are_kept_apart(backend, tmp_path):
 
     def trained(folder, seed):
         done = run(
-            "recipes/train.py", *flags, f"--backend={backend}", f"--seed={seed}", f"--workdir={tmp_path}/{folder}/{seed}",
-            backend=backend, timeout=900, TMPDIR=str(temporary),
+            "recipes/train.py", *flags, f"--backend={backend}", f"--seed={seed}",
+            f"--workdir={tmp_path}/{folder}/{seed}", backend=backend, timeout=900, TMPDIR=str(temporary),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return files_of(tmp_path / folder / str(seed))
