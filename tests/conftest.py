@@ -49,6 +49,6 @@ def messages_with_flags():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as `unit` what stands in files that start no programs: what new releases can be tested with quickly."""
     for item in items:
-        starts = any(hasattr(item.module, name) for name in ("run", "start", "train_resumable"))
+        starts = any(hasattr(item.module, name) for name in ("run", "start", "train_resumable", "Run", "on_hosts"))
         if not starts and not item.nodeid.startswith("tests/parity/"):  # which trains in processes of its own
             item.add_marker("unit")

@@ -1,0 +1,298 @@
+"""A machine on which things go wrong: processes killed, disks that turn read-only, no memory, a clock that jumps.
+
+A run ends with an error of a line that names the cause, or learns bit by bit what it learns otherwise; it never hangs.
+"""
+
+import glob
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, session_members
+
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
+STEPS = 32
+SECONDS = float(os.environ.get("KERASDP_SECONDS", "120"))  # within which a run of two devices ends, however it ends
+FAKETIME = os.environ.get("KERASDP_FAKETIME") or next(iter(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")), "")
+OF_TORCH = pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
+
+
+class Run:
+    """A run of `programs/rough.py`, started as a user starts it, maybe by a command before it."""
+
+    def __init__(self, backend, count, folder, *flags, mib=0, before="", pause=0.0, **env):
+        self.folder, self.workdir = folder, folder / "run"
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        program = [sys.executable, PROGRAMS / "rough.py", folder, mib, f"--backend={backend}", f"--gpus={count}"]
+        program += ["--device=cpu", "--batch_size=16", "--epochs=4", "--log_every=1", "--checkpoint_every=4"]
+        program += [f"--workdir={self.workdir}", "--resume", "--verbose=0", *flags]
+        self.temporary = pathlib.Path(env.pop("TMPDIR", folder / "tmp"))
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        env |= {"TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT), "KERASDP_TEST_PAUSE": str(pause)}
+        # `exec`, so that its process is the program's.
+        command = f"{before}\nexec {shlex.join(map(str, program))}"
+        shell = ["unshare", "-m", "sh", "-ec"] if "mount" in before else ["sh", "-ec"]
+        self.process = subprocess.Popen(
+            [*shell, command], cwd=ROOT, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def after_step(self, number):
+        """Waits until the run has come so far."""
+        deadline = time.monotonic() + SECONDS
+        while not (self.folder / f"step-{number}").exists():
+            assert self.process.poll() is None, self.process.communicate()[1][-3000:]
+            assert time.monotonic() < deadline, f"step {number} does not come"
+            time.sleep(0.01)
+        return self
+
+    def pid_of(self, rank):
+        return int((self.folder / f"rank-{rank}").read_text())
+
+    def end(self, seconds=SECONDS):
+        """Exit code, what it said, and the seconds from now."""
+        begin, has_ended = time.monotonic(), True
+        try:
+            output = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            has_ended = False
+            for left in session_members(self.process.pid):
+                os.kill(left, signal.SIGKILL)
+            output = self.process.communicate()
+        time.sleep(0.2)
+        left = session_members(self.process.pid)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert has_ended, f"no end within {seconds} s: {output[1][-3000:]}"
+        assert not left, f"processes are left: {left}"
+        return self.process.returncode, output[1].strip(), time.monotonic() - begin
+
+    def losses(self):
+        lines = [json.loads(line) for line in (self.workdir / "steps.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines]
+
+
+def undisturbed(backend, count, folder):
+    run = Run(backend, count, folder / "undisturbed")
+    code, error, _ = run.end()
+    assert code == 0, error
+    assert len(run.losses()) == STEPS
+    return run.losses()
+
+
+def told(name, code, error, seconds):
+    """One line of the table."""
+    lines = "".join(f"\n    {line[:300]}" for line in error.splitlines()[-10:])
+    print(f"\n{name}: exit code {code}, {seconds:.1f} s{lines}", flush=True)
+
+
+def is_one_line(error):
+    return len(error.splitlines()) <= 1 and "Traceback" not in error
+
+
+@OF_TORCH
+@pytest.mark.parametrize(("count", "rank"), [(count, rank) for count in (2, 4) for rank in range(count)])
+def test_a_rank_that_is_killed_is_named(count, rank, tmp_path):
+    run = Run("torch", count, tmp_path, pause=0.05).after_step(10)
+    os.kill(run.pid_of(rank), signal.SIGKILL)
+    code, error, seconds = run.end()
+    told(f"torch x {count}, rank {rank} killed", code, error, seconds)
+    assert code == 1 and error == f"error: rank {rank} was ended by SIGKILL"
+    assert seconds < 8 and os.listdir(run.temporary) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "rank"),
+    [(name, 2, rank) for name in BACKENDS for rank in range(2 if name == "torch" else 1)],
+)
+def test_a_killed_worker_is_restarted(backend, count, rank, tmp_path):
+    expected = undisturbed(backend, count, tmp_path)
+    run = Run(backend, count, tmp_path / "run", "--max_restarts=2", pause=0.05).after_step(10)
+    os.kill(run.pid_of(rank), signal.SIGKILL)
+    code, error, seconds = run.end()
+    told(f"{backend} x {count}, rank {rank} killed, restarted", code, error, seconds)
+    who = f"rank {rank}" if backend == "torch" else "the worker"
+    assert code == 0 and f"{who} was ended by SIGKILL" in error and "restart 1 of 2" in error
+    assert run.losses() == expected and os.listdir(run.temporary) == []
+
+
+def can_mount():
+    return os.geteuid() == 0 and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode
+
+
+WITH_MOUNTS = pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces: the program unshare")
+
+
+@WITH_MOUNTS
+@pytest.mark.parametrize("kind", ["what is opened", "the file system"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_workdir_that_turns_read_only(backend, kind, tmp_path):
+    """What is opened: files that were open before are written. The file system: ext4 after an error of its disk."""
+    workdir, image = tmp_path / "run", tmp_path / "image"
+    before = f"mount -t tmpfs tmpfs {workdir}"
+    turns = f"mount --bind {workdir} {workdir} && mount -o remount,bind,ro {workdir}"
+    if kind == "the file system":
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("there is no mkfs.ext4")
+        image.touch()
+        os.truncate(image, 64 * 2**20)
+        subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True, timeout=60)
+        before, turns = f"mount -o loop {image} {workdir}", f"mount -o remount,abort {workdir}"
+        tried = subprocess.run(["unshare", "-m", "sh", "-ec", f"mkdir -p {workdir}; {before}"], capture_output=True)
+        if tried.returncode:
+            pytest.skip(f"a file cannot be mounted: {tried.stderr.decode().strip()}")
+    run = Run(backend, 2, tmp_path, before=before, pause=0.1).after_step(10)
+    done = subprocess.run(["nsenter", "-t", str(run.process.pid), "-m", "sh", "-ec", turns], capture_output=True)
+    code, error, seconds = run.end()
+    told(f"{backend} x 2, {kind} is read-only", code, error, seconds)
+    if done.returncode:
+        pytest.skip(f"it cannot be made read-only: {done.stderr.decode().strip()}")
+    assert code in (0, 1, 2) and "Traceback" not in error
+    assert "Read-only file system" in error
+    lines = [re.sub(r"\.tmp\w+", "", line) for line in error.splitlines()]
+    assert len(lines) == len(set(lines)), "a file is named more than once"
+
+
+@WITH_MOUNTS
+@pytest.mark.parametrize("options", ["ro", "size=4k"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_shared_memory(backend, options, tmp_path):
+    """As in a container without it: it is not needed, or a line says so."""
+    expected = undisturbed(backend, 2, tmp_path)
+    run = Run(backend, 2, tmp_path / "run", before=f"mount -t tmpfs -o {options} tmpfs /dev/shm")
+    code, error, seconds = run.end()
+    told(f"{backend} x 2, /dev/shm with {options}", code, error, seconds)
+    assert is_one_line(error)
+    assert (code == 0 and run.losses() == expected) or (code in (1, 2) and "/dev/shm" in error)
+
+
+def memory_group():
+    """A control group of its own below that of this process, and the file of its limit; None where there are none."""
+    for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return pathlib.Path(f"/sys/fs/cgroup/memory{path}"), "memory.limit_in_bytes"
+        if not controllers and (group := pathlib.Path(f"/sys/fs/cgroup{path}")).joinpath("memory.max").exists():
+            return group, "memory.max"
+    return None, ""
+
+
+@pytest.fixture
+def little_memory():
+    """Gives a function that makes a group with so many bytes; what is in it is killed where there are more."""
+    parent, limit = memory_group()
+    group = parent and parent / f"kerasdp-test-{os.getpid()}"
+    try:
+        if group is None:
+            raise OSError("no controller of memory")
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no group with less memory can be made: {error}")
+
+    def limited(num_bytes):
+        (group / limit).write_text(str(num_bytes))
+        return f"echo $$ > {shlex.quote(str(group / 'cgroup.procs'))}"
+
+    yield limited
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("backend", "flags"), [(name, []) for name in BACKENDS] + [("jax", ["--max_restarts=1"])])
+def test_a_rank_that_is_killed_for_memory(backend, flags, tmp_path, little_memory):
+    """By the kernel, as in a container. Where a process is left that can say so, it says that it was memory."""
+    before = little_memory(3 * 2**30)
+    code, error, seconds = Run(backend, 2, tmp_path, *flags, mib=8000, before=before).end()
+    told(f"{backend} x 2 {flags}, 8 GB where there are 3", code, error, seconds)
+    if backend == "torch" or flags:
+        assert code == 1 and re.search(r"(rank 1|the worker) was ended by SIGKILL", error) and "Traceback" not in error
+        assert re.search("memory", error), "the line does not name memory"
+    else:
+        assert code == -signal.SIGKILL
+
+
+# libfaketime (0.9.10) shifts the end of a sleep also where it leaves the monotonic clock alone, by which it is given.
+SLEEP = """
+#include <errno.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *request, struct timespec *left) {
+    return syscall(SYS_clock_nanosleep, clock, flags, request, left) ? errno : 0;
+}
+"""
+
+
+@pytest.fixture
+def preloaded(tmp_path):
+    """The libraries that let only the wall clock jump, and all clocks."""
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
+    (tmp_path / "sleep.c").write_text(SLEEP)
+    command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / "sleep.so", tmp_path / "sleep.c"]
+    subprocess.run(command, check=True, timeout=60)
+    return {"wall clock": f"{tmp_path}/sleep.so:{FAKETIME}", "all clocks": FAKETIME}
+
+
+@pytest.mark.skipif(not FAKETIME, reason="needs libfaketime (Debian: faketime), or its path in KERASDP_FAKETIME")
+@pytest.mark.parametrize("jumps", [["+3600"], ["-3600"], ["+86400", "-86400", "+0"]], ids="".join)
+@pytest.mark.parametrize("kind", ["wall clock", "all clocks"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_clock_jumps(backend, kind, jumps, tmp_path, preloaded):
+    """By hours, in the middle. No wait and no limit depends on the wall clock; all clocks jump in a paused machine."""
+    if kind == "all clocks" and jumps != ["+3600"]:
+        pytest.skip("the monotonic clock only runs forward")
+    expected, stamp = undisturbed(backend, 2, tmp_path), tmp_path / "stamp"
+    stamp.write_text("+0\n")
+    env = {"LD_PRELOAD": preloaded[kind], "FAKETIME_TIMESTAMP_FILE": str(stamp), "FAKETIME_NO_CACHE": "1"}
+    env["FAKETIME_DONT_FAKE_MONOTONIC"] = "1" if kind == "wall clock" else "0"
+    run = Run(backend, 2, tmp_path / "run", "--hang_timeout=60", pause=0.1, **env).after_step(5)
+    for jump in jumps:
+        stamp.write_text(f"{jump}\n")
+        time.sleep(0.7)
+    code, error, seconds = run.end()
+    told(f"{backend} x 2, {kind} {' '.join(jumps)}", code, error, seconds)
+    assert is_one_line(error)
+    if kind == "wall clock":
+        assert code == 0 and run.losses() == expected
+    else:
+        assert code == 1 or run.losses() == expected
+
+
+@pytest.mark.parametrize("num_letters", [94, 200])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_long_temporary_folder(backend, num_letters, tmp_path):
+    """As schedulers make. An address of a socket in the file system has 107 letters at most."""
+    expected, temporary = undisturbed(backend, 2, tmp_path), tmp_path / "t"
+    while len(str(temporary)) < num_letters:
+        temporary /= "x" * max(1, min(50, num_letters - len(str(temporary)) - 1))
+    run = Run(backend, 2, tmp_path / "run", TMPDIR=temporary)
+    code, error, seconds = run.end()
+    told(f"{backend} x 2, TMPDIR of {len(str(temporary))} letters", code, error, seconds)
+    assert code == 0 and run.losses() == expected and error == ""
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "count"), [(name, count) for name in BACKENDS for count in ((2, 4) if name == "torch" else (2,))]
+)
+def test_few_open_files(backend, count, tmp_path):
+    expected = undisturbed(backend, count, tmp_path)
+    run = Run(backend, count, tmp_path / "run", before="ulimit -n 64")
+    code, error, seconds = run.end()
+    told(f"{backend} x {count}, 64 open files", code, error, seconds)
+    assert is_one_line(error)
+    assert (code == 0 and run.losses() == expected) or "open files" in error
