@@ -59,6 +59,11 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
+    with signals.noticed():
+        return _launch(train, settings, changes)
+
+
+def _launch(train: Callable[..., Any], settings: Config | None, changes: dict[str, Any]) -> Any:
     for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
         raise UserError(_unknown(unknown, changes[unknown]))
     settings = dataclasses.replace(settings or Config(), **changes)

@@ -30,16 +30,19 @@ _noted: list[int] = []
 # When they were passed on, in seconds of `time.monotonic`.
 _passed_on: list[float] = []
 _noted_at = 0.0
-_is_awaited = _is_inside = _is_lost = False
+_is_awaited = _is_inside = _is_lost = _is_passing = False
 
 
 @contextlib.contextmanager
 def noticed(is_watched: bool = False) -> Iterator[None]:
-    """Notes the signals that come within the context. Has no effect outside of the main thread.
+    """Notes the signals that come within the context. Has no effect outside of the main thread, or within another one.
 
     `is_watched`: whether another process kills this one if it does not note them.
     """
     global _is_inside, _is_lost
+    if _is_inside or threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _noted.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -60,6 +63,7 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting."""
+    global _is_passing
     _noted.clear()
     _passed_on.clear()
 
@@ -73,8 +77,12 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, number)
 
-    with _handlers(dict.fromkeys(_SIGNALS, pass_on)):
-        yield
+    _is_passing = True
+    try:
+        with _handlers(dict.fromkeys(_SIGNALS, pass_on)):
+            yield
+    finally:
+        _is_passing = False
 
 
 @contextlib.contextmanager
@@ -187,9 +195,6 @@ def _arrivals(is_watched: bool) -> Iterator[None]:
 
     The interpreter writes the number of each signal into a pipe at once, wherever the main thread is.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     kept = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -243,6 +248,8 @@ def _watch(reader: int, is_watched: bool) -> None:
 
 def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]:
     """Yields when this process is to be ended, for what has arrived."""
+    if _is_passing:  # those that it is passed on to are looked after
+        return
     if len(arrived) > 1 and (arrived[-1][0] != signal.SIGINT or signal.SIGINT not in _noted):
         yield arrived[-1][1] + _SECONDS_TO_LEAVE * (not _is_awaited)
     if arrived and arrived[0][0] not in _noted and not is_watched:
