@@ -11,7 +11,7 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.data.split import Split
-from kerasdp.errors import addressed
+from kerasdp.errors import addressed, redacted
 
 PACKAGES = ("kerasdp", "keras", "torch", "jax", "tensorflow", "numpy")
 
@@ -61,7 +61,7 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
 
 def warn(text: str) -> None:
     """Prints a line that people must see, whatever --verbose says."""
-    print(f"warning: {addressed(text)}", file=sys.stderr, flush=True)
+    print(f"warning: {redacted(addressed(text))}", file=sys.stderr, flush=True)
 
 
 @functools.cache  # a checkpoint needs them, too
