@@ -37,7 +37,8 @@ def _read(path: str, file: BinaryIO) -> np.ndarray:
     start = file.read(4)
     num_axes = start[3] if len(start) == 4 else 0
     sizes = file.read(4 * num_axes)
-    if start[:2] != b"\0\0" or start[2] not in _DTYPES or not 0 < num_axes <= _MOST_AXES or len(sizes) < 4 * num_axes:
+    is_idx = 0 < num_axes <= _MOST_AXES and start[:2] == b"\0\0" and start[2] in _DTYPES
+    if not is_idx or len(sizes) < 4 * num_axes:
         raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
     dtype = np.dtype(_DTYPES[start[2]])
     shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4"))

@@ -110,8 +110,7 @@ class ImageFolder:
                 image.draft("RGB" if self.channels == 3 else "L", (width, height))  # JPEG: decodes at a smaller size
                 pixels = np.asarray(image.convert("RGB" if self.channels == 3 else "L").resize((width, height)))
         except Exception as error:  # Pillow's readers raise anything of a file that is none of theirs
-            line = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{path}: cannot be read as an image ({line:.300}); remove or replace it") from error
+            raise UserError(f"{path}: cannot be read as an image ({error!s:.300}); remove or replace it") from error
         return pixels.reshape(height, width, self.channels)
 
 

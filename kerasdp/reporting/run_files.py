@@ -71,8 +71,8 @@ class RunFiles:
         path = self._path("steps.jsonl")
         if self._steps is None or os.path.exists(path):
             return
-        warn(f"{path} was removed: its lines before step {step} are lost; it begins anew, and training continues")
         os.makedirs(self.workdir, exist_ok=True)
+        warn(f"{path} was removed: its lines before step {step} are lost; it begins anew, and training continues")
         if not os.path.exists(self._path("config.json")):
             self._write_json("config.json", self._settings)
         self._steps.close()
