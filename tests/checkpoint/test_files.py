@@ -125,22 +125,15 @@ def test_files_of_earlier_formats_are_read(content, tmp_path):
     assert_equal(some(), checkpoint.load(str(path)))
 
 
-@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "BF16", "F4", "nothing", "I64"])
-def test_a_type_that_is_not_to_be_had_is_one_line(kind, content, tmp_path):
-    def change(header):
-        header["metadata/x"] = {"dtype": kind, "shape": [1], "data_offsets": [0, 1]}
-        header["model/0000 dense/kernel"]["dtype"] = kind
-
+@pytest.mark.parametrize(("kind", "num_bytes"), [("F8_E4M3", 8), ("F8_E5M2", 8), ("BF16", 16), ("odd", 8), ("C64", 64)])
+def test_a_type_that_numpy_lacks_is_one_line(kind, num_bytes, tmp_path):
+    header = {"x": {"dtype": kind, "shape": [8], "data_offsets": [0, num_bytes]}}
+    text = json.dumps(header | {"__metadata__": {"format": "3", "state": "{}", "sha256": ""}}).encode()
     path = tmp_path / "odd.safetensors"
-    path.write_bytes(rewritten(content, change))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
     with pytest.raises(CheckpointError, match="corrupt") as caught:
         checkpoint.load(str(path))
     assert "\n" not in str(caught.value)
-    header = {"x": {"dtype": kind, "shape": [8], "data_offsets": [0, {"BF16": 16, "I64": 64}.get(kind, 8)]}}
-    text = json.dumps(header | {"__metadata__": {"format": "3", "state": "{}", "sha256": ""}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
-    with pytest.raises(CheckpointError, match="corrupt"):
-        checkpoint.load(str(path))
 
 
 HISTORY = {"last_logs": {}, "history": [], "epoch_seconds": [], "epoch_rates": [], "images": 0, "seconds": 0.0}
