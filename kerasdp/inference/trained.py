@@ -145,10 +145,13 @@ def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
         )
     run, architecture = saved.state["config"], {} if request.model else saved.state.get("architecture") or {}
     if architecture:
+        is_own, instead = spec.is_user_function(run["model"]), _WITH_MODEL
+        if is_own:
+            instead += f", as its run did ({ascii(run['model'])[1:-1]:.200}), or add --trust_checkpoint"
         try:
-            model = _tried(lambda: build_architecture(architecture), path, _WITH_MODEL)
+            model = _tried(lambda: build_architecture(architecture), path, instead)
         except UserError:
-            if not (request.trust_checkpoint and spec.is_user_function(run["model"])):
+            if not (request.trust_checkpoint and is_own):
                 raise
             model = _build(request, path, run)  # which knows user-defined layers
     else:

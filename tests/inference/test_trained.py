@@ -193,7 +193,10 @@ def test_layers_of_the_function_that_the_run_named(tmp_path):
     model = build_model(Config(model=named), (28, 28, 1), 10)
     place = saved(model, tmp_path, model=named)
     sys.modules.pop("own_layers")  # as in another process
-    trained = load_trained(Request(checkpoint=place))
+    with pytest.raises(UserError, match="cannot be built .*, as its run did .*own_layers.py:build.*--trust_checkpoint"):
+        load_trained(Request(checkpoint=place))
+    assert "own_layers" not in sys.modules
+    trained = load_trained(Request(checkpoint=place, trust_checkpoint=True))
     expected = model.predict(IMAGES, verbose=0)
     np.testing.assert_allclose(trained.model.predict(IMAGES, verbose=0), expected, atol=1e-4)
     other = saved(model, tmp_path / "other", model="lenet")  # a script of its own, which is not named
