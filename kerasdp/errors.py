@@ -10,7 +10,11 @@ FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices", "stages": "n
 
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
-_SWITCHES = ("deterministic", "dry_run", "resume")
+_SWITCHES = ("deterministic", "dry_run", "resume", "trust_checkpoint")
+# Of a URL: what stands before the host's `@`, and what follows a `?`, in which clouds put signatures and tokens.
+_URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s'\"@:]*:[^\s'\"]*|[^/\s'\"@]+)@")
+_URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"?]*\?)[^\s'\"]+")
+_HIDDEN = "***"
 _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 
@@ -55,11 +59,24 @@ def _as_argument(flag: re.Match[str]) -> str:
     return (field if value is None else f"{field}={value}") + colon
 
 
+def redacted(text: str, url: str = "") -> str:
+    """Returns a text without the passwords and tokens of the URLs in it, as `ftp://***@host/run`.
+
+    Args:
+        text: to be shown or written.
+        url: what another program was given, whose text this may be: its password is not shown alone, either.
+    """
+    user = _URL_USER.search(url)
+    for secret in user[0][len(user[1]) : -1].split(":", 1)[1:] if user else ():
+        text = text.replace(secret, _HIDDEN) if secret else text
+    return _URL_QUERY.sub(rf"\1{_HIDDEN}", _URL_USER.sub(rf"\1{_HIDDEN}@", text))
+
+
 class RunError(Exception):
     """A run that has to end. Its text is a whole message: what was expected, what was received, what to do.
 
     Args:
-        message: names choices as flags; see `addressed`.
+        message: names choices as flags; see `addressed`. Passwords in URLs are left out.
     """
 
     exit_code = 1
@@ -67,7 +84,7 @@ class RunError(Exception):
     is_shared = False
 
     def __init__(self, message: str):
-        super().__init__(addressed(message))
+        super().__init__(redacted(addressed(message)))
 
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that a notebook shows: the message, which is whole, without the frames of this package.

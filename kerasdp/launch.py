@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
+from kerasdp.checkpoint.in_use import locked_folder
 from kerasdp.checkpoint.storage import require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.names import meant
@@ -86,7 +87,8 @@ def _launch(train: Callable[..., Any], settings: Config | None, changes: dict[st
     ):
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
-        result = _run(settings, train)
+        with locked_folder(settings) if is_owner else contextlib.nullcontext():
+            result = _run(settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
 

@@ -2,11 +2,19 @@
 
 import json
 import warnings
+import zipfile
 from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import as_functional, without_tensorflow
+from kerasdp.keras_compat import as_functional, safe_deserialization, without_tensorflow
+
+# What models are made of, among Keras' public modules. Its others read, write and connect when they are called.
+_OF_MODELS = {
+    "activations", "constraints", "dtype_policies", "initializers", "layers", "losses", "metrics", "models", "ops",
+    "optimizers", "quantizers", "random", "regularizers", "src",
+}  # fmt: skip
+_MOST_BYTES = 100_000_000  # of a description, as safetensors has it of a header
 
 
 def architecture_of(model: keras.Model) -> dict[str, Any] | None:
@@ -32,10 +40,40 @@ def architecture_of(model: keras.Model) -> dict[str, Any] | None:
 def build_architecture(architecture: dict[str, Any]) -> keras.Model:
     """Builds the model of `architecture_of`, with new weights.
 
+    Names in it are those of Keras' own layers, and of classes that are registered here; nothing runs that is not.
+
     Raises:
         Exception: whatever Keras raises of a layer that it does not know.
     """
-    return keras.saving.deserialize_keras_object(architecture)
+    _check_names(architecture)
+    with safe_deserialization():
+        return keras.saving.deserialize_keras_object(architecture, safe_mode=True)
+
+
+def load_keras_file(path: str) -> keras.Model:
+    """Loads a `.keras` file, with the names that `build_architecture` takes.
+
+    Raises:
+        Exception: whatever Keras raises of a file that is none, or a layer that it does not know.
+    """
+    with zipfile.ZipFile(path) as archive:
+        size = archive.getinfo("config.json").file_size
+        if size > _MOST_BYTES:
+            raise ValueError(f"its config.json has {size} bytes")
+        _check_names(json.loads(archive.read("config.json")))
+    with safe_deserialization():
+        return keras.saving.load_model(path, compile=False, safe_mode=True)
+
+
+def _check_names(part: Any) -> None:
+    """Raises `ValueError` if a description of a model names a function of Keras that is no part of models."""
+    for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
+        _check_names(each)
+    if isinstance(part, dict) and isinstance(part.get("module"), str):
+        own = part.get("config") if part.get("class_name") == "function" else part.get("class_name")
+        name = f"{part['module']}.{own}".split(".")
+        if name[0] == "keras" and len(name) > 2 and name[1] not in _OF_MODELS:
+            raise ValueError(f"{'.'.join(name)} is no part of a model")
 
 
 def _without_precision(part: Any) -> Any:

@@ -74,14 +74,28 @@ def restore_callbacks(
     left = []
     for key, callback in zip(_callback_keys(callbacks), callbacks):
         for name, value in states.get(key, {}).items():
-            own = vars(callback).get(name)
+            own, shown = vars(callback).get(name), f"{type(callback).__name__}.{ascii(name)[1:-1]:.80}"
+            if not _may_be_restored(callback, name, value):
+                left.append(shown)
+                continue
             # Of what two attributes share, only one may have changed.
             is_shared = sum(other is own for other in vars(callback).values()) > 1
             try:
                 setattr(callback, name, _decode(value, arrays, _copied(own) if is_shared else own, model))
-            except LookupError:
-                left.append(f"{type(callback).__name__}.{name}")
+            except (LookupError, TypeError, ValueError, RecursionError):  # the file may hold anything
+                left.append(shown)
     return left
+
+
+def _may_be_restored(callback: keras.callbacks.Callback, name: str, value: Any) -> bool:
+    """Returns whether a file may say an attribute: data, but no function, and no text of Keras' own callbacks.
+
+    Theirs are places to write to, which only whoever made the callback chooses.
+    """
+    own = vars(callback).get(name, getattr(type(callback), name, None))
+    if name in _NOT_STATE or name.startswith("__") or callable(own) or hasattr(own, "__set__"):  # of a property
+        return False
+    return not (isinstance(value, str) and is_of_keras(type(callback)))
 
 
 def plain_attributes(callback: keras.callbacks.Callback) -> dict[str, str]:

@@ -13,6 +13,7 @@ import numpy as np
 from kerasdp.checkpoint import callback_state, files, old_format
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.architecture import architecture_of
+from kerasdp.checkpoint.fields import require
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
@@ -26,6 +27,8 @@ from kerasdp.runtime import signals
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Position, RunState
 
+# Of the state in a checkpoint.
+_NEEDED = ("epoch", "batch", "stopped", "best", "identity", "recorder", "callbacks", "saved_by")
 # What a rank requests; the maximum over the ranks is what happens.
 _NOTHING, _SAVE, _END = range(3)
 
@@ -67,8 +70,10 @@ def resume(
 
     Raises:
         UserError: if it is the checkpoint of another run.
+        CheckpointError: if it lacks something.
     """
     path, saved = found
+    require(path, saved.state, *_NEEDED)
     saved = old_format.converted(saved, model, identity)
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
@@ -120,7 +125,8 @@ class Checkpointer:
         self._architecture = architecture_of(model) if processes.rank == 0 else None
         self._last_step = run_state.step
         self._train_metrics: dict[str, Any] = {}
-        self.writer = files.Writer(folder, config.keep, report.warn) if processes.rank == 0 else None
+        own = (folder, config.keep, report.warn, config.resume)
+        self.writer = files.Writer(*own) if processes.rank == 0 else None
         if self.writer and resumed:
             self.writer.last_good = files.path_of(folder, resumed.state["step"])
 

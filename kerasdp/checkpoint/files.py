@@ -2,9 +2,10 @@
 
 A checkpoint is one file in the safetensors format (https://github.com/huggingface/safetensors): arrays by name after a
 JSON header, no pickle, readable by many tools. What is not an array is in the header as JSON. The format has no
-checksum, so the header carries one of everything else.
+checksum, so the header carries one of everything else, the number of the format included.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,13 +19,17 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from kerasdp.checkpoint.storage import OutOfReachError, folder_at
+from kerasdp.checkpoint.fields import check_fields
+from kerasdp.checkpoint.in_use import Marker
+from kerasdp.checkpoint.storage import OutOfReachError, folder_at, is_left_over, is_url
 from kerasdp.errors import CheckpointError, UserError
 
 # Increased when the reader of before would misread, or wrongly refuse, what is written. 2: variables are named by their
 # place in the model, no longer by their number. 3: samples come in an order that the reader of before did not have.
-FORMAT = 3
+# 4: the checksum is of this number, too.
+FORMAT = 4
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_NAMES = re.compile(r"(step-\d{8,}|best)\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,7 @@ def save(path: str, checkpoint: Checkpoint) -> None:
     """
     folder, name = os.path.split(path)
     state = json.dumps(checkpoint.state)
-    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(state, checkpoint.arrays)}
+    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(FORMAT, state, checkpoint.arrays)}
     try:
         with folder_at(folder).writing(name) as temporary:
             safetensors.numpy.save_file(checkpoint.arrays, temporary, metadata)
@@ -70,7 +75,7 @@ def save(path: str, checkpoint: Checkpoint) -> None:
 
 
 def load(path: str) -> Checkpoint:
-    """Reads a checkpoint and checks every bit of it.
+    """Reads a checkpoint and checks every bit of it, and the kind of each field of its state.
 
     Raises:
         CheckpointError: if it is not what was written, or was written by a newer kerasdp.
@@ -86,16 +91,19 @@ def load(path: str) -> Checkpoint:
                     f"{path} was written by a newer kerasdp (format {number}, this one reads up to {FORMAT})"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
-        if metadata["sha256"] != _checksum(metadata["state"], arrays):
+        if metadata["sha256"] != _checksum(number, metadata["state"], arrays):
             raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
-        return Checkpoint(arrays=arrays, state=json.loads(metadata["state"]), format=number)
+        state = check_fields(path, json.loads(metadata["state"]))
+        return Checkpoint(arrays=arrays, state=state, format=number)
+    except CheckpointError:
+        raise
     except PermissionError as error:
         raise UserError(f"--resume: cannot read {path} ({error.strerror or error})") from error
     except OutOfReachError as error:  # the file may be sound
         raise UserError(f"--resume: cannot read {path} ({error})") from error
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
+    except Exception as error:  # anybody may have written the file; a type that NumPy lacks is an AttributeError
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{path} is corrupt or truncated ({reason})") from error
+        raise CheckpointError(f"{path} is corrupt or truncated ({reason:.300})") from error
 
 
 def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkpoint] | None:
@@ -128,13 +136,26 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
 class Writer:
     """Writes checkpoints in a thread of its own, and removes old ones."""
 
-    def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
-        """`keep` is how many of the newest stay; `report` is called with what cannot be written."""
+    def __init__(self, folder: str, keep: int, report: Callable[[str], None], takes_over: bool = False):
+        """Takes a place for checkpoints.
+
+        Args:
+            folder: or URL.
+            keep: how many of the newest stay.
+            report: called with what cannot be written.
+            takes_over: whether the run resumes, and may follow one that was killed.
+
+        Raises:
+            UserError: if another run writes there, as far as a URL shows that.
+        """
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
         self._reported: set[str] = set()
+        self._marker: Marker | None = None
+        with contextlib.suppress(OSError):  # what cannot be written is said when a checkpoint cannot
+            self._marker = Marker(folder, takes_over) if is_url(folder) else None
 
     @property
     def is_busy(self) -> bool:
@@ -149,14 +170,24 @@ class Writer:
         self._running = self._pool.submit(self._write, checkpoint, is_best)
 
     def wait(self) -> None:
-        """Waits until all is on disk."""
+        """Waits until all is on disk; raises as `close`."""
         if self._running is not None:
             self._running.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
-        self.wait()
-        self._pool.shutdown()
+        """Waits, and ends the thread.
+
+        Raises:
+            UserError: if another run has begun to write to the place.
+        """
+        running, self._running = self._running, None
+        try:
+            if running is not None:
+                running.result()
+        finally:
+            self._pool.shutdown()
+            if self._marker is not None:
+                self._marker.remove()
 
     def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
         path = path_of(self.folder, checkpoint.state["step"])
@@ -165,6 +196,8 @@ class Writer:
             self._report_once(f"no checkpoint at step {checkpoint.state['step']}: {broken} is not finite")
             return
         try:
+            if self._marker is not None:
+                self._marker.check()
             save(path, checkpoint)
             self.last_good = path
             folder = folder_at(self.folder)
@@ -186,13 +219,15 @@ class Writer:
 def set_aside(folder: str, used: str) -> None:
     """Renames what could not be used and is newer than the checkpoint in use; removes what a killed run began.
 
+    Other files stay, as do those of a process that runs or of another machine.
+
     Raises:
         UserError: if that cannot be done.
     """
     files = folder_at(folder)
     try:
         for name in files.names():
-            if name.endswith(".tmp"):
+            if is_left_over(name, _NAMES):
                 files.remove(name)
         for path in paths_in(folder):
             if path == used:
@@ -210,11 +245,12 @@ def _is_sound(name: str, array: np.ndarray) -> bool:
 
 def checksum_of(checkpoint: Checkpoint) -> str:
     """Returns a digest of all that is in a checkpoint."""
-    return _checksum(json.dumps(checkpoint.state), checkpoint.arrays)
+    return _checksum(FORMAT, json.dumps(checkpoint.state), checkpoint.arrays)
 
 
-def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(state.encode())
+def _checksum(number: int, state: str, arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(f"{number}\n".encode() if number > 3 else b"")
+    digest.update(state.encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())

@@ -121,8 +121,8 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
     for name in dict.fromkeys((*saved, *own)):
         if saved.get(name) != own.get(name):
             raise UserError(
-                f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)}. "
-                f"Received: {own.get(name)}; backend, devices and precision may change, this may not"
+                f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)!s:.300}. "
+                f"Received: {own.get(name)!s:.300}; backend, devices and precision may change, this may not"
             )
 
 

@@ -13,12 +13,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from kerasdp.errors import UserError
+from kerasdp.errors import UserError, redacted
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 # An object is there when all of it has been sent, and not before.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos", "obs", "hf"}
-_TEMPORARY = ".tmp"
 
 
 class OutOfReachError(OSError):
@@ -60,6 +59,30 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _URL.match(os.fspath(path)) is not None
 
 
+def is_left_over(name: str, names: re.Pattern[str]) -> bool:
+    """Returns whether a file is what a process of this machine that has ended had begun to write.
+
+    Args:
+        name: of the file.
+        names: that the file may have when it is whole.
+    """
+    found = re.fullmatch(rf"(.+)\.{re.escape(socket.gethostname())}-(\d+)\.tmp", name)
+    if found is None or not names.fullmatch(found[1]):
+        return False
+    try:
+        os.kill(int(found[2]), 0)  # asks alone
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # somebody else's
+        return False
+    return int(found[2]) == os.getpid()
+
+
+def _temporary(name: str) -> str:
+    """Returns the name of a file while this process writes it."""
+    return f"{name}.{socket.gethostname()}-{os.getpid()}.tmp"
+
+
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Returns the folder of a path or a URL.
 
@@ -92,9 +115,10 @@ def require_folder(path: str, resume: bool) -> None:
             file.write("can be removed")
         folder.remove(probe)
     except OSError as error:
+        reason = error.strerror or redacted(str(error), path)
         raise UserError(
-            f"--checkpoint_dir: cannot {doing} {path!r} ({error.strerror or error}); choose another place, or give "
-            "this machine access to it"
+            f"--checkpoint_dir: cannot {doing} {path!r} ({reason}); choose another place, or give this machine access "
+            "to it"
         ) from error
 
 
@@ -110,7 +134,7 @@ class _LocalFolder:
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
         os.makedirs(self._path, exist_ok=True)
-        temporary = f"{self._at(name)}.{os.getpid()}{_TEMPORARY}"
+        temporary = self._at(_temporary(name))
         try:
             yield temporary
             _sync(temporary)
@@ -125,7 +149,7 @@ class _LocalFolder:
         yield self._at(name)
 
     def copy(self, name: str, new: str) -> None:
-        temporary = self._at(f"{new}{_TEMPORARY}")
+        temporary = self._at(_temporary(new))
         with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
         try:
@@ -169,7 +193,7 @@ class _RemoteFolder:
             if self._is_object_store:
                 self._tried(lambda: self._files.put_file(local, self._at(name)))
                 return
-            temporary = f"{self._at(name)}.{os.getpid()}{_TEMPORARY}"
+            temporary = self._at(_temporary(name))
             try:
                 self._tried(lambda: self._files.makedirs(self._path, exist_ok=True))
                 self._tried(lambda: self._files.put_file(local, temporary))
@@ -191,8 +215,8 @@ class _RemoteFolder:
             if self._is_object_store:
                 self._tried(lambda: self._files.cp_file(self._at(name), self._at(new)))
                 return
-            self._tried(lambda: self._files.cp_file(self._at(name), self._at(new + _TEMPORARY)))
-            self.rename(new + _TEMPORARY, new)
+            self._tried(lambda: self._files.cp_file(self._at(name), self._at(_temporary(new))))
+            self.rename(_temporary(new), new)
         except OutOfReachError as error:
             if not isinstance(error.__cause__, NotImplementedError):
                 raise
@@ -216,13 +240,18 @@ class _RemoteFolder:
         except FileNotFoundError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split()) or type(error).__name__
+            text = redacted(" ".join(str(error).split()) or type(error).__name__, self._url)
             raise OutOfReachError(f"{type(error).__name__}: {text:.300}") from error
 
 
 def file_system(url: str) -> tuple[Any, str]:
     """Returns fsspec's file system of a URL, and the path in it."""
     protocol = url.partition("::")[0].partition("://")[0]
+    if "reference" in re.split("::|://", url):
+        raise UserError(
+            f"--checkpoint_dir: {url!r} is made of a file of references, which may hold templates, and those are code; "
+            "give the URL of the files themselves"
+        )
     try:
         import fsspec
     except ImportError as error:
@@ -245,7 +274,8 @@ def file_system(url: str) -> tuple[Any, str]:
                 f"--checkpoint_dir: fsspec knows no protocol {protocol!r}. Received: {url!r}; expected one of {known}"
             ) from error
         raise UserError(
-            f"--checkpoint_dir: cannot use {url!r} ({type(error).__name__}: {' '.join(str(error).split()):.300})"
+            f"--checkpoint_dir: cannot use {url!r} ({type(error).__name__}: "
+            f"{redacted(' '.join(str(error).split()), url):.300})"
         ) from error
 
 

@@ -230,6 +230,8 @@ def _define_flags_of_recipes() -> None:
             "each class, or without), .npy, or .npz with x and, for labels, y.")  # fmt: skip
     _define(group, "activation", text, None, "softmax, sigmoid or none: what makes probabilities of the model's "
             "outputs. Default: softmax, unless its last layer has an activation.")  # fmt: skip
+    _define(group, "trust_checkpoint", flags.DEFINE_boolean, False, "Run the code that a checkpoint names as its model "
+            "or data set; otherwise only what --model and --dataset name is run.")  # fmt: skip
 
     group = PREDICTION
     _define(group, "output", text, None, "File for the predictions: .npy, .csv or .parquet. Default: predictions.csv "

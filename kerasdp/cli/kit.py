@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -100,7 +101,7 @@ def copy(name: str, destination: str, *, force: bool) -> list[pathlib.Path]:
     Args:
         name: as for `find`.
         destination: a folder, which is made if need be, or, of one item, a file with the same ending.
-        force: overwrite what is there.
+        force: overwrite what is there; of a link the link, not what it leads to.
 
     Returns:
         The files that were written.
@@ -109,17 +110,21 @@ def copy(name: str, destination: str, *, force: bool) -> list[pathlib.Path]:
         UserError: if there is no such item, or a file is in the way.
     """
     found, place = find(name), pathlib.Path(destination)
+    if os.path.lexists(place) and not place.exists():
+        raise UserError(f"expected a folder or a file to copy to. Received: {destination!r}, a link to nothing")
     if place.exists() and not place.is_dir() and (len(found) > 1 or place.suffix != found[0].path.suffix):
         raise UserError(f"expected a folder to copy into. Received: {destination!r}, which is a file")
     sources = dict.fromkeys(path for item in found for path in item.with_its_imports())
     targets = {path: place / path.name for path in sources}
     if len(found) == 1 and place.suffix == found[0].path.suffix and not place.is_dir():
         targets = {path: place.parent / path.name for path in sources} | {found[0].path: place}
-    in_the_way = [str(target) for target in targets.values() if target.exists()]
+    in_the_way = [str(target) for target in targets.values() if os.path.lexists(target)]
     if in_the_way and not force:
         raise UserError(f"there is already {', '.join(in_the_way)}: copy to another place, or overwrite with --force")
     for source, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_symlink():  # not what it leads to
+            target.unlink()
         shutil.copy(source, target)
     return list(targets.values())
 

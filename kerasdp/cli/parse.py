@@ -175,6 +175,7 @@ def _numbers(flag: str) -> list[int]:
 
 def read(arguments: list[str], without: dict[str, str]) -> None:
     """Sets `FLAGS` from a command line, on which the flags `without` are refused, with what to do instead."""
+    _refuse_code_of_runs(arguments[1:])
     FLAGS.unparse_flags()
     for name in FLAGS:
         FLAGS[name].present = 0
@@ -192,6 +193,28 @@ def read(arguments: list[str], without: dict[str, str]) -> None:
     for name, instead in without.items():
         if FLAGS[name].present:
             raise UserError(f"--{name} has no effect here: {instead}")
+
+
+def _refuse_code_of_runs(arguments: list[str]) -> None:
+    """Raises `UserError` for a flagfile in a run's folder that names code: whoever left the run chose it."""
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name.lstrip("-") != "flagfile":
+            continue
+        path = value or "".join(arguments[number + 1 : number + 2])
+        if not os.path.exists(os.path.join(os.path.dirname(path), "config.json")):
+            continue
+        try:
+            found = FLAGS.read_flags_from_files([f"--flagfile={path}"])
+        except (flags.Error, OSError, ValueError) as error:
+            raise UserError(f"--flagfile: cannot read {path!r} ({' '.join(str(error).split())})") from error
+        for flag, following in zip(found, [*found[1:], ""]):  # --name=value, or one after the other
+            name, _, value = flag.partition("=")
+            if name.lstrip("-") in ("model", "dataset", "sweep") and ":" in (value or following):
+                raise UserError(
+                    f"--flagfile: {path} is in the folder of a run, and names code: {ascii(flag)[1:-1]:.200}; copy the "
+                    "file to another folder once you have read it, or write the flag yourself"
+                )
 
 
 def _unknown(name: str, without: dict[str, str]) -> str:

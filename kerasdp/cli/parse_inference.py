@@ -25,7 +25,7 @@ _OF_ALL = {
 }
 _OF_LESSON = _OF_ALL | {"epochs", "learning_rate", "kernel_initializer", "seed", "precision"}
 _OF_EVALUATION = _OF_ALL | {"model", "precision", "compile", "deterministic", "hang_timeout", *GROUPS[INFERENCE]}
-_OF_EXPORT = _OF_ALL - {"gpus", "devices", "batch_size", "workdir"} | {"model", "checkpoint", "to"}
+_OF_EXPORT = _OF_ALL - {"gpus", "devices", "batch_size", "workdir"} | {"model", "checkpoint", "trust_checkpoint", "to"}
 _OF_PREDICTION = _OF_EVALUATION | set(GROUPS[PREDICTION])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kerasdp.config import sharing, validation
 from kerasdp.config.workdir import CHECKPOINTS
-from kerasdp.errors import UserError
+from kerasdp.errors import UserError, redacted
 
 # Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
 HANG_TIMEOUT = 600.0
@@ -270,8 +270,9 @@ class Config:
         return os.path.join(str(self.folder_of_fit(number)), CHECKPOINTS)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary that JSON can hold."""
-        return dataclasses.asdict(self)
+        """Returns the fields as a dictionary that JSON can hold, to be written or shown: URLs without passwords."""
+        fields = dataclasses.asdict(self).items()
+        return {name: redacted(value) if isinstance(value, str) else value for name, value in fields}
 
 
 def _of_fit(folder: str, number: int) -> str:

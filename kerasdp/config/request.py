@@ -25,6 +25,8 @@ class Request:
         data_dir: folder of its files.
         activation: what makes probabilities of outputs: `"softmax"`, `"sigmoid"`, `"none"`. None: softmax, unless the
             model's last layer has an activation.
+        trust_checkpoint: whether a function that the checkpoint names as its model or data set is run, which is its
+            author's code. Otherwise it is taken from `model` and `dataset` alone.
         output: file for the predictions; its ending says how they are written. None: `predictions.csv` in `workdir`.
 
     Raises:
@@ -38,6 +40,7 @@ class Request:
     dataset: str | None = None
     data_dir: str | None = None
     activation: str | None = None
+    trust_checkpoint: bool = False
     output: str | None = None
 
     def __post_init__(self) -> None:

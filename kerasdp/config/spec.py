@@ -36,7 +36,7 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise wrong
         words = [(word.arg, ast.literal_eval(word.value)) for word in call.keywords]
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of brackets in brackets
         raise wrong from error
     arguments = {word: value for word, value in words if word is not None}
     if any(word is None for word, _ in words):  # **{...}

@@ -57,8 +57,8 @@ _WAIT_TO_RESUME = 30.0
 
 
 @contextlib.contextmanager
-def locked_workdir(workdir: str | None, resume: bool = False) -> Iterator[None]:
-    """Keeps other runs out of the workdir within the `with` block.
+def locked_workdir(workdir: str | None, resume: bool = False, flag: str = "workdir") -> Iterator[None]:
+    """Keeps other runs out of the workdir, or another folder, within the `with` block.
 
     The system lifts the lock when this process ends, however it ends. File systems without locks (some network ones)
     keep nobody out.
@@ -66,6 +66,7 @@ def locked_workdir(workdir: str | None, resume: bool = False) -> Iterator[None]:
     Args:
         workdir: a folder that is there. None: there is none.
         resume: whether to wait half a minute for the other run to end.
+        flag: that names the folder, for the error message.
 
     Raises:
         UserError: if another run has the folder; it names that run's process and host.
@@ -76,10 +77,10 @@ def locked_workdir(workdir: str | None, resume: bool = False) -> Iterator[None]:
     path, until = os.path.join(workdir, ".lock"), time.monotonic() + (_WAIT_TO_RESUME if resume else 0.0)
     while (lock := _try_to_lock(path)) is None:
         if time.monotonic() >= until:
-            with open(path) as file:
-                owner = file.read()
+            with open(path, errors="replace") as file:
+                owner = file.read(200)
             raise UserError(
-                f"--workdir: {workdir!r} is in use by another run ({owner}); wait for its end, or choose another folder"
+                f"--{flag}: {workdir!r} is in use by another run ({owner}); wait for its end, or choose another folder"
             )
         time.sleep(0.2)
     try:

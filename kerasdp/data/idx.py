@@ -1,14 +1,20 @@
 """Reads IDX files, the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist)."""
 
 import gzip
+import math
 import os
 import zlib
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from kerasdp.errors import UserError
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+_MOST_AXES = 8  # images in colour have 4
+_CHUNK = 2**24
 
 
 def read(path: str) -> np.ndarray:
@@ -22,21 +28,38 @@ def read(path: str) -> np.ndarray:
     """
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            content = file.read()
-    except (OSError, EOFError, zlib.error) as error:
+            return _read(path, cast(BinaryIO, file))
+    except (OSError, EOFError, MemoryError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
-    num_axes = content[3] if len(content) > 3 else 0
-    header = 4 + 4 * num_axes
-    if len(content) < header or content[:2] != b"\0\0" or content[2] not in _DTYPES or num_axes == 0:
+
+
+def _read(path: str, file: BinaryIO) -> np.ndarray:
+    start = file.read(4)
+    num_axes = start[3] if len(start) == 4 else 0
+    sizes = file.read(4 * num_axes)
+    is_idx = 0 < num_axes <= _MOST_AXES and start[:2] == b"\0\0" and start[2] in _DTYPES
+    if not is_idx or len(sizes) < 4 * num_axes:
         raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
-    dtype = np.dtype(_DTYPES[content[2]])
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", num_axes, 4))
-    expected = header + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    dtype = np.dtype(_DTYPES[start[2]])
+    shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4"))
+    expected = math.prod(shape) * dtype.itemsize
+    content = _at_most(expected + 1, file)  # whatever else a .gz may grow to
     if len(content) != expected:
+        header = 4 + len(sizes)
+        received = "more" if len(content) > expected else str(header + len(content))
         raise UserError(
-            f"{path}: expected {expected} bytes for shape {shape}. Received: {len(content)}; fetch it again"
+            f"{path}: expected {header + expected} bytes for shape {shape}. Received: {received}; fetch it again"
         )
-    return np.frombuffer(content, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+    return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _at_most(count: int, file: BinaryIO) -> bytes:
+    """Returns what is left of a file, up to a number of bytes; takes memory for what is there alone."""
+    parts = []
+    while count and (part := file.read(min(count, _CHUNK))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 def find(folder: str, name: str) -> str | None:

@@ -109,8 +109,8 @@ class ImageFolder:
             with Image.open(path) as image:
                 image.draft("RGB" if self.channels == 3 else "L", (width, height))  # JPEG: decodes at a smaller size
                 pixels = np.asarray(image.convert("RGB" if self.channels == 3 else "L").resize((width, height)))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read as an image ({error}); remove or replace it") from error
+        except Exception as error:  # Pillow's readers raise anything of a file that is none of theirs
+            raise UserError(f"{path}: cannot be read as an image ({error!s:.300}); remove or replace it") from error
         return pixels.reshape(height, width, self.channels)
 
 

@@ -42,12 +42,25 @@ class Stream:
     """
 
     def __init__(self, batches: Any, state: Any = None):
-        """Opens `batches`; with a state, as `Item` has it, after the batch of that state."""
-        if state is not None and _keeps_state_itself(batches):
-            batches.load_state_dict(_from_json(state))
-        self._batches, self._iterator = batches, iter(batches)
-        if state is not None and not _keeps_state_itself(batches):
-            self._iterator.set_state(_from_json(state))
+        """Opens `batches`; with a state, as `Item` has it, after the batch of that state.
+
+        Raises:
+            UserError: if the object does not take that state.
+        """
+        self._batches = batches
+        try:
+            if state is not None and _keeps_state_itself(batches):
+                batches.load_state_dict(_from_json(state))
+            self._iterator = iter(batches)
+            if state is not None and not _keeps_state_itself(batches):
+                self._iterator.set_state(_from_json(state))
+        except Exception as error:
+            if state is None:
+                raise
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"--resume: the {kind_of(batches)} cannot take the place that the checkpoint holds ({line:.300})"
+            ) from error
         self._waiting: collections.deque[Item] = collections.deque()
         self.num_taken = 0
 

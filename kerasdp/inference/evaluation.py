@@ -9,6 +9,7 @@ import numpy as np
 
 from kerasdp.errors import UserError
 from kerasdp.inference.samples import Samples
+from kerasdp.reporting.comparison import plain_cell
 from kerasdp.reporting.figure import make_figure
 
 # Of more classes, numbers in the fields of the picture could not be read.
@@ -86,9 +87,10 @@ def write_evaluation(
             content = {**facts, "data": samples.title, "num_samples": int(matrix.sum()), **results, "classes": of_class}
             json.dump(content, file, indent=2)
             file.write("\n")
-        with open(paths["confusion.csv"], "w", newline="") as file:
+        with open(paths["confusion.csv"], "w", newline="", errors="backslashreplace") as file:
+            cells = [plain_cell(name) for name in names]
             csv.writer(file).writerows(
-                [["label", *names], *([name, *row] for name, row in zip(names, matrix.tolist()))]
+                [["label", *cells], *([cell, *row] for cell, row in zip(cells, matrix.tolist()))]
             )
         draw_confusion(matrix, names, paths["confusion.png"])
     except OSError as error:

@@ -9,6 +9,7 @@ import numpy as np
 from kerasdp.errors import UserError
 from kerasdp.inference.samples import Samples
 from kerasdp.inference.trained import Trained
+from kerasdp.reporting.comparison import plain_cell
 
 
 def probabilities(outputs: Any, trained: Trained) -> np.ndarray:
@@ -39,7 +40,8 @@ def write_predictions(path: str, outputs: np.ndarray, samples: Samples, trained:
     """Writes a row for each sample, in their order.
 
     `.npy`: the outputs. `.csv` and `.parquet`: the sample's file or row number; for classes the predicted one and its
-    probability; then all outputs, a column each.
+    probability; then all outputs, a column each. In `.csv` an apostrophe goes before a file's name that a spreadsheet
+    would take for a formula.
 
     Args:
         path: ends in `.npy`, `.csv` or `.parquet`.
@@ -76,11 +78,14 @@ def _columns(outputs: np.ndarray, samples: Samples, kind: str) -> dict[str, Any]
 
 
 def _write_csv(path: str, columns: dict[str, Any]) -> None:
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", errors="backslashreplace") as file:  # names of files may be no text
         writer = csv.writer(file)
         writer.writerow(columns)
         # Nine digits are a float32 as a whole.
-        texts = [[f"{each:.9g}" if isinstance(each, np.floating) else each for each in own] for own in columns.values()]
+        texts = [
+            [f"{each:.9g}" if isinstance(each, np.floating) else plain_cell(each) for each in own]
+            for own in columns.values()
+        ]
         writer.writerows(zip(*texts, strict=True))
 
 

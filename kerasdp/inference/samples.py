@@ -12,7 +12,7 @@ from kerasdp.config.request import Request
 from kerasdp.data.datasets import load_data
 from kerasdp.data.sources import IMAGE_ENDINGS, ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import UserError
-from kerasdp.inference.trained import Trained
+from kerasdp.inference.trained import Trained, named_by_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ def open_samples(request: Request, trained: Trained) -> Samples:
     """Opens the inputs of a request, or the held-out part of its data set, else of the one that the model is from.
 
     Args:
-        request: `inputs`, `dataset` and `data_dir` are read.
+        request: `inputs`, `dataset`, `data_dir` and `trust_checkpoint` are read.
         trained: its model says the size of images.
 
     Raises:
-        UserError: if there is no data, or it cannot be read.
+        UserError: if there is no data, it cannot be read, or it takes code that the model's file names and nobody else.
     """
     path = request.inputs
     if path is None:
@@ -58,7 +58,9 @@ def open_samples(request: Request, trained: Trained) -> Samples:
 
 
 def _of_dataset(request: Request, trained: Trained) -> Samples:
-    name = request.dataset or trained.dataset
+    name = request.dataset
+    if name is None and trained.dataset is not None:
+        name = named_by_file(trained.dataset, "dataset", trained.path, request)
     if name is None:
         raise UserError(f"{trained.path} does not say what it was trained on: add --inputs or --dataset")
     own_folder = trained.data_dir if request.dataset is None else None
@@ -71,10 +73,11 @@ def _of_dataset(request: Request, trained: Trained) -> Samples:
 
 def _of_arrays(path: str) -> Samples:
     try:
-        found = np.load(path)
+        found = np.load(path, allow_pickle=False)
         arrays = dict(found) if path.endswith(".npz") else {"x": found}
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"--inputs: {path} cannot be read as arrays ({str(error).splitlines()[0]})") from error
+    except Exception as error:  # of zip, zlib and NumPy: anybody may have written the file
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"--inputs: {path} cannot be read as arrays ({line:.300})") from error
     labels = arrays.pop("y", None)
     inputs = arrays.get("x") if list(arrays) == ["x"] else arrays
     source = ArraySource(inputs, labels)

@@ -10,15 +10,17 @@ import numpy as np
 
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
-from kerasdp.checkpoint.architecture import build_architecture
+from kerasdp.checkpoint.architecture import build_architecture, load_keras_file
+from kerasdp.checkpoint.fields import require
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.storage import is_url
 from kerasdp.config import Config, spec
 from kerasdp.config.request import Request
+from kerasdp.config.validation import DATASETS, MODELS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.data.datasets import load_data
-from kerasdp.errors import CheckpointError, UserError
-from kerasdp.keras_compat import as_functional, last_activation
+from kerasdp.errors import CheckpointError, UserError, redacted
+from kerasdp.keras_compat import as_functional, last_activation, safe_deserialization
 from kerasdp.models import build_model
 from kerasdp.portability.portable import portable
 from kerasdp.reporting import report
@@ -33,7 +35,8 @@ class Trained:
     Args:
         model: to evaluate or predict with.
         path: the file.
-        dataset: what the run trained on; None where the file does not say it. So is `data_dir`.
+        dataset: what the run trained on, as the file says: a name to be shown, to `named_by_file` before it is loaded.
+            None where the file does not say it. So is `data_dir`.
         data_dir: folder of its files.
         kind: what the outputs are, once `applied` is: `"softmax"`, probabilities of classes; `"sigmoid"`, each a
             probability of its own; `"none"`, anything.
@@ -55,11 +58,12 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
     model; another model is built by `request.model`, for the shape and the classes of the data set.
 
     Args:
-        request: `checkpoint`, `model`, `dataset`, `data_dir` and `activation` are read.
+        request: `checkpoint`, `model`, `dataset`, `data_dir`, `activation` and `trust_checkpoint` are read.
         warn: called for each checkpoint that cannot be used.
 
     Raises:
-        UserError: if there is no such file, or the model in it cannot be built here.
+        UserError: if there is no such file, the model in it cannot be built here, or it takes code that the file names
+            and nobody else.
     """
     place = request.checkpoint
     if place.endswith((".keras", ".weights.h5")) and not is_url(place):
@@ -68,11 +72,42 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
         dataset = data_dir = None
     else:
         path, saved = _find(place, warn)
+        try:
+            require(path, saved.state, "config")
+        except CheckpointError as error:
+            raise UserError(f"--checkpoint: {error}") from error
         run = saved.state["config"]
         model = _restored(path, saved, request)
         dataset, data_dir = run["dataset"], run["data_dir"]
     kind, applied = _kind_of(model, request.activation)
-    return Trained(model=model, path=path, dataset=dataset, data_dir=data_dir, kind=kind, applied=applied)
+    shown = redacted(path)
+    return Trained(model=model, path=shown, dataset=dataset, data_dir=data_dir, kind=kind, applied=applied)
+
+
+def named_by_file(name: str, kind: str, path: str, request: Request) -> str:
+    """Returns a name that a file gives to its model or data set, if that is a built-in one, or the file is trusted.
+
+    A user-defined function is code, and whoever wrote the file chose it.
+
+    Args:
+        name: as the file has it.
+        kind: `"model"` or `"dataset"`.
+        path: of the file.
+        request: says whether the file is trusted.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    built_in = {"model": MODELS, "dataset": DATASETS}[kind]
+    if spec.parse(name, kind)[0] in built_in:
+        return name
+    if not request.trust_checkpoint:
+        raise UserError(
+            f"--{kind}: {redacted(path)} names {ascii(name)[1:-1]:.200}, which is code that whoever wrote the file "
+            f"chose; name it yourself (--{kind}=FILE.py:FUNCTION), or add --trust_checkpoint to run it"
+        )
+    print(f"runs {ascii(name)[1:-1]}: the {kind} that {redacted(path)} names (--trust_checkpoint)", flush=True)
+    return name
 
 
 def _require(place: str) -> None:
@@ -110,26 +145,31 @@ def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
         )
     run, architecture = saved.state["config"], {} if request.model else saved.state.get("architecture") or {}
     if architecture:
+        is_own, instead = spec.is_user_function(run["model"]), _WITH_MODEL
+        if is_own:
+            instead += f", as its run did ({ascii(run['model'])[1:-1]:.200}), or add --trust_checkpoint"
         try:
-            model = _tried(lambda: build_architecture(architecture), path, _WITH_MODEL)
+            model = _tried(lambda: build_architecture(architecture), path, instead)
         except UserError:
-            if not spec.is_user_function(run["model"]):
+            if not (request.trust_checkpoint and is_own):
                 raise
-            model = _build(request, run)  # which knows user-defined layers
+            model = _build(request, path, run)  # which knows user-defined layers
     else:
-        model = _build(request, run)
+        model = _build(request, path, run)
     portable(model)  # random layers then have the seeds that the checkpoint holds
     try:
         training_state.restore(model, saved.arrays, ("model",))
-    except UserError as error:
+    except (UserError, TypeError, ValueError) as error:
         raise UserError(f"--checkpoint: {path}: {error}; {_WITH_MODEL}") from error
     return model
 
 
-def _build(request: Request, run: dict[str, Any] | None) -> keras.Model:
+def _build(request: Request, path: str, run: dict[str, Any] | None) -> keras.Model:
     """Builds the model that a request or a run names, for the data set's shape and classes."""
-    name = request.model or (run or {})["model"]
-    dataset = request.dataset or (run or {}).get("dataset")
+    name = request.model or named_by_file((run or {})["model"], "model", path, request)
+    dataset = request.dataset
+    if dataset is None and run is not None:
+        dataset = named_by_file(run["dataset"], "dataset", path, request)
     if dataset is None:
         raise UserError(
             "--model: shape and classes of the model are those of a data set, which a .keras file does not name; add "
@@ -147,10 +187,8 @@ def _load_keras_file(request: Request) -> keras.Model:
     if request.model is None and path.endswith(".weights.h5"):
         raise UserError(f"--checkpoint: {path} has weights alone; {_WITH_MODEL}, or a built-in model, and --dataset")
     if request.model is None:
-        return _tried(
-            lambda: keras.saving.load_model(path, compile=False), path, f"if its layers are yours, {_WITH_MODEL}"
-        )
-    model = _build(request, None)
+        return _tried(lambda: load_keras_file(path), path, f"if its layers are yours, {_WITH_MODEL}")
+    model = _build(request, path, None)
     _tried(lambda: model.load_weights(path), path, "check that --model builds what was saved")
     return model
 
@@ -158,11 +196,12 @@ def _load_keras_file(request: Request) -> keras.Model:
 def _tried(action: Callable[[], Any], path: str, instead: str) -> Any:
     """Returns what Keras returns; it may raise anything of a file, most of it in many lines."""
     try:
-        return action()
+        with safe_deserialization():
+            return action()
     except Exception as error:
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         reason = line.partition(". ")[0]
-        raise UserError(f"--checkpoint: the model of {path} cannot be built ({reason}); {instead}") from error
+        raise UserError(f"--checkpoint: the model of {path} cannot be built ({reason:.300}); {instead}") from error
 
 
 def _kind_of(model: keras.Model, activation: str | None) -> tuple[str, bool]:

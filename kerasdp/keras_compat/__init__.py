@@ -81,7 +81,12 @@ from kerasdp.keras_compat.random import (
     seed_of,
     wrap_draws,
 )
-from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names, saved_as_keras
+from kerasdp.keras_compat.saving import (
+    plain_compile_arguments,
+    public_optimizer_names,
+    safe_deserialization,
+    saved_as_keras,
+)
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
@@ -155,6 +160,7 @@ __all__ = [
     "parts_of",
     "plain_compile_arguments",
     "public_optimizer_names",
+    "safe_deserialization",
     "raw_value",
     "rebind_weights",
     "replaced_methods",

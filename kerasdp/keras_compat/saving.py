@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras.src import api_export
+from keras.src.saving import serialization_lib
 
 from kerasdp.keras_compat.optimizers import inner_optimizer
 
@@ -20,6 +21,16 @@ def saved_as_keras(layer_class: type) -> type:
     name = f"keras.layers.{layer_class.__name__}"
     api_export.REGISTERED_OBJS_TO_NAMES[layer_class] = name
     return layer_class
+
+
+def safe_deserialization() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Keras makes nothing of a file that is code: no lambda, no pickle.
+
+    Keras 3.15: `safe_mode=True` of its functions yields to `keras.config.enable_unsafe_deserialization()`, which a
+    script may have called for a file of its own. `serialization_lib.SafeModeScope` outranks both; no public way.
+    """
+    scope: contextlib.AbstractContextManager[None] = serialization_lib.SafeModeScope(True)
+    return scope
 
 
 @contextlib.contextmanager

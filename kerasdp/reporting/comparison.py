@@ -86,9 +86,9 @@ def read_history(folder: str) -> list[dict[str, float]]:
     try:
         with open(os.path.join(folder, "history.csv"), newline="") as file:
             rows = list(csv.DictReader(file))
-    except OSError:
+    except (OSError, ValueError, csv.Error):
         return []
-    return [{name: float(text) for name, text in row.items() if _is_number(text)} for row in rows]
+    return [{str(name): float(str(text)) for name, text in row.items() if _is_number(text)} for row in rows]
 
 
 def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
@@ -117,12 +117,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in texts)
 
 
+def plain_cell(value: Any) -> Any:
+    """Returns what a CSV file holds of a value, so that no spreadsheet takes a text for a formula.
+
+    An apostrophe goes before texts that begin like one (https://owasp.org/www-community/attacks/CSV_Injection).
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else value
+
+
 def write_csv(rows: list[dict[str, Any]], path: str) -> None:
     """Writes rows as a CSV file."""
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, _columns(rows))
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file)
+        columns = _columns(rows)
+        writer.writerows([[plain_cell(each) for each in (row.get(name, "") for name in columns)] for row in
+                          (dict(zip(columns, columns)), *rows)])  # fmt: skip
 
 
 def best_of(runs: list[Run]) -> Run | None:
@@ -181,9 +190,12 @@ def _settings(folder: str) -> dict[str, Any]:
     try:
         with open(os.path.join(folder, "config.json")) as file:
             settings: dict[str, Any] = json.load(file)
-    except (OSError, ValueError) as error:
+        if not isinstance(settings, dict):
+            raise ValueError("its config.json is no object")
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"expected the folder of a run, with a config.json. Received: {folder!r} ({error})") from error
-    with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(folder, "report.json")) as file:
+    known = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
+    with known, open(os.path.join(folder, "report.json")) as file:
         settings["num_devices"] = json.load(file)["num_devices"]  # those that there were, where none were asked for
     return settings
 
@@ -193,13 +205,14 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     return [name for name in columns if name != "error"] + ["error"] * ("error" in columns)
 
 
-def _is_number(text: str | None) -> bool:
+def _is_number(text: Any) -> bool:
     try:
         float(text or "")
-    except ValueError:
+    except (TypeError, ValueError):  # of a row with more columns than names, a list
         return False
     return True
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)  # what moves a terminal's cursor

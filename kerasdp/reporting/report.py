@@ -9,7 +9,7 @@ from typing import Any
 from kerasdp.config import Config
 from kerasdp.config.versions import versions
 from kerasdp.data.split import Split
-from kerasdp.errors import addressed
+from kerasdp.errors import addressed, redacted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
 
 def warn(text: str) -> None:
     """Prints a line that people must see, whatever --verbose says."""
-    print(f"warning: {addressed(text)}", file=sys.stderr, flush=True)
+    print(f"warning: {redacted(addressed(text))}", file=sys.stderr, flush=True)
 
 
 @functools.cache  # a checkpoint needs them, too

@@ -37,9 +37,10 @@ class RunFiles:
         self._steps: TextIO | None = None
         os.makedirs(workdir, exist_ok=True)
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
-            with contextlib.suppress(FileNotFoundError):
+            with self._tolerated(name), contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(name))
-        self._write_json("config.json", facts.config.as_dict() | {"versions": versions()})
+        self._settings = facts.config.as_dict() | {"versions": versions()}
+        self._write_json("config.json", self._settings)
         with self._tolerated("steps.jsonl"):
             path = self._path("steps.jsonl")
             with open(f"{path}.tmp", "w") as file:
@@ -61,9 +62,22 @@ class RunFiles:
         }
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
+                self._begin_again_if_removed(step)
                 self._steps.write(json.dumps(line) + "\n")
         numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
         self._trackers.add("step", step, numbers)
+
+    def _begin_again_if_removed(self, step: int) -> None:
+        """Begins new files if somebody has removed steps.jsonl: what is written to the old one nobody would find."""
+        path = self._path("steps.jsonl")
+        if self._steps is None or os.path.exists(path):
+            return
+        os.makedirs(self.workdir, exist_ok=True)
+        warn(f"{path} was removed: its lines before step {step} are lost; it begins anew, and training continues")
+        if not os.path.exists(self._path("config.json")):
+            self._write_json("config.json", self._settings)
+        self._steps.close()
+        self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
         """Writes a row of history.csv and draws curves.png again."""
@@ -115,11 +129,11 @@ class RunFiles:
 def _lines_until(last_step: int, path: str) -> list[str]:
     """Returns the lines of steps.jsonl up to a step; a run that was killed may have left half of one."""
     kept = []
-    with contextlib.suppress(FileNotFoundError), open(path) as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 if json.loads(line)["step"] <= last_step:
-                    kept.append(line.rstrip("\n") + "\n")
+                    kept.append(line.decode().rstrip("\n") + "\n")
     return kept
 
 

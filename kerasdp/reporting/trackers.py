@@ -5,9 +5,9 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from kerasdp.errors import UserError
+from kerasdp.errors import UserError, redacted
 from kerasdp.reporting.report import Facts, warn
 
 _PROJECT = "kerasdp"
@@ -160,21 +160,27 @@ _MAKERS: dict[str, Callable[[Facts, str, int], Tracker]] = {
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return redacted(str(error).partition("\n")[0]) or type(error).__name__
 
 
 def _saved(folder: str, tracker: str, last_step: int) -> str | None:
     """Returns the id under which a tracker knows the run that is resumed; None for a new run."""
     if last_step:
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "trackers.json")) as file:
-            found: str | None = json.load(file).get(tracker)
-            return found
+        return _known(folder).get(tracker)
     return None
 
 
 def _save(folder: str, tracker: str, run_id: str) -> None:
-    path, known = os.path.join(folder, "trackers.json"), {}
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        known = json.load(file)
-    with open(path, "w") as file:
+    known = _known(folder)
+    with open(os.path.join(folder, "trackers.json"), "w") as file:
         json.dump(known | {tracker: run_id}, file)
+
+
+def _known(folder: str) -> dict[str, str]:
+    """Returns the ids of the run, by tracker."""
+    found: Any = None
+    unreadable = contextlib.suppress(OSError, ValueError, RecursionError)
+    with unreadable, open(os.path.join(folder, "trackers.json")) as file:
+        found = json.load(file)
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: run_id for name, run_id in items if isinstance(run_id, str)}

@@ -105,7 +105,7 @@ def search(
 def _run(train: Callable[..., Any], trial: Trial, which: str) -> Trial:
     """Trains one run, or what is left of it."""
     path, settings = os.path.join(trial.folder, _DONE), _compared(trial.settings)
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path) as file:
         if json.load(file) == settings:
             print(f"{which}: {trial.name}: finished before", flush=True)
             return finished(trial)

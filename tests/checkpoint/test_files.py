@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import socket
 import struct
+import subprocess
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ def some(step=7):
         "callbacks/EarlyStopping/0/best_weights/0": random.randn(3),
         "metrics/0000 empty": np.zeros((0, 2), "float32"),
     }
-    return Checkpoint(arrays=arrays, state={"step": step, "epoch": 1, "best": float("inf"), "names": ["a", "ü"]})
+    return Checkpoint(
+        arrays=arrays, state={"step": step, "epoch": 1, "best": None, "least": float("inf"), "names": ["a", "ü"]}
+    )
 
 
 def assert_equal(expected, received):
@@ -85,23 +89,130 @@ def test_a_newer_format_is_reported(content, tmp_path):
         checkpoint.load(str(tmp_path / "new.safetensors"))
 
 
+def ended_process():
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def rewritten(content, change):
+    """A checkpoint file of which the header is another one."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+def test_each_number_of_a_format_is_part_of_the_checksum(content, tmp_path):
+    for number in range(checkpoint.FORMAT):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(rewritten(content, lambda header, own=str(number): header["__metadata__"].update(format=own)))
+        with pytest.raises(CheckpointError, match="its checksum is wrong"):
+            checkpoint.load(str(path))
+
+
+def test_files_of_earlier_formats_are_read(content, tmp_path):
+    """Their checksum is of state and arrays alone."""
+
+    def as_before(header):
+        digest = checkpoint._checksum(3, header["__metadata__"]["state"], some().arrays)
+        header["__metadata__"].update(format="3", sha256=digest)
+
+    path = tmp_path / "before.safetensors"
+    path.write_bytes(rewritten(content, as_before))
+    assert_equal(some(), checkpoint.load(str(path)))
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [("F8_E4M3", 8), ("F8_E5M2", 8), ("BF16", 16), ("odd", 8), ("C64", 64)])
+def test_a_type_that_numpy_lacks_is_one_line(kind, num_bytes, tmp_path):
+    header = {"x": {"dtype": kind, "shape": [8], "data_offsets": [0, num_bytes]}}
+    text = json.dumps(header | {"__metadata__": {"format": "3", "state": "{}", "sha256": ""}}).encode()
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
+    with pytest.raises(CheckpointError, match="corrupt") as caught:
+        checkpoint.load(str(path))
+    assert "\n" not in str(caught.value)
+
+
+HISTORY = {"last_logs": {}, "history": [], "epoch_seconds": [], "epoch_rates": [], "images": 0, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("[]", "expected an object as its state. Received: list"),
+        ("7", "expected an object as its state. Received: int"),
+        ("[" * 100_000, "recursion"),
+        ('{"step": 1, "best": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
+        ("{", "corrupt or truncated"),
+        ("{}", "there is no step in it"),
+        ('{"step": "seven"}', "expected a whole number from 0 on as step. Received: 'seven'"),
+        ('{"step": 1.5}', "as step. Received: 1.5"),
+        ('{"step": NaN}', "as step. Received: nan"),
+        ('{"step": -1}', "as step"),
+        ('{"step": true}', "as step. Received: True"),
+        ('{"step": 1' + 400 * "0" + "}", "as step"),
+        ('{"step": 1' + 5000 * "0" + "}", "corrupt"),
+        ('{"step": 1, "epoch": null}', "as epoch. Received: None"),
+        ('{"step": 1, "batch": [1]}', "as batch. Received: list"),
+        ('{"step": 1, "stopped": 1}', "as stopped"),
+        ('{"step": 1, "best": {"name": "loss", "score": "0"}}', "as best"),
+        ('{"step": 1, "data": {"state": {}}}', "as data"),
+        ('{"step": 1, "data": {"order": "another"}}', "as data"),
+        ('{"step": 1, "identity": []}', "as identity"),
+        ('{"step": 1, "recorder": {}}', "as recorder"),
+        (json.dumps({"step": 1, "recorder": HISTORY | {"history": [{"epoch": "1"}]}}), "as recorder"),
+        (json.dumps({"step": 1, "recorder": HISTORY | {"history": [{"epoch": 1, "loss": [1]}]}}), "as recorder"),
+        (json.dumps({"step": 1, "recorder": HISTORY | {"epoch_seconds": [None]}}), "as recorder"),
+        ('{"step": 1, "callbacks": {"History/0": 1}}', "as callbacks"),
+        ('{"step": 1, "saved_by": {"backend": "jax"}}', "as saved_by"),
+        ('{"step": 1, "saved_by": {"backend": "jax", "devices": 1, "device_shares": [0]}}', "as saved_by"),
+        ('{"step": 1, "config": {"model": 1, "dataset": "digits", "data_dir": null}}', "as config"),
+        ('{"step": 1, "architecture": "keras"}', "as architecture"),
+    ],
+)
+def test_a_state_of_other_kinds_is_one_line(state, words, content, tmp_path):
+    """With the right checksum: anybody may have written the file."""
+    number = checkpoint.FORMAT
+
+    def change(header):
+        header["__metadata__"].update(state=state, sha256=checkpoint._checksum(number, state, some().arrays))
+
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(rewritten(content, change))
+    with pytest.raises(CheckpointError, match="corrupt") as caught:
+        checkpoint.load(str(path))
+    assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
 def test_the_one_before_is_used(tmp_path):
     folder = str(tmp_path)
     for step in (5, 10, 123456789):
         checkpoint.save(checkpoint.path_of(folder, step), some(step))
     newest = checkpoint.path_of(folder, 123456789)
     os.truncate(newest, 100)
-    (tmp_path / "step-00000200.safetensors.12.tmp").write_bytes(b"half")
+    own = f"step-00000200.safetensors.{socket.gethostname()}-{ended_process()}.tmp"
+    (tmp_path / own).write_bytes(b"half")
+    others = [
+        f"step-00000200.safetensors.{socket.gethostname()}-{os.getppid()}.tmp",  # which runs
+        f"step-00000200.safetensors.another-host-{ended_process()}.tmp",
+        "step-00000200.safetensors.12.tmp", "notes.tmp", f"notes.{socket.gethostname()}-{ended_process()}.tmp",
+    ]  # fmt: skip
+    for name in others:
+        (tmp_path / name).write_bytes(b"of somebody else")
     told = []
     path, found = checkpoint.load_newest(folder, told.append)
     assert (path, found.state["step"]) == (checkpoint.path_of(folder, 10), 10)
     assert len(told) == 1 and told[0].startswith(newest)
     checkpoint.set_aside(folder, path)
-    assert sorted(os.listdir(folder)) == [
+    assert sorted(os.listdir(folder)) == sorted([
         "step-00000005.safetensors",
         "step-00000010.safetensors",
         "step-123456789.safetensors.unusable",
-    ]
+        *others,
+    ])  # fmt: skip
 
 
 def test_none_or_none_that_is_sound(tmp_path):

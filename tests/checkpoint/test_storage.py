@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -58,7 +59,10 @@ def test_what_is_damaged_is_set_aside(place):
     for step in (5, 10, 15):
         files.save(files.path_of(place, step), some(step))
     damage(place, "step-00000015.safetensors")
-    with folder_at(place).writing("step-00000020.safetensors.77.tmp") as path, open(path, "w") as file:
+    with (
+        folder_at(place).writing(f"step-00000020.safetensors.{socket.gethostname()}-{os.getpid()}.tmp") as path,
+        open(path, "w") as file,
+    ):
         file.write("what a killed run began")
     told = []
     path, found = files.load_newest(place, told.append)

@@ -96,7 +96,7 @@ def test_the_flags_are_these():
         "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
         "pipeline_schedule", "precision", "profile", "reduce", "repetitions", "resume", "rounds", "schedule",
         "seed", "size", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "to",
-        "tracker", "trials", "verbose", "warmup", "weights", "workdir", "workers",
+        "tracker", "trials", "trust_checkpoint", "verbose", "warmup", "weights", "workdir", "workers",
     ]  # fmt: skip
 
 

@@ -83,6 +83,22 @@ def test_copies_never_overwrite(tmp_path, capsys, monkeypatch):
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in (ROOT / "cluster").iterdir()}
 
 
+def test_copies_are_not_written_through_links(tmp_path, capsys, monkeypatch):
+    """Neither to what is there, nor to what a link would make; with --force the link itself is replaced."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.py").write_text("of somebody")
+    for target in ("secret.py", "not-there.py"):
+        (tmp_path / "train.py").symlink_to(target)
+        assert call("copy", "train") == 2
+        assert "there is already train.py" in capsys.readouterr().err
+        assert call("copy", "train", "--force") == 0
+        assert not (tmp_path / "train.py").is_symlink()
+        (tmp_path / "train.py").unlink()
+    assert (tmp_path / "secret.py").read_text() == "of somebody" and not (tmp_path / "not-there.py").exists()
+    (tmp_path / "jobs").symlink_to("nowhere")
+    assert call("copy", "cluster", "jobs", "--force") == 2 and "a link to nothing" in capsys.readouterr().err
+
+
 def test_copies_bring_what_they_import(tmp_path):
     kit.copy("benchmarks/torch_loop.py", str(tmp_path), force=False)
     assert {path.name for path in tmp_path.iterdir()} >= {"torch_loop.py", "protocol.py", "torch_models.py"}

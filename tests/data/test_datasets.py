@@ -3,18 +3,20 @@
 import functools
 import hashlib
 import http.server
+import io
 import os
 import threading
 
 import keras
 import numpy as np
 import pytest
+from PIL import Image
 
 from kerasdp.config import Config
 from kerasdp.config.validation import DATASETS as NAMES
 from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data
-from kerasdp.data.sources import ArraySource, weights_of_classes
+from kerasdp.data.sources import ArraySource, ImageFolder, weights_of_classes
 from kerasdp.errors import UserError
 from tests.helpers import make_images, some_images, write_idx
 
@@ -138,6 +140,31 @@ def test_an_image_that_is_damaged_is_named(tmp_path):
     data = load_data(Config(dataset="images", data_dir=str(tmp_path)))
     with pytest.raises(UserError, match=r"0\.png: cannot be read as an image"):
         [part.inputs(np.arange(part.num_samples)) for part in (data.train, data.test)]
+
+
+def bomb():
+    """A picture of 400 million pixels in a few bytes."""
+    picture = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(picture, "png")
+    return picture.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind", ["bomb.png", "broken.ppm", "huge.ppm", "truncated.png", "chunk.png", "half.gif", "no.bmp"]
+)
+def test_an_image_that_cannot_be_read_is_one_line(kind, tmp_path):
+    make_images(tmp_path, {"cat": 1})
+    good = (tmp_path / "cat" / "0.png").read_bytes()
+    content = {
+        "bomb.png": bomb(), "broken.ppm": b"P6 3 x 255\n", "huge.ppm": b"P6 99999 99999 255\n", "half.gif": b"GIF89a\1",
+        "truncated.png": good[: len(good) // 2], "chunk.png": good[:8] + b"\xff" * 40, "no.bmp": b"BM" + b"\xff" * 60,
+    }[kind]  # fmt: skip
+    path = tmp_path / kind
+    path.write_bytes(content)
+    source = ImageFolder([str(path)], np.zeros(1, "int32"), (8, 8), 3)
+    with pytest.raises(UserError, match=f"{kind}: cannot be read as an image") as caught:
+        source.inputs(np.arange(1))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -40,6 +41,11 @@ def test_numbers_of_several_bytes_are_big_endian(tmp_path):
         encode(IMAGES) + b"x",
         encode(IMAGES)[:10],
         b"\0\0\x07\x01\0\0\0\x01x",
+        b"\0\0\x0c\x02\x80\0\0\0\x80\0\0\0",  # 2^31 x 2^31 x 4 bytes are 0 in 64 bits
+        b"\0\0\x0e\x04" + 16 * b"\xff",
+        b"\0\0\x08\xff" + 255 * b"\0\0\0\1" + b"x",  # 255 axes
+        b"\0\0\x08\xff\0\0\0\1",
+        b"\0\0\x08\x03" + 12 * b"\xff",
     ],
 )
 def test_damaged_files_are_named(tmp_path, content):
@@ -47,6 +53,25 @@ def test_damaged_files_are_named(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(UserError, match="images: expected"):
         idx.read(str(path))
+
+
+def test_of_a_gz_as_much_is_read_as_its_header_says(tmp_path):
+    """Not the gigabyte that it would be; a header that promises more than there is takes no memory either."""
+    path = tmp_path / "images.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(encode(IMAGES))
+        for _ in range(64):
+            file.write(bytes(2**24))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"images.gz: expected \d+ bytes for shape .*Received: more"):
+            idx.read(str(path))
+        path.write_bytes(gzip.compress(b"\0\0\x08\x03" + 12 * b"\x7f" + b"x"))
+        with pytest.raises(UserError, match="images.gz: expected 9.* bytes for shape .*Received: 17"):
+            idx.read(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("keep", [5, 30])

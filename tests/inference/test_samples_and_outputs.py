@@ -107,6 +107,30 @@ def four_samples():
 OUTPUTS = np.array([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [1 / 3, 1 / 3, 0.34]], "float32")
 
 
+def test_names_of_files_are_no_formulas(tmp_path):
+    """As a spreadsheet would take them: https://owasp.org/www-community/attacks/CSV_Injection."""
+    names = [
+        "=cmd|' /C calc'!A0.png",
+        "+1.png",
+        "-1.png",
+        "@SUM(A1).png",
+        "\t=1.png",
+        "\r=1.png",
+        "a,=1.png",
+        "\udcff.png",
+    ]
+    samples = Samples(source=None, names=names, title="eight", labels=np.arange(8) % 2, class_names=["=a", "b"])
+    outputs = np.tile(np.array([[-0.7, 0.2]], "float32"), (8, 1))
+    write_predictions(path := str(tmp_path / "all.csv"), outputs, samples, trained_on(kind="none"))
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["sample"] for row in rows] == [f"'{name}" for name in names[:6]] + ["a,=1.png", "\\udcff.png"]
+    assert float(rows[0]["output_0"]) == np.float32(-0.7)  # numbers stay numbers
+    write_evaluation(str(tmp_path), {}, confusion_matrix(samples, outputs), samples)
+    with open(tmp_path / "confusion.csv", newline="") as file:
+        assert [row[0] for row in csv.reader(file)] == ["label", "'=a", "b"]
+
+
 def test_files_of_predictions(four_samples, tmp_path):
     paths = [str(tmp_path / "new" / f"all{ending}") for ending in (".npy", ".csv", ".parquet")]
     for path in paths:

@@ -100,12 +100,15 @@ def test_a_model_that_is_no_graph_is_built_by_its_function(tmp_path):
     model = Subclassed(10)
     expected = model.predict(IMAGES, verbose=0)
     path = saved(model, tmp_path, model=f"{tmp_path}/own.py:build")
-    for name in (None, f"{tmp_path}/own.py:build"):  # as the run named it, or as the request does
-        trained = load_trained(Request(checkpoint=path, model=name, activation="none"))
+    for own in (
+        {"trust_checkpoint": True},
+        {"model": f"{tmp_path}/own.py:build"},
+    ):  # as the run named it, or the request
+        trained = load_trained(Request(checkpoint=path, activation="none", **own))
         np.testing.assert_allclose(trained.model.predict(IMAGES, verbose=0), expected, atol=1e-6)
         assert (trained.kind, trained.applied) == ("none", False)
     with pytest.raises(UserError, match="its outputs may be logits or anything else: add --activation"):
-        load_trained(Request(checkpoint=path))
+        load_trained(Request(checkpoint=path, trust_checkpoint=True))
     with pytest.raises(
         UserError, match="the checkpoint is of another model: .*name the function that builds it: --model="
     ):
@@ -190,7 +193,10 @@ def test_layers_of_the_function_that_the_run_named(tmp_path):
     model = build_model(Config(model=named), (28, 28, 1), 10)
     place = saved(model, tmp_path, model=named)
     sys.modules.pop("own_layers")  # as in another process
-    trained = load_trained(Request(checkpoint=place))
+    with pytest.raises(UserError, match="cannot be built .*, as its run did .*own_layers.py:build.*--trust_checkpoint"):
+        load_trained(Request(checkpoint=place))
+    assert "own_layers" not in sys.modules
+    trained = load_trained(Request(checkpoint=place, trust_checkpoint=True))
     expected = model.predict(IMAGES, verbose=0)
     np.testing.assert_allclose(trained.model.predict(IMAGES, verbose=0), expected, atol=1e-4)
     other = saved(model, tmp_path / "other", model="lenet")  # a script of its own, which is not named

@@ -2,10 +2,11 @@
 
 import csv
 import json
+import os
 import shutil
 
 from kerasdp.config import Config
-from kerasdp.reporting import report, run_files
+from kerasdp.reporting import report, run_files, trackers
 
 
 def facts(tmp_path, **changes):
@@ -109,10 +110,50 @@ def test_files_go_on(tmp_path):
 
 
 def test_a_folder_that_is_gone_is_reported_once(tmp_path, capsys):
+    """What was in it is lost, which a line says; what comes then is there."""
     files = run_files.RunFiles(str(tmp_path / "run"), facts(tmp_path))
+    files.add_step(10, 0, 0.5, 0.03, 1000.0)
     shutil.rmtree(tmp_path / "run")
     for epoch in range(2):
-        files.add_step(10, epoch, 0.5, 0.03, 1000.0)
+        files.add_step(20 + epoch, epoch, 0.5, 0.03, 1000.0)
         files.add_epoch(epoch, {"loss": 0.7}, 2.0, 500.0)
     files.close()
-    assert capsys.readouterr().err.count("history.csv (No such file or directory); training continues") == 1
+    told = capsys.readouterr().err
+    assert (
+        told.count("\n") == 1 and "steps.jsonl was removed: its lines before step 20 are lost; it begins anew" in told
+    )
+    lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [20, 21]
+    assert {"config.json", "history.csv", "steps.jsonl"} <= set(os.listdir(tmp_path / "run"))
+
+
+def test_a_folder_that_cannot_be_made_again_is_reported_once(tmp_path, capsys):
+    files = run_files.RunFiles(str(tmp_path / "run"), facts(tmp_path))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("in the way")
+    for epoch in range(2):
+        files.add_step(10 + epoch, epoch, 0.5, 0.03, 1000.0)
+    files.close()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "cannot write" in told and "steps.jsonl" in told
+
+
+def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
+    """Lines that are no text or no object, and folders where files were: left out, or named in one line each."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = b'{"step": 1, "loss": 0.5}\n'
+    (folder / "steps.jsonl").write_bytes(line + b'\xff{"step": 1}\n' + b"[1]\n" + b"[" * 100000 + b"\n" + line)
+    for name in ("report.json", "history.csv"):
+        (folder / name / "inner").mkdir(parents=True)
+    (folder / "trackers.json").write_text('["no object"]')
+    files = run_files.RunFiles(str(folder), facts(tmp_path), last_step=1, history=[{"epoch": 1, "loss": 0.5}])
+    files.add_result({"final": {}})
+    files.close()
+    assert (folder / "steps.jsonl").read_bytes() == 2 * line
+    told = capsys.readouterr().err.splitlines()
+    assert sorted(told) == [
+        f"warning: cannot write {folder}/{name} (Is a directory); training continues"
+        for name in ("history.csv", "report.json")
+    ]
+    assert trackers._known(str(folder)) == {}
