@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -105,7 +106,8 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
 
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    address = broadcast_from_rank_zero(_free_address(ray.util.get_node_ip_address()) if rank == 0 else None)
+    own = (_free_address(ray.util.get_node_ip_address()), secrets.token_hex(16)) if rank == 0 else None
+    address, os.environ["KERASDP_SECRET"] = broadcast_from_rank_zero(own)  # by Ray's own channel
     settings = dataclasses.replace(config["settings"], hosts=str(size), host_rank=rank, coordinator=address)
     place = settings.checkpoints_of_fit(1)
 

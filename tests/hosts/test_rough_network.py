@@ -29,11 +29,6 @@ SECONDS = float(os.environ.get("KERASDP_SECONDS_ON_HOSTS", "180"))
 OTHER_KERAS = "3.15.0"
 
 
-@pytest.fixture(autouse=True)
-def secret(monkeypatch):
-    monkeypatch.setenv("KERASDP_SECRET", "test")
-
-
 def ends_of(processes, seconds):
     """Exit code, last line and output of each; the code of one that does not end is None, and it is killed."""
     found, deadline = [], time.monotonic() + seconds

@@ -8,7 +8,6 @@ import sys
 from tests.helpers import PROGRAMS, ROOT, environment
 
 PROGRAM = PROGRAMS / "hosts.py"
-SECRET = "of the tests, 16 letters or more"
 
 
 def free_port():
@@ -23,7 +22,7 @@ def started(number, program=PROGRAM, variables=(), **settings):
     return [
         subprocess.Popen(
             [sys.executable, str(program), json.dumps(settings | {"host_rank": rank})],
-            cwd=ROOT, env=environment(**{"PYTHONPATH": str(ROOT), "KERASDP_SECRET": SECRET} | dict(variables)),
+            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **dict(variables)),
             text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(number)
