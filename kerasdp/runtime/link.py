@@ -59,7 +59,7 @@ class Link:
         self.error: RunError | None = None
         self.num_runs = 0
         self.status: Callable[[], Any] = lambda: None
-        self.judge: Callable[[list[Any]], RunError | None] = lambda _: None
+        self.judge: Callable[[list[Any]], RunError | None] = lambda statuses: None
         self._statuses: dict[int, Any] = {}
         self._channels: dict[int, Channel] = {}
         self._left: set[int] = set()
@@ -101,7 +101,8 @@ class Link:
         begin = told = time.monotonic()
         while len(self._channels) < self.num_processes - 1:
             missing = [rank for rank in range(1, self.num_processes) if rank not in self._channels]
-            words = f"waits for {len(missing)} of {self.num_processes} processes: {_numbers(missing)}"
+            shown = ", ".join([*map(str, missing[:8]), *["..."] * (len(missing) > 8)])
+            words = f"waits for {len(missing)} of {self.num_processes} processes: {shown}"
             now = time.monotonic()
             if now - begin > SECONDS_TO_JOIN:
                 raise UserError(
@@ -172,7 +173,7 @@ class Link:
 
     @property
     def is_failing(self) -> bool:
-        """Returns whether this process or another one has failed."""
+        """Whether this process or another one has failed."""
         return self.error is not None or self._is_over.is_set()
 
     def leave(self) -> None:
@@ -263,11 +264,8 @@ class Link:
                 with contextlib.suppress(OSError):  # of which the reader knows
                     channel.send_sign(_ALIVE, json.dumps(own).encode())
                 if now - channel.heard > SECONDS_OF_SILENCE:
-                    self._lose(
-                        rank,
-                        f"has not been heard of for {now - channel.heard:.0f} s: stopped, or its machine or network "
-                        "failed",
-                    )
+                    seconds = f"has not been heard of for {now - channel.heard:.0f} s"
+                    self._lose(rank, f"{seconds}: stopped, or its machine or network failed")
             if self.rank == 0:
                 found = self.judge([own, *(self._statuses.get(rank) for rank in range(1, self.num_processes))])
                 if found and error:  # twice: one that is on its way is not where it was
@@ -301,7 +299,3 @@ class Link:
 
 def _packed(error: RunError) -> bytes:
     return json.dumps([type(error).__name__, str(error)]).encode()
-
-
-def _numbers(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

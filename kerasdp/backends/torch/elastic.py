@@ -64,8 +64,7 @@ def start_elastic_workers(
     # It logs every failure with its whole traceback; the one that matters is raised here.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    if _RENDEZVOUS not in rendezvous_handler_registry._registry:
-        rendezvous_handler_registry.register(_RENDEZVOUS, _make_handler)
+    rendezvous_handler_registry.register(_RENDEZVOUS, _make_handler)
     temporary = tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True)
     with sent(train) as train, not_run_again(), temporary as folder:
         try:
