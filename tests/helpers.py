@@ -56,7 +56,8 @@ class Warm:
 
     def wait(self, timeout: float) -> int:
         """The exit code."""
-        select.select([self._answers] if self.returncode is None else [], [], [], timeout)
+        if self.returncode is None:
+            select.select([self._answers], [], [], timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return self.returncode

@@ -37,7 +37,9 @@ def program_of_another_user(host, name, **settings):
 def listens_locally(pids):
     """Where another user of the machine reaches a run: ports, and Unix sockets."""
     found = listeners(pids)
-    ports = [("127.0.0.1", each.port) for each in found if each.kind == "tcp" and (each.is_loopback or each.is_wildcard)]
+    ports = [
+        ("127.0.0.1", each.port) for each in found if each.kind == "tcp" and (each.is_loopback or each.is_wildcard)
+    ]
     ports += [(each.address, each.port) for each in found if each.kind == "tcp" and not each.is_wildcard]
     return sorted(set(ports)), [each.address for each in found if each.kind == "unix"]
 

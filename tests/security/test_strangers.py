@@ -21,6 +21,7 @@ def allowed(seconds):
     """Within which a start has to be done that takes so many seconds alone: 3 more, or twice that on a busy machine."""
     return max(seconds + 3.0, 2 * seconds)
 
+
 STRANGER = PROGRAMS.parent / "security" / "stranger.py"
 RECORD = STRANGER.with_name("record.py")
 
