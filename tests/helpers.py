@@ -116,6 +116,14 @@ def start(*arguments: object, backend: str, cwd: pathlib.Path = ROOT, **extra: s
     )
 
 
+def finish(program: Warm | subprocess.Popen, timeout: float) -> subprocess.CompletedProcess:
+    """Waits for the end of a program that `start` has started, whatever that is."""
+    if isinstance(program, Warm):
+        return program.finish(timeout)
+    stdout, stderr = program.communicate(timeout=timeout)
+    return subprocess.CompletedProcess([], program.returncode, stdout, stderr)
+
+
 def run(
     *arguments: object, backend: str | None = None, cwd: pathlib.Path = ROOT, timeout: float = 280, **extra: str
 ) -> subprocess.CompletedProcess:
@@ -129,11 +137,7 @@ def run(
         **extra: environment variables.
     """
     if backend is not None:
-        program = start(*arguments, backend=backend, cwd=cwd, **extra)
-        if isinstance(program, Warm):
-            return program.finish(timeout)
-        stdout, stderr = program.communicate(timeout=timeout)
-        return subprocess.CompletedProcess([], program.returncode, stdout, stderr)
+        return finish(start(*arguments, backend=backend, cwd=cwd, **extra), timeout)
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,

@@ -12,7 +12,7 @@ import pytest
 
 import kerasdp
 from kerasdp.errors import FIELDS_OF_FLAGS
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, session_members, start
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, session_members, some_images, start, write_idx
 from tests.hosts.differing import FIELDS, Alone, Differs, Free
 from tests.hosts.together import free_port
 
@@ -82,7 +82,7 @@ def ended(programs, seconds):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     for program in programs:
-        done.append(program.finish(20))
+        done.append(finish(program, 20))
     assert not hang, f"hosts {hang} hang\n" + "\n".join(each.stdout + each.stderr for each in done)
     return done
 
@@ -159,12 +159,16 @@ def test_fields_that_may_differ_change_no_loss(backend, tmp_path):
     losses = []
     for case, others in (("alike", {}), ("other", changes)):
         folder = tmp_path / case
-        (folder / "data").mkdir(parents=True)
-        done = train_both(backend, folder, {"log_every": 1, "max_steps": 12}, others)
+        for name in ("data", "data-of-host-0"):
+            (folder / name).mkdir(parents=True)
+            for split, count in (("train", 400), ("t10k", 100)):
+                write_idx(folder / name, split, *some_images(count, 28, 28))
+        both = {"log_every": 1, "max_steps": 6, "dataset": "mnist", "data_dir": "{folder}/data-of-host-0"}
+        done = train_both(backend, folder, both, others)
         assert [each.returncode for each in done] == [0, 0], [each.stdout + each.stderr for each in done]
         lines = (folder / "run" / "steps.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
-    assert len(losses[0]) == 12 and losses[0] == losses[1]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
 
 
 def start_programs(backend, program, of_host_1=()):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, start
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, start
 from tests.hosts import netns
 
 pytestmark = [
@@ -36,7 +36,7 @@ def wait_for_steps(folder, programs):
     while min(step_of(folder, rank) for rank in range(len(programs))) < STEPS_BEFORE:
         assert time.monotonic() < end, [step_of(folder, rank) for rank in range(len(programs))]
         ended = [program.poll() for program in programs]
-        assert ended == [None] * len(programs), [program.finish(1) for program in programs if program.poll()]
+        assert ended == [None] * len(programs), [finish(program, 1) for program in programs if program.poll()]
         time.sleep(0.05)
 
 
@@ -63,8 +63,8 @@ def test_the_right_host_is_named_soon(backend, fault, tmp_path):
             for program in programs:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(program.pid, signal.SIGKILL)
-        done = {rank: programs[rank].finish(20) for rank in others}
-        programs[LOST].finish(20)
+        done = {rank: finish(programs[rank], 20) for rank in others}
+        finish(programs[LOST], 20)
     print(f"\n{backend}, {fault}: noticed after", {rank: f"{each:.1f} s" for rank, each in seconds.items()})
     for rank in others:
         assert rank in seconds, f"process {rank} still runs after 60 s"

@@ -3,11 +3,13 @@
 import json
 import os
 import pathlib
+import select
 import shutil
+import sys
 import tempfile
 import time
 
-from tests.helpers import PROGRAMS, ROOT, result_of, start
+from tests.helpers import PROGRAMS, ROOT, environment, finish, result_of, start
 
 SECRET = "only the hosts of the run know this"  # noqa: S105
 PORT = 29500
@@ -26,11 +28,12 @@ class Run:
     Attributes:
         folder: for its files.
         temporary: its TMPDIR, which has the rights of /tmp.
+        is_cold: whether its programs start as a user starts them.
         programs: what was started, by the number of the host.
     """
 
-    def __init__(self, hosts, backend, *, variables=None, **settings):
-        self.hosts, self.backend = hosts, backend
+    def __init__(self, hosts, backend, *, variables=None, is_cold=False, **settings):
+        self.hosts, self.backend, self.is_cold = hosts, backend, is_cold
         # Of /tmp, since the path of a Unix socket has 107 letters at most.
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="kdp-", dir="/tmp"))  # noqa: S108
         self.folder.chmod(0o755)
@@ -65,7 +68,11 @@ class Run:
         """Starts a process with settings of its own."""
         arguments = PROGRAMS / "watched.py", json.dumps(settings)
         given = self.variables | variables
-        self.programs[number] = start_on(host, *arguments, backend=self.backend, **given)
+        if self.is_cold:
+            env = environment(PYTHONPATH=str(ROOT), **given)
+            self.programs[number] = host.start(sys.executable, *arguments, env=env, cwd=ROOT)
+        else:
+            self.programs[number] = start_on(host, *arguments, backend=self.backend, **given)
         return self.programs[number]
 
     def wait_for(self, mark, num_ranks, seconds=60.0):
@@ -92,12 +99,10 @@ class Run:
     def results(self, timeout=60):
         """Lets it continue; returns the losses, where the program prints them."""
         (self.folder / "continue").touch()
-        done = [program.finish(timeout) for program in self.programs.values()]
+        done = [finish(program, timeout) for program in self.programs.values()]
         return [result_of(each) for each in done if each.returncode or "RESULT" in each.stdout]
 
 
 def has(stream):
     """Whether a pipe has something to read, or its end."""
-    import select
-
     return bool(select.select([stream], [], [], 0)[0])

@@ -8,23 +8,31 @@ from tests.security.listeners import listeners, reachable_by_others, table
 from tests.security.runs import ON_ONE_MACHINE, SECRET, Run
 
 pytestmark = pytest.mark.skipif(not netns.hosts_available(), reason=netns.NO_HOSTS)
-# (backend, devices): those of one device are quick to judge by those of two.
+# Backend, devices, and whether the programs start as a user starts them.
 CASES = [
-    pytest.param(backend, devices, marks=[pytest.mark.proof] * (devices == 1), id=f"{backend}-{devices}")
+    pytest.param(
+        backend,
+        devices,
+        is_cold,
+        marks=[pytest.mark.proof] * (devices == 1 or is_cold),
+        id=f"{backend}-{devices}{'-cold' * is_cold}",
+    )
     for backend in BACKENDS
     for devices in (2, 1)
+    for is_cold in (False, True)
 ]
 # What may listen at every address of a machine, with the reason why nothing else can be done.
 WILDCARDS_ALLOWED = {"tensorflow": (1, "TensorFlow's server (2.21) cannot be given an address to listen at")}
 
 
-@pytest.mark.parametrize(("backend", "devices"), CASES)
-def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, devices):
+@pytest.mark.parametrize(("backend", "devices", "is_cold"), CASES)
+def test_on_one_machine_no_other_machine_and_no_other_user_is_heard(backend, devices, is_cold):
     """With processes that read data: two that decode, or a DataLoader's."""
-    with netns.network(1) as hosts, Run(hosts, backend, num_devices=devices, data=ON_ONE_MACHINE[backend]) as run:
+    settings = {"num_devices": devices, "data": ON_ONE_MACHINE[backend]}
+    with netns.network(1) as hosts, Run(hosts, backend, is_cold=is_cold, **settings) as run:
         run.start(0)
         num_ranks = devices if backend == "torch" else 1
-        run.wait_for("middle", num_ranks)
+        run.wait_for("middle", num_ranks, 120)
         pids = hosts[0].processes()
         print(table(f"{backend} on {devices} devices of one machine", pids))
         assert len(pids) >= num_ranks + 2  # those that read data are among them

@@ -4,12 +4,13 @@ import contextlib
 import json
 import os
 import pathlib
+import socket
 import sys
 import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS
+from tests.helpers import BACKENDS, PROGRAMS, all_but, finish
 from tests.hosts import netns
 from tests.security.listeners import listeners, shared_memory
 from tests.security.runs import ON_ONE_MACHINE, SECRET, Run
@@ -64,7 +65,7 @@ def marker_of(run):
     return run.temporary / "marker"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@all_but("jax", "tensorflow")
 def test_on_one_machine_another_user_is_let_in_nowhere(backend):
     with netns.network(1) as hosts, Run(hosts, backend, num_devices=2, data=ON_ONE_MACHINE[backend]) as run:
         run.start(0)
@@ -72,10 +73,8 @@ def test_on_one_machine_another_user_is_let_in_nowhere(backend):
         assert len(meet(run, hosts[0])) == 40
 
 
-def test_what_another_user_could_do_is_found(tmp_path):
+def test_what_another_user_could_do_is_found():
     """Where a folder and a socket are open to all, this is told."""
-    import socket
-
     with netns.network(1) as hosts, Run(hosts, BACKENDS[0]) as run:
         path = str(run.temporary / "open")
         with socket.socket(socket.AF_UNIX) as door:
@@ -101,7 +100,7 @@ def start_by_mpirun(run, rank):
     return run.start_as(rank, run.hosts[0], settings, **of_mpirun(rank))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@all_but("tensorflow")
 def test_processes_that_mpirun_starts_meet_nobody_else(backend):
     """Without KERASDP_SECRET: another user knocks before process 1 comes, and in the middle of the training."""
     with netns.network(1) as hosts, Run(hosts, backend) as run:
@@ -123,7 +122,7 @@ def test_processes_that_mpirun_starts_meet_nobody_else(backend):
         assert len(meet(run, hosts[0])) == 40
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@all_but("torch", "tensorflow")
 def test_another_user_cannot_take_the_meeting_place_before(backend):
     """Of a job whose number he knows: he was where its processes met the last time."""
     with netns.network(1) as hosts, Run(hosts, backend) as run:
@@ -146,7 +145,7 @@ def test_another_user_cannot_take_the_meeting_place_before(backend):
             start_by_mpirun(run, 0)
             start_by_mpirun(run, 1)
             (run.folder / "continue").touch()
-            done = [run.programs[rank].finish(60) for rank in (0, 1)]
+            done = [finish(run.programs[rank], 60) for rank in (0, 1)]
         assert not marker_of(run).exists(), "another user's code was run"
         for each in done:  # it meets elsewhere, or says that it cannot
             assert each.returncode in (0, 2) and "Traceback" not in each.stderr, each.stderr
@@ -154,7 +153,7 @@ def test_another_user_cannot_take_the_meeting_place_before(backend):
             assert json.loads(done[0].stdout.partition("RESULT ")[2]) == expected
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@all_but("torch", "tensorflow")
 def test_no_command_line_holds_the_secret(backend):
     """Command lines are for all users to read."""
     with netns.network(2) as hosts, Run(hosts, backend, variables={"KERASDP_SECRET": SECRET}) as run:
