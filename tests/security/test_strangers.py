@@ -114,7 +114,7 @@ def test_each_kind_of_stranger(backend, kind):
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
-@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.proof)])
 def test_nothing_is_unpickled_of_torchs_stores(num_hosts):
     """Its elastic launcher unpickles what is at a key of a store that asks nobody who he is."""
     variables = {"KERASDP_SECRET": SECRET} if num_hosts > 1 else {}
