@@ -58,7 +58,8 @@ class Warm:
 
     def wait(self, timeout: float) -> int:
         """The exit code."""
-        select.select([self._answers] if self.returncode is None else [], [], [], timeout)
+        if self.returncode is None:
+            select.select([self._answers], [], [], timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         return self.returncode
@@ -117,6 +118,14 @@ def start(*arguments: object, backend: str, cwd: pathlib.Path = ROOT, **extra: s
     )
 
 
+def finish(program: Warm | subprocess.Popen, timeout: float) -> subprocess.CompletedProcess:
+    """Waits for the end of a program that `start` has started, whatever that is."""
+    if isinstance(program, Warm):
+        return program.finish(timeout)
+    stdout, stderr = program.communicate(timeout=timeout)
+    return subprocess.CompletedProcess([], program.returncode, stdout, stderr)
+
+
 def run(
     *arguments: object, backend: str | None = None, cwd: pathlib.Path = ROOT, timeout: float = 280, **extra: str
 ) -> subprocess.CompletedProcess:
@@ -130,11 +139,7 @@ def run(
         **extra: environment variables.
     """
     if backend is not None:
-        program = start(*arguments, backend=backend, cwd=cwd, **extra)
-        if isinstance(program, Warm):
-            return program.finish(timeout)
-        stdout, stderr = program.communicate(timeout=timeout)
-        return subprocess.CompletedProcess([], program.returncode, stdout, stderr)
+        return finish(start(*arguments, backend=backend, cwd=cwd, **extra), timeout)
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,

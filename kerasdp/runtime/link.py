@@ -29,10 +29,8 @@ T = TypeVar("T")
 SECONDS_BETWEEN_SIGNS = 1.0
 # Of a process that has not been heard of for so long the machine or its network is gone; or it is stopped.
 SECONDS_OF_SILENCE = 15.0
-# Processes that do different things are ended, with the reason.
-_SECONDS_TO_BE_ENDED = 30.0
-# Before process 0 ends, the others get so long to hear why.
-_SECONDS_TO_HEAR = 2.0
+# Processes that do different things are ended, with the reason; before process 0 ends, the others get to hear why.
+_SECONDS_TO_BE_ENDED, _SECONDS_TO_HEAR = 30.0, 2.0
 
 _ALIVE, _VALUE, _VALUES, _PART, _FAILED, _LEAVES = range(6)
 # The channel of values. Others are of scatters.

@@ -1,0 +1,99 @@
+"""What of `kerasdp.Config` hosts of one run may have differently, and a second value of each field."""
+
+import dataclasses
+from typing import Any
+
+from tests.helpers import BACKENDS
+
+_ON_TORCH = tuple(name for name in ("torch",) if name in BACKENDS)
+_NOT_ON_JAX = tuple(name for name in ("torch", "tensorflow") if name in BACKENDS)
+_NEXT = dict(zip(BACKENDS, [*BACKENDS[1:], BACKENDS[0]], strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Differs:
+    """A field that all hosts have alike.
+
+    Attributes:
+        value: on host 1; a function of the backend gives it where backends differ.
+        both: other fields that it takes, on both hosts.
+        backends: on which the value is none that a host refuses by itself, before it joins.
+    """
+
+    value: Any
+    both: dict[str, Any] = dataclasses.field(default_factory=dict)
+    backends: tuple[str, ...] = tuple(BACKENDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """A field that each host has for itself, and a value on host 1; None: it is a number that each has anyway."""
+
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A field with which a host does not come to the others, and why."""
+
+    reason: str
+
+
+_PIPELINE = {"strategy": "pipeline", "balance": "flops"}
+# Of each field of `Config`. {folder} and {port} are of the run.
+FIELDS: dict[str, Differs | Free | Alone] = {
+    "backend": Differs(_NEXT.__getitem__, backends=tuple(BACKENDS) if len(BACKENDS) > 1 else ()),
+    "num_devices": Differs(2),
+    "device": Differs("auto"),
+    "hosts": Differs("3"),
+    "host_rank": Free(),
+    "coordinator": Free("localhost:{port}"),  # another name of the same place
+    "interface": Free("lo"),
+    "dry_run": Alone("it tells of a run, and starts none"),
+    "strategy": Differs("pipeline", backends=_ON_TORCH),
+    "num_stages": Differs(1, _PIPELINE | {"num_stages": 2}, _ON_TORCH),
+    "cut_at": Differs("flatten", _PIPELINE | {"cut_at": "dense1"}, _ON_TORCH),
+    "balance": Differs("parameters", _PIPELINE, _ON_TORCH),
+    "split_size": Differs(8, _PIPELINE | {"split_size": 16}, _ON_TORCH),
+    "micro_batches": Differs(4, _PIPELINE | {"micro_batches": 2}, _ON_TORCH),
+    "pipeline_schedule": Differs("1f1b", _PIPELINE, _ON_TORCH),
+    "model": Differs("lenet"),
+    "dataset": Differs("synthetic(shape=(8,8,1), num_classes=10)"),
+    "data_dir": Free("{folder}/data"),
+    "data_on_device": Differs("on"),
+    "batch_size": Differs(32),
+    "accumulate": Differs(2, backends=_ON_TORCH),
+    "epochs": Differs(2),
+    "max_steps": Differs(9, {"max_steps": 12}),
+    "optimizer": Differs("adam"),
+    "learning_rate": Differs(0.5, {"learning_rate": 0.25}),
+    "schedule": Differs("cosine"),
+    "warmup": Differs(2),
+    "ema": Differs(0.9, {"ema": 0.8}),
+    "label_smoothing": Differs(0.2),
+    "augment": Differs("translate(factor=0.1)"),
+    "early_stopping": Differs(1, {"early_stopping": 2}),
+    "lr_base_batch": Differs(32, {"lr_base_batch": 64}),
+    "kernel_initializer": Differs("he_normal"),
+    "batch_norm": Differs("replica"),
+    "precision": Differs("bfloat16"),
+    "compile": Differs("off", backends=_ON_TORCH),
+    "check": Differs("off"),
+    "gradient_precision": Differs("bfloat16", backends=_ON_TORCH),
+    "reduce": Differs("device"),
+    "device_shares": Differs("1,2", {"device_shares": "1,1"}, _NOT_ON_JAX),
+    "seed": Differs(1),
+    "deterministic": Differs(True),
+    "workdir": Free("{folder}/of-host-1"),
+    "log_every": Differs(5),
+    "verbose": Free(2),
+    "tracker": Free("tensorboard"),
+    "profile": Free("5:6"),
+    "checkpoint_every": Differs("7"),
+    "checkpoint_dir": Free("{folder}/checkpoints-of-host-1"),
+    "keep": Differs(2),
+    "resume": Differs(True),
+    "max_restarts": Differs(1),
+    "hang_timeout": Differs(300.0, {"hang_timeout": 400.0}),
+    "export": Differs("{folder}/model.keras"),
+}
