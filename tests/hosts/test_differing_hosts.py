@@ -18,7 +18,7 @@ from tests.hosts.together import free_port
 
 SECONDS_TO_START, SECONDS_TO_TELL = 40, 20
 FLAGS = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
-SECRET = {"KERASDP_SECRET": "of both hosts"}
+SECRET = {"KERASDP_SECRET": "of both hosts, and no others"}
 BASE = {
     "device": "cpu", "num_devices": 1, "hosts": "2", "model": "mlp", "dataset": "digits", "batch_size": 64,
     "epochs": 1, "verbose": 0,

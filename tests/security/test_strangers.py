@@ -146,7 +146,7 @@ def one_line(done, code):
 def test_hosts_without_a_secret_do_not_start(backend):
     with netns.network(2) as hosts, Run(hosts, backend) as run:
         for number in (0, 1):
-            run.start(number)
+            run.start(number, KERASDP_SECRET="")
         for number in (0, 1):
             assert "KERASDP_SECRET" in one_line(finish(run.programs[number], 30), 2)
 
@@ -158,7 +158,7 @@ def test_hosts_with_different_secrets_name_each_other(backend):
         run.start(0, KERASDP_SECRET=SECRET)
         wait_for_port(hosts[0])
         given = {"hosts": "2", "host_rank": 1, "coordinator": f"{hosts[0].address}:{PORT}"}
-        wrong = run.start_as("wrong", hosts[2], run.settings | given, KERASDP_SECRET="another one")  # noqa: S106
+        wrong = run.start_as("wrong", hosts[2], run.settings | given, KERASDP_SECRET="another one, as long")  # noqa: S106
         assert "KERASDP_SECRET" in one_line(finish(wrong, 30), 2)
         del run.programs["wrong"]
         run.start(1, KERASDP_SECRET=SECRET)
