@@ -90,6 +90,7 @@ from kerasdp.keras_compat.saving import (
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
+    place_variables_by,
     seed_tensorflow,
     set_attention,
     set_precision,
@@ -100,6 +101,7 @@ from kerasdp.keras_compat.tracking import Parts, parts_of
 from kerasdp.keras_compat.training import DataAdapter, losses_of_whole_batch, set_monitor_direction
 
 __all__ = [
+    "place_variables_by",
     "update_compiled_metrics",
     "reducing_losses",
     "of_same_rank",

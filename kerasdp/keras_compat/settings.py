@@ -5,7 +5,7 @@ import importlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -130,6 +130,32 @@ def kept_by_clear_session() -> Iterator[None]:
         yield
     finally:
         global_state.threading = threading
+
+
+def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
+    """Lets Keras bring new variables to JAX's devices by `put(array, sharding)`, from now on, on several hosts.
+
+    Keras 3.15: `distribution_lib.distribute_tensor` calls `jax.device_put`, which (jax 0.10.2) lets the hosts compare
+    each value: a host whose model is another one waits for ever, or ends by SIGABRT, before anything can say so. No
+    public way.
+    """
+    from keras.src.backend.jax import distribution_lib
+    from keras.src.utils import jax_utils
+
+    original = getattr(distribution_lib.distribute_tensor, "original", distribution_lib.distribute_tensor)
+
+    def is_local(tensor: Any) -> bool:
+        return bool(getattr(tensor, "is_fully_addressable", True))
+
+    def distribute_tensor(tensor: Any, layout: Any) -> Any:
+        sharding = getattr(layout, "backend_layout", layout)
+        is_elsewhere = not getattr(sharding, "is_fully_addressable", True)
+        if is_elsewhere and not jax_utils.is_in_jax_tracing_scope(tensor) and is_local(tensor):
+            return put(np.asarray(tensor), sharding)
+        return original(tensor, layout)
+
+    distribute_tensor.original = original  # type: ignore[attr-defined]
+    distribution_lib.distribute_tensor = distribute_tensor
 
 
 @contextlib.contextmanager

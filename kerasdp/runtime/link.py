@@ -115,8 +115,8 @@ class Link:
             rank, num_processes = of_it["rank"], of_it["num_processes"]
             if num_processes != self.num_processes or not 0 < rank < num_processes:
                 self._turn_away(
-                    f"expected one of {self.num_processes} processes. Received: process {rank} of {num_processes}; "
-                    "give each the same --hosts, and a number of its own",
+                    f"--hosts: expected the same number of processes on all. Received: {self.num_processes} on "
+                    f"{self.names[0]}, {num_processes} on {of_it['name']}; give each the same, and a number of its own",
                     Channel(connection),
                 )
             if rank in self._channels and self._channels[rank].is_alive():

@@ -116,9 +116,9 @@ def _require_same(link: Link, config: Config) -> None:
     used = ("python", "kerasdp", "keras", "numpy", config.backend)
     packages = {name: version for name, version in versions().items() if name in used}
     choices = {_flag(name): value for name, value in config.as_dict().items() if name not in _OF_A_HOST}
-    given = link.all_gather_object(packages | choices, "choices")
+    given = link.all_gather_object(choices | packages, "choices")
     for other, name in zip(given[1:], link.names[1:]):
-        for what in given[0].keys() | other.keys():
+        for what in given[0] | other:
             one, two = given[0].get(what), other.get(what)
             if one != two:
                 where = "processes" if link.own is None else "hosts"

@@ -86,6 +86,21 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Holds the signals back within the context; processes that are started there never get them, until `let_in`."""
+    kept = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+
+
+def let_in() -> None:
+    """Lets this process get the signals again."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+@contextlib.contextmanager
 def awaited() -> Iterator[None]:
     """Marks a `fit` with checkpoints, which queries `noted` after each step."""
     global _is_awaited
@@ -266,7 +281,10 @@ def _leave(number: int) -> None:
 
 
 def _forget() -> None:
-    """Keeps the signals of a forked process from its parent's pipe."""
+    """Keeps the signals of a forked process from its parent's pipe, and those of its parent from it."""
+    global _is_inside, _is_awaited, _is_passing
+    _is_inside = _is_awaited = _is_passing = False
+    _noted.clear()
     if _pipes:
         signal.set_wakeup_fd(-1)
         _pipes.clear()

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import resource
 import signal
@@ -208,6 +209,7 @@ class Workers:
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
     """Runs in a worker."""
     end_with_parent()
+    signals.let_in()
     start_processes_as_usual()
     os.environ.clear()
     os.environ.update(environment)
@@ -251,6 +253,8 @@ def _server(preload: list[str]) -> str:
     if _server_state is None:
         _server_state = state
         multiprocessing.set_forkserver_preload(preload)
+        with signals.held_back():  # those to a group of processes would end the server, and its workers with it
+            multiprocessing.forkserver.ensure_running()
     return "forkserver" if _server_state == state else "spawn"
 
 

@@ -95,5 +95,5 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "resume": Differs(True),
     "max_restarts": Differs(1),
     "hang_timeout": Differs(300.0, {"hang_timeout": 400.0}),
-    "export": Differs("{folder}/model.keras"),
+    "export": Differs("of-host-1.keras"),
 }

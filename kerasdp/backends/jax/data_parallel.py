@@ -18,6 +18,7 @@ from kerasdp.backends.jax.devices import (
     variables_not_on,
     without_distribution,
 )
+from kerasdp.backends.jax.hosts import put
 from kerasdp.backends.jax.train_step import make_step_functions
 from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config
@@ -50,6 +51,10 @@ class DataParallel(Strategy):
     def _distribution(self) -> "keras.distribution.DataParallel":
         import keras
 
+        from kerasdp.keras_compat import place_variables_by
+
+        if self.processes.num_processes > 1:
+            place_variables_by(put)
         return keras.distribution.DataParallel(devices=device_names(self.devices), auto_shard_dataset=False)
 
     def scope(self) -> AbstractContextManager[None]:

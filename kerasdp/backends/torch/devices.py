@@ -1,6 +1,7 @@
 """PyTorch: the devices of a run, a process each, and what each process does with its own."""
 
 import atexit
+import collections
 import hashlib
 import os
 import shutil
@@ -170,11 +171,13 @@ def _open_store(link: Link) -> Any:
 
 def differing_variables(variables: "list[keras.Variable]", processes: Processes) -> list[str]:
     """Returns the paths of variables that are not bit-equal on all ranks that have them."""
-    found: dict[str, set[bytes]] = {}
+    found: dict[tuple[str, int], set[bytes]] = {}
     for of_rank in processes.all_gather_object([(variable.path, _digest(variable)) for variable in variables]):
-        for path, digest in of_rank:
-            found.setdefault(path, set()).add(digest)
-    return [path for path, digests in found.items() if len(digests) > 1]
+        seen = collections.Counter[str]()
+        for path, digest in of_rank:  # which several variables may have
+            found.setdefault((path, seen[path]), set()).add(digest)
+            seen[path] += 1
+    return [path for (path, _), digests in found.items() if len(digests) > 1]
 
 
 def _digest(variable: "keras.Variable") -> bytes:

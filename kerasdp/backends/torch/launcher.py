@@ -11,6 +11,7 @@ from kerasdp.backends.torch.elastic import start_elastic_workers
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.linked_processes import current_link
 from kerasdp.runtime.workers import run_workers
 
 # What each process imports, and needs the most time for.
@@ -73,4 +74,6 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which was read where torch was imported
     result = worker(*args)
     dist.destroy_process_group()
+    if (link := current_link()) is not None:
+        link.leave()  # a process that was forked calls no `atexit` functions
     return result
