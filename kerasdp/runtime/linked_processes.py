@@ -101,7 +101,8 @@ def _join(cluster: Cluster, interface: str | None) -> Link:
     global _link, _cluster
     if cluster.is_local:
         meeting = hashlib.sha256(f"{cluster.source} {cluster.coordinator}".encode()).hexdigest()[:16]
-        place = os.environ.get(MEETING_PLACE) or os.path.join(private_folder(), meeting)
+        # Programs that this one starts are none of these processes.
+        place = os.environ.pop(MEETING_PLACE, "") or os.path.join(private_folder(), meeting)
         _link = Link.among(cluster.process, cluster.num_processes, place)
     else:
         own = addresses.own_address(cluster.address, interface)

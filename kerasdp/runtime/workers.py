@@ -103,7 +103,9 @@ def run_workers(
         given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True))
         places = [Place(folder, number, len(names)) for number in range(len(names))]
-        environment = dict(os.environ) | {MEETING_PLACE: os.path.join(folder, "meeting")}
+        environment = dict(os.environ)
+        if len(names) > 1:
+            environment[MEETING_PLACE] = os.path.join(folder, "meeting")
         context: Any = multiprocessing.get_context("spawn" if preload is None else _server(preload))
         workers = Workers(
             [
