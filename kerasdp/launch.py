@@ -235,8 +235,10 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         if isinstance(train, SentFunction):
             train = train.received()
         processes, link = strategy.processes, getattr(strategy.processes, "link", None)
-        if link is not None:  # by default one of rank 0's time and number
-            settings = dataclasses.replace(settings, workdir=link.all_gather_object(settings.workdir)[0])
+        if link is not None:
+            given = link.all_gather_object((settings.workdir, settings.resume))
+            # By default one of rank 0's time and number. A host that its first command starts again resumes, too.
+            settings = dataclasses.replace(settings, workdir=given[0][0], resume=any(resume for _, resume in given))
         tell_after = HANG_TIMEOUT if settings.hang_timeout is None and processes.num_processes == 1 else None
         heartbeat = Heartbeat(tell_after, link)
         heartbeat.mark_exchanges(strategy)

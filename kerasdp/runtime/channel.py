@@ -71,12 +71,11 @@ class Channel:
         self._end()
 
     def is_alive(self) -> bool:
-        """Returns whether the other end has not closed the connection. For one that nobody reads yet."""
-        if not select.select([self._socket], [], [], 0)[0]:
-            return True
-        with contextlib.suppress(OSError):
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
-        return False
+        """Returns whether the other end has not closed the connection, whatever it has sent before."""
+        closed = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+        poll = select.poll()
+        poll.register(self._socket, closed)
+        return not any(event & closed for _, event in poll.poll(0))
 
     def _received(self, size: int) -> bytearray:
         content = bytearray(size)

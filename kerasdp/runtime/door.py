@@ -111,15 +111,14 @@ class Door:
         while not self._is_closed.is_set():
             try:
                 connection, address = self._socket.accept()
-            except OSError:  # closed; or too many files are open, for a moment
+                self._greeting.append(connection)
+                if len(self._greeting) > _MOST_GREETINGS:
+                    with contextlib.suppress(OSError, IndexError):
+                        self._greeting[0].shutdown(socket.SHUT_RDWR)
+                name = str(address[0]) if address else ""
+                threading.Thread(target=self._greet, args=(connection, name), daemon=True, name="greeting").start()
+            except (OSError, RuntimeError):  # closed; or there are too many files or threads, for a moment
                 self._is_closed.wait(_SECONDS_BETWEEN_TRIES)
-                continue
-            self._greeting.append(connection)
-            if len(self._greeting) > _MOST_GREETINGS:
-                with contextlib.suppress(OSError):
-                    self._greeting[0].shutdown(socket.SHUT_RDWR)
-            name = str(address[0]) if address else ""
-            threading.Thread(target=self._greet, args=(connection, name), daemon=True, name="greeting").start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         """Lets a process that has connected show that it knows the secret, and hear that this one does."""
@@ -138,12 +137,16 @@ class Door:
                     self._refuse(address)
                     raise ConnectionRefusedError("another secret")
                 connection.sendall(_digest(b"listens", theirs, mine))
-            self._come.put((connection, json.loads(words)))
+            said = json.loads(words)
+            self._forget(connection)  # before another thread may end the greetings
+            self._come.put((connection, said))
         except (OSError, ValueError):
+            self._forget(connection)
             connection.close()
-        finally:
-            with contextlib.suppress(ValueError):
-                self._greeting.remove(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with contextlib.suppress(ValueError):
+            self._greeting.remove(connection)
 
     def _refuse(self, address: str) -> None:
         if address not in self._refused and len(self._refused) < _MOST_GREETINGS:

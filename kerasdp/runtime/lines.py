@@ -39,7 +39,7 @@ def place_of(thread: int) -> str:
 def of_error(error: BaseException) -> str:
     """Returns an error in a line, with the user's innermost one."""
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
     places = [
         f"{os.path.basename(frame.f_code.co_filename)}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)

@@ -33,6 +33,8 @@ SECONDS_OF_SILENCE = 15.0
 _SECONDS_TO_BE_ENDED, _SECONDS_TO_HEAR = 30.0, 2.0
 
 _ALIVE, _VALUE, _VALUES, _PART, _FAILED, _LEAVES = range(6)
+# What comes in place of a value when a process has left.
+_NOTHING = object()
 # The channel of values. Others are of scatters.
 _VALUES_CHANNEL = 0
 
@@ -87,11 +89,13 @@ class Link:
             words = {"rank": rank, "num_processes": num_processes, "name": link.names[0]}
             link._channels[0] = Channel(connect(place, words))
         for other, channel in link._channels.items():
-            channel.heard = time.monotonic()
             threading.Thread(target=link._read, args=(other, channel), daemon=True, name=f"link {other}").start()
-        if own is not None or not outcome.is_watched():
-            threading.Thread(target=link._live, daemon=True, name="link").start()
         link.names = link.all_gather_object(link.names[0])
+        for channel in link._channels.values():  # those that came first have waited for the last, in silence
+            channel.heard = time.monotonic()
+        worker = outcome.place() if outcome.is_watched() else None
+        if worker is None or worker.num_workers < num_processes:  # else one program sees what becomes of all
+            threading.Thread(target=link._live, daemon=True, name="link").start()
         return link
 
     def _gather(self, door: Door) -> None:
@@ -187,10 +191,21 @@ class Link:
             time.sleep(0.05)
         return self.error
 
+    def _arrive_nothing(self) -> None:
+        """Wakes up who waits for a process that has left."""
+        with self._lock:
+            for waiting in self._arrived.values():
+                waiting.put(_NOTHING)
+
     def _next(self, channel: int, number: int) -> Any:
         with self._lock:
             arrived = self._arrived[channel, number]
+            if arrived.empty() and (self._left or self._is_over.is_set()):
+                arrived.put(_NOTHING)
         result = arrived.get()
+        if result is _NOTHING:
+            left = ", ".join(self.names[rank] for rank in sorted(self._left)) or "this process"
+            raise self.error or WorkerError(f"{left} has left the run, and the others wait for it: call launch alike")
         with self._lock:
             if arrived.empty():  # of a scatter, another one of the same number may be there already
                 del self._arrived[channel, number]
@@ -229,23 +244,30 @@ class Link:
         while True:
             try:
                 kind, number_of_channel, number, content = channel.receive()
+                self._take(rank, kind, number_of_channel, number, content)
             except OSError:
                 self._lose(rank, "has left")
                 return
-            if kind == _VALUE:
-                self._take_value(rank, number, bytes(content))
-            elif kind == _VALUES:
-                self._arrive(number_of_channel, number, pickle.loads(content))
-            elif kind == _PART:
-                self._arrive(number_of_channel, number, content)
-            elif kind == _ALIVE:
-                self._statuses[rank] = json.loads(content)
-            elif kind == _LEAVES:
-                self._left.add(rank)
-            elif kind == _FAILED:
-                self._left.add(rank)
-                name, text = json.loads(content)
-                self._end(errors.from_name(name, text) or WorkerError(text))
+            except Exception as error:
+                self._lose(rank, f"has sent what cannot be read ({type(error).__name__}): corrupt on its way?")
+                return
+
+    def _take(self, rank: int, kind: int, channel: int, number: int, content: bytearray) -> None:
+        if kind == _VALUE:
+            self._take_value(rank, number, bytes(content))
+        elif kind == _VALUES:
+            self._arrive(channel, number, pickle.loads(content))
+        elif kind == _PART:
+            self._arrive(channel, number, content)
+        elif kind == _ALIVE:
+            self._statuses[rank] = json.loads(content)
+        elif kind == _LEAVES:
+            self._left.add(rank)
+            self._arrive_nothing()
+        elif kind == _FAILED:
+            self._left.add(rank)
+            name, text = json.loads(content)
+            self._end(errors.from_name(name, text) or WorkerError(text))
 
     def _live(self) -> None:
         """Tells the others that this process lives, and notices those that are silent, in a thread."""
@@ -274,7 +296,7 @@ class Link:
         if self._is_over.is_set() or rank in self._left:
             return
         self._left.add(rank)
-        name = self.names[rank] if rank < len(self.names) else f"process {rank}"
+        name = self.names[rank] if len(self.names) == self.num_processes else f"process {rank}"
         self._end(WorkerError(f"{name} {words}"))
 
     def _end(self, error: RunError) -> None:

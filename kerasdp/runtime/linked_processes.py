@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from kerasdp.config import Config
 from kerasdp.config.versions import versions
-from kerasdp.errors import FIELDS_OF_FLAGS, PreemptedError, RunError, UserError, shared
+from kerasdp.errors import FIELDS_OF_FLAGS, PreemptedError, RunError, UserError, WorkerError, shared
 from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import MEETING_PLACE, Cluster
 from kerasdp.runtime.door import private_folder
@@ -22,6 +22,7 @@ _SECONDS_TO_KNOW = 3.0
 # What each host has of its own; of `workdir` that of process 0 counts.
 _OF_A_HOST = (
     "host_rank", "coordinator", "interface", "data_dir", "workdir", "checkpoint_dir", "verbose", "tracker", "profile",
+    "resume",  # if one does, all do
 )  # fmt: skip
 
 
@@ -92,6 +93,8 @@ def join(cluster: Cluster, config: Config) -> Link:
     """
     if _link is not None and cluster != _cluster:
         raise UserError(f"this program has joined the processes of {_cluster} before. Received: {cluster}")
+    if _link is not None and _link.is_failing:
+        raise _link.error or WorkerError("this program has left the other processes: start all of them again")
     link = _link or _join(cluster, config.interface)
     _require_same(link, config)
     return link
@@ -145,6 +148,8 @@ def ending_together(cluster: Cluster | None) -> Iterator[None]:
     except PreemptedError:
         raise  # with all others
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise  # as at the end of a script, where all have come
         if _link is None or cluster is None or getattr(error, "is_shared", False):
             raise
         if not isinstance(error, RunError) and (reason := _link.reason(_SECONDS_TO_KNOW)) is not None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ class Outcome(NamedTuple):
 
 _place: Place | None = None
 _is_watched = False
+_lock = threading.Lock()
 
 
 def begin(place: Place, is_watched: bool = True) -> None:
@@ -93,10 +95,9 @@ def write_result(result: Any) -> None:
 
 def write_error(error: BaseException, is_echo: bool = False) -> None:
     """Ends a worker with an error. The first one counts."""
-    if _place is not None and not os.path.exists(_path(_place, "outcome")):
-        message = error.code if isinstance(error, SystemExit) else str(error)
-        frames = "".join(traceback.format_exception(error))
-        _write(Outcome(time.monotonic(), type(error).__name__, message, frames, is_echo))
+    message = error.code if isinstance(error, SystemExit) else str(error)
+    frames = "".join(traceback.format_exception(error))
+    _write(Outcome(time.monotonic(), type(error).__name__, message, frames, is_echo))
 
 
 def read(place: Place) -> Outcome | None:
@@ -140,11 +141,14 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def _write(outcome: Outcome) -> None:
-    assert _place is not None  # noqa: S101
+    if _place is None:
+        return
     path = _path(_place, "outcome")
-    with open(f"{path}.new", "w") as file:
-        json.dump(outcome, file, default=str)
-    os.replace(f"{path}.new", path)
+    with _lock:  # a link may end this process for another one while it fails
+        if not os.path.exists(path):
+            with open(f"{path}.new", "w") as file:
+                json.dump(outcome, file, default=str)
+            os.replace(f"{path}.new", path)
 
 
 def _path(place: Place, name: str) -> str:

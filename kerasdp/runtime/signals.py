@@ -64,6 +64,9 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting."""
     global _is_passing
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _noted.clear()
     _passed_on.clear()
 

@@ -134,23 +134,30 @@ def judging(link: Link | None, heartbeat: Heartbeat, timeout: float | None) -> I
         ranks = [Rank.unpacked(number, link.names[number], each[1:]) for number, each in enumerate(statuses)]
         return find_error(ranks, len(ranks), timeout or None)
 
-    link.status, link.judge = status, judge
-    yield
+    kept, (link.status, link.judge) = (link.status, link.judge), (status, judge)
+    try:
+        yield
+    finally:
+        link.status, link.judge = kept
 
 
 class Watch:
     """Watches over the workers of a run."""
 
-    def __init__(self, places: list[Place], timeout: float | None):
-        """`timeout`: see `find_error`."""
-        self._places, self._timeout = places, timeout
+    def __init__(self, places: list[Place], names: list[str], timeout: float | None):
+        """`names`: of the workers; `timeout`: see `find_error`."""
+        self._places, self._names, self._timeout = places, names, timeout
         self._last: RunError | SystemExit | None = None
 
     def look(self) -> RunError | SystemExit | None:
         """Returns what ends the run, if it was there at the last look, too: a rank may write while it is read."""
         ranks = self._ranks()
         error, self._last = self._last, find_error(ranks, len(self._places), self._timeout) or _unheeded(ranks)
-        return self._last if error else None
+        if error is None or self._last is None:
+            return None
+        for note in getattr(self._last, "__notes__", []):
+            print(note, file=sys.stderr, flush=True)
+        return self._last
 
     def different(self) -> RunError | None:
         """Returns the error of ranks that do different things; None if they do not."""
@@ -160,10 +167,12 @@ class Watch:
     def doing(self, number: int) -> str:
         """Returns in words what a rank did last."""
         found = [f"{rank.name} {rank.doing()}" for rank in self._ranks() if rank.number == number]
-        return found[0] if found else f"rank {number}"
+        return found[0] if found else self._names[number]
 
     def _ranks(self) -> list[Rank]:
-        return [rank for place in self._places if (rank := read_rank(place)) is not None]
+        found = zip(self._names, map(read_rank, self._places))
+        # The only worker of a run is rank 0, whatever it is called.
+        return [rank._replace(name=name) if len(self._names) > 1 else rank for name, rank in found if rank is not None]
 
 
 def _unheeded(ranks: list[Rank]) -> SystemExit | None:
@@ -181,9 +190,6 @@ def _unheeded(ranks: list[Rank]) -> SystemExit | None:
     words = ", ".join(
         f"{rank.name} {rank.doing()}{f', at {rank.notes.place}' if rank.notes.place else ''}" for rank in slow
     )
-    print(
-        f"{signal.Signals(number).name} was not heeded for {seconds:.0f} s: {words}; killed",
-        file=sys.stderr,
-        flush=True,
-    )
-    return SystemExit(128 + number)
+    error = SystemExit(128 + number)
+    error.add_note(f"{signal.Signals(number).name} was not heeded for {seconds:.0f} s: {words}; killed")
+    return error

@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import resource
 import signal
@@ -131,7 +132,7 @@ class Workers:
     def __init__(self, processes: list[Any], places: list[Place], timeout: float | None):
         """`processes`: of `multiprocessing`, not yet started; `timeout`: see `run_workers`."""
         self.processes, self._places = processes, places
-        self._watch = Watch(places, timeout)
+        self._watch = Watch(places, [each.name for each in processes], timeout)
         self._died: dict[int, float] = {}
         self._num_killed = _num_killed_for_memory()
 
@@ -255,6 +256,7 @@ def _server(preload: list[str]) -> str:
     if _server_state is None:
         _server_state = state
         multiprocessing.set_forkserver_preload(preload)
+        multiprocessing.resource_tracker.ensure_running()  # which lets SIGTERM in (Python 3.11 to 3.14)
         with signals.held_back():  # those to a group of processes would end the server, and its workers with it
             multiprocessing.forkserver.ensure_running()
     return "forkserver" if _server_state == state else "spawn"

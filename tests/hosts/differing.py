@@ -92,7 +92,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "checkpoint_every": Differs("7"),
     "checkpoint_dir": Free("{folder}/checkpoints-of-host-1"),
     "keep": Differs(2),
-    "resume": Differs(True),
+    "resume": Free(True),
     "max_restarts": Differs(1),
     "hang_timeout": Differs(300.0, {"hang_timeout": 400.0}),
     "export": Differs("of-host-1.keras"),

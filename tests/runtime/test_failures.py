@@ -187,11 +187,12 @@ def test_a_signal_ends_everything(name, kind, tmp_path):
             os.kill(left, signal.SIGKILL)
 
 
-def test_a_signal_to_all_processes_is_one_signal(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_all_processes_is_one_signal(number, tmp_path):
     """Schedulers send it to all processes of a job; the first of them passes it on, too."""
     process = started(BACKENDS[0], "wait", tmp_path)
     try:
-        os.killpg(process.pid, signal.SIGUSR1)
+        os.killpg(process.pid, number)
         assert process.wait(timeout=20) == 99
         assert re.search(r"stopped by .* after step \d+, saved in", process.stderr.read())
     finally:

@@ -177,6 +177,36 @@ def test_a_second_process_of_a_number_is_told(tmp_path, monkeypatch):
     assert [str(error) for error in ended] == ["two processes have the number 1; give each its own"] * 2
 
 
+def test_the_last_may_come_late(monkeypatch):
+    """Those that are there wait in silence, and nobody is blamed for it."""
+    ended = []
+    monkeypatch.setattr(link.outcome, "leave_with", ended.append)
+    monkeypatch.setattr(link, "SECONDS_OF_SILENCE", 1.0)
+    place = "127.0.0.1", free_port()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        first = [threads.submit(Link.among, rank, 3, place, "127.0.0.1") for rank in (0, 1)]
+        time.sleep(2.5)
+        links = [each.result(20) for each in (*first, threads.submit(Link.among, 2, 3, place, "127.0.0.1"))]
+        time.sleep(2.5)
+        found = list(threads.map(lambda each: each.all_gather_object(each.rank), links))
+    for each in links:
+        each.leave()
+    assert ended == [] and found == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_nobody_waits_for_one_that_has_left(waits, tmp_path):
+    links = linked(2, str(tmp_path / "link"))
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        value = threads.submit(links[waits].all_gather_object, 1)
+        time.sleep(0.2)
+        links[1 - waits].leave()
+        with pytest.raises(RunError, match=f"rank {1 - waits} has left the run, and the others wait for it"):
+            value.result(10)
+    with pytest.raises(RunError, match="has left the run"):
+        links[waits].all_gather_object(2)
+
+
 def test_several_machines_need_a_secret(monkeypatch):
     cluster = Cluster(source="--hosts", num_processes=2, process=1, coordinator="10.0.0.1:29500")
     for value, said in (("", "Received: none"), ("short", "Received: one of 5"), ("of 16 letters ..", None)):

@@ -1,6 +1,7 @@
 """PyTorch: starts one process per device."""
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,9 @@ def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config
         (worker, devices, settings, train),
         names=[f"rank {first + number}" for number in range(num_local)],
         variables=lambda number: threads | _variables(cluster, number, num_local),
-        # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for.
-        preload=None if torch.cuda.device_count() else _PRELOAD,
+        # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for;
+        # on macOS what torch loads may have begun threads.
+        preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
         timeout=HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or None,
     )
 
