@@ -56,10 +56,12 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
 
     Raises:
         UserError: if there is no such choice, or it cannot be had on this machine; if `train` has to be sent to other
-            processes and refers to something that cannot be.
+            processes and refers to something that cannot be; within the `train` of another launch.
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
+    if _is_training:
+        raise UserError("launch: the function of another launch runs in this process; call it when that has returned")
     with signals.noticed():
         return _launch(train, settings, changes)
 
@@ -245,7 +247,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         runner = Runner(settings, devices, strategy, heartbeat)
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
         judged, run = judging(link, heartbeat, settings.hang_timeout), heartbeat.of_run()
-        with judged, run, runner.training_function(), one_prints, refused:
+        with judged, run, _training(), runner.training_function(), one_prints, refused:
             result = train(runner)
         if outcome.place() is None:
             return result
@@ -254,6 +256,19 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         if hasattr(result, "set_model"):
             result.set_model(None)  # a Keras `History` holds its model
         return SentResult(result)
+
+
+_is_training = False
+
+
+@contextlib.contextmanager
+def _training() -> Iterator[None]:
+    global _is_training
+    _is_training = True
+    try:
+        yield
+    finally:
+        _is_training = False
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ class Writer:
         path = path_of(self.folder, checkpoint.state["step"])
         broken = next((name for name, array in checkpoint.arrays.items() if not _is_sound(name, array)), None)
         if broken is not None:  # the run ends by itself; sound checkpoints must stay
-            self._report_once(f"no checkpoint at step {checkpoint.state['step']}: {broken} is not finite")
+            self._report_once(f"no checkpoint at step {checkpoint.state['step']}: {broken} is not finite", "not finite")
             return
         try:
             if self._marker is not None:
@@ -208,11 +208,12 @@ class Writer:
         except OSError as error:
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
             reason = error.strerror or str(error)
-            self._report_once(f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}")
+            text = f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}"
+            self._report_once(text, "writing")  # the reason may name a temporary file, each time another
 
-    def _report_once(self, text: str) -> None:
-        if text not in self._reported:
-            self._reported.add(text)
+    def _report_once(self, text: str, of: str) -> None:
+        if of not in self._reported:
+            self._reported.add(of)
             self._report(text)
 
 

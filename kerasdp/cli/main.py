@@ -1,6 +1,8 @@
 """Runs a recipe: reads the flags, runs, and ends the program."""
 
+import atexit
 import functools
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,3 +72,5 @@ def main(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+    finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)

@@ -222,7 +222,8 @@ def _of_slurm(environment: Environment) -> Cluster | None:
     _require(environment, "srun", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     port = (environment.get("SLURM_STEP_RESV_PORTS") or "").partition("-")[0]
-    port = port or str(_port(_number(environment, "SLURM_JOB_ID")))
+    # Two steps of a job may run side by side.
+    port = port or str(_port(_number(environment, "SLURM_JOB_ID") + 101 * _number(environment, "SLURM_STEP_ID")))
     return Cluster(
         source="srun",
         num_processes=_number(environment, "SLURM_NTASKS"),

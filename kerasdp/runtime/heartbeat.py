@@ -48,7 +48,6 @@ class Heartbeat:
         self._lock, self._is_over = threading.Lock(), threading.Event()
         self._write_notes()
         self._write()
-        threading.Thread(target=self._live, daemon=True, name="heartbeat").start()
 
     def rank(self) -> Rank:
         """Returns where this rank is."""
@@ -86,6 +85,7 @@ class Heartbeat:
     @contextlib.contextmanager
     def of_run(self) -> Iterator[None]:
         """Marks the training function; at its end waits until all ranks have come there."""
+        threading.Thread(target=self._live, daemon=True, name="heartbeat").start()
         try:
             try:
                 yield

@@ -119,8 +119,9 @@ class Link:
             rank, num_processes = of_it["rank"], of_it["num_processes"]
             if num_processes != self.num_processes or not 0 < rank < num_processes:
                 self._turn_away(
-                    f"--hosts: expected the same number of processes on all. Received: {self.num_processes} on "
-                    f"{self.names[0]}, {num_processes} on {of_it['name']}; give each the same, and a number of its own",
+                    "--hosts or --gpus: expected the same number of processes on all. Received: "
+                    f"{self.num_processes} on {self.names[0]}, {num_processes} on {of_it['name']}; give each the same, "
+                    "and a number of its own",
                     Channel(connection),
                 )
             if rank in self._channels and self._channels[rank].is_alive():

@@ -212,7 +212,6 @@ class Workers:
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
     """Runs in a worker."""
     end_with_parent()
-    signals.let_in()
     start_processes_as_usual()
     os.environ.clear()
     os.environ.update(environment)
@@ -254,11 +253,14 @@ def _server(preload: list[str]) -> str:
             outputs.append((descriptor, found.st_dev, found.st_ino))
     state = preload, variables, outputs
     if _server_state is None:
-        _server_state = state
-        multiprocessing.set_forkserver_preload(preload)
+        multiprocessing.set_forkserver_preload([signals.__name__, *preload])
         multiprocessing.resource_tracker.ensure_running()  # which lets SIGTERM in (Python 3.11 to 3.14)
-        with signals.held_back():  # those to a group of processes would end the server, and its workers with it
-            multiprocessing.forkserver.ensure_running()
+        try:
+            with signals.held_back():  # those to a group of processes would end the server, and its workers with it
+                multiprocessing.forkserver.ensure_running()
+        except OSError:  # the path of its socket, in TMPDIR, is too long (Python 3.11)
+            return "spawn"
+        _server_state = state
     return "forkserver" if _server_state == state else "spawn"
 
 

@@ -30,6 +30,7 @@ DIFFERENT = [
     for backend in entry.backends
 ]
 ENDS_TOGETHER = "-"
+RAISES = "raises_before"
 # What a program of the user's does otherwise on host 1, and what the line is about; None: words that the test leaves.
 PROGRAM_CASES = {
     "other_rows": None,
@@ -39,7 +40,7 @@ PROGRAM_CASES = {
     "other_layers": None,
     "evaluates": "evaluate",
     "returns_before": "fit|end",
-    "raises_before": "the second host gives up",
+    RAISES: "process 1.*the second host gives up",
     "fewer_epochs": r"epochs",
     "one_more_fit": "fit|end",
     # What one rank decides is what all do.
@@ -208,6 +209,8 @@ def test_what_host_1_does_otherwise_is_named_on_every_host(backend, case):
         assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
         return
     print()
+    if case == RAISES:  # a stack, as of any error of a program's own
+        assert "RuntimeError: the second host gives up" in done.pop().stderr
     for each in done:
         text = each.stdout + each.stderr
         errors = [line for line in text.splitlines() if line.startswith("error: ")]

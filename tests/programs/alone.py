@@ -175,6 +175,10 @@ class Ranks:
             time.sleep(1000)
         self.fit()
 
+    def launches(self):
+        self.begin()
+        kerasdp.launch(train, backend=self.runner.config.backend, num_devices=1, device="cpu")
+
     def ignores_a_failure(self):
         if self.rank == 1:
             self.fit(callbacks=self.trouble(self.raise_))

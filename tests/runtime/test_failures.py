@@ -74,6 +74,7 @@ ALONE = {
     "exits_with_3": (1, r"rank 1 ended with exit code 3"),
     "calls_sys_exit": (1, r"rank 1 left fit .* by SystemExit .*, which did not end the run, while rank 0 is in step 4"),
     "calls_sys_exit_with_3": (3, r"rank 1 called sys.exit\(3\)"),
+    "launches": (2, r"UserError: launch: the function of another launch runs in this process"),
     "sleeps": (
         1,
         r"rank 1 hangs after step 4 of fit .*, at .*alone.py:\d+, in .*, while rank 0 is in step 4 of fit .*: nothing",
@@ -87,7 +88,7 @@ ALONE = {
 HANG_TIMEOUTS = {"sleeps": 3, "sleeps_before_fit": 3}
 # Ways in which ranks may differ.
 ALLOWED = {"has_a_callback": 0, "all_swallow_and_fit": 0, "works_after_fit": 1, "all_call_sys_exit": 0}
-ALONE_IN_SHORT = ("evaluates_before_fit", "evaluates_in_callback", "swallows", "has_a_callback")
+ALONE_IN_SHORT = ("evaluates_before_fit", "evaluates_in_callback", "swallows", "launches", "has_a_callback")
 
 
 def alone(mode, hang_timeout):

@@ -183,7 +183,14 @@ def interrupt(backend, count, case, usual):
     judge(case, codes, process.pid)
 
 
+# What jax (0.10.2) writes if the garbage collector runs after Python has cleared jax's modules, at its end.
+_OF_JAX_AT_THE_END = re.compile(
+    r"Exception ignored in: <function _xla_gc_callback.*\nTraceback.*\n.*\nAttributeError: 'NoneType'.*\n?"
+)
+
+
 def judge(case, codes, pid):
+    case.error = _OF_JAX_AT_THE_END.sub("", case.error)
     is_early = case.moment == "starts" and "kerasdp/cli/main.py" not in case.error
     if is_early and "Traceback" in case.error:  # by Python itself: the program had not begun, in words of the kit
         case.moment, case.code = "Python starts", 130
@@ -200,7 +207,8 @@ def judge(case, codes, pid):
     for left in session_members(pid):
         case.faults.append(f"process {left} is left")
         os.kill(left, signal.SIGKILL)
-    if left := os.listdir(f"{case.workdir}.tmp"):
+    left = [name for name in os.listdir(f"{case.workdir}.tmp") if not name.startswith("torchinductor_")]  # a cache
+    if left:
         case.faults.append(f"left in TMPDIR: {left}")
 
 

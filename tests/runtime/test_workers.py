@@ -1,5 +1,7 @@
 """A run that is watched over: restarted where a worker dies, and ended where one hangs or a signal asks for it."""
 
+import contextlib
+import multiprocessing
 import os
 import pathlib
 import re
@@ -40,8 +42,15 @@ def refuse(attempt):
     raise UserError("expected a loss. Received: none")
 
 
+@contextlib.contextmanager
+def fitting():
+    beating = heartbeat.Heartbeat()
+    with beating.of_run(), beating.call("fit"):
+        yield
+
+
 def hang(attempt):
-    with heartbeat.Heartbeat().call("fit"):
+    with fitting():
         time.sleep(60)
 
 
@@ -54,7 +63,7 @@ def ignore_signals(attempt):
 
 def finish_step(attempt):
     """As a run with checkpoints does: it notes the signal, and ends when its step is over."""
-    with signals.noticed(), signals.awaited(), heartbeat.Heartbeat().call("fit"):
+    with signals.noticed(), signals.awaited(), fitting():
         while signals.noted() is None:
             time.sleep(0.1)
         time.sleep(3)
@@ -180,3 +189,13 @@ def test_results_come_from_the_first():
     names = ["rank 0", "rank 1"]
     for preload in (None, ["kerasdp.errors"], ["kerasdp.errors"]):
         assert workers.run_workers(of_rank, (("one", "two"),), names=names, preload=preload) == "one"
+
+
+def test_what_others_fork_from_the_server_gets_signals():
+    """From Python 3.14 on the processes of a `multiprocessing.Pool` come from it."""
+    workers.run_workers(of_rank, (("one",),), names=["rank 0"], preload=["kerasdp.errors"])
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+    process.start()
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousParameters,
     RendezvousStateError,
     rendezvous_handler_registry,
@@ -79,6 +80,8 @@ def start_elastic_workers(
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+        except RendezvousError as error:  # those that do not come, or whose secret is another
+            raise errors.UserError(f"--hosts={settings.hosts}: {error or 'too few have come'}") from error
 
 
 def _launch_config(devices: Devices, settings: Config, folder: str) -> LaunchConfig:
