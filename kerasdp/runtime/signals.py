@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -86,6 +86,18 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
             yield
     finally:
         _is_passing = False
+
+
+@contextlib.contextmanager
+def delayed() -> Iterator[None]:
+    """Lets what comes within the context come at its end: for what takes moments, and must not be left half done."""
+    arrived: list[int] = []
+    try:
+        with _handlers(dict.fromkeys((*_SIGNALS, signal.SIGINT), lambda number, _: arrived.append(number))):
+            yield
+    finally:
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
@@ -169,7 +181,7 @@ def _raise(number: int) -> None:
 
 
 @contextlib.contextmanager
-def _handlers(handlers: dict[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+def _handlers(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

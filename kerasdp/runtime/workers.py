@@ -121,7 +121,8 @@ def run_workers(
         stack.callback(workers.kill)
         with signals.passed_on(workers.living), not_run_again():
             for process in workers.processes:
-                process.start()
+                with signals.delayed():  # one whose start is cut short would run, and nobody would know of it
+                    process.start()
             workers.wait()
         return outcome.read_result(places[0])
 
@@ -261,6 +262,9 @@ def _server(preload: list[str]) -> str:
         except OSError:  # the path of its socket, in TMPDIR, is too long (Python 3.11)
             return "spawn"
         _server_state = state
+        first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        first.start()  # which waits for the imports
+        first.join()
     return "forkserver" if _server_state == state else "spawn"
 
 
