@@ -102,15 +102,17 @@ def delayed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Holds the signals back within the context.
-
-    A program that is started there never gets them; what it forks does, if it has imported this module.
-    """
+    """Holds the signals back within the context; programs that are started there never get them, until `let_in`."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+
+
+def let_in() -> None:
+    """Lets this process get the signals again."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 @contextlib.contextmanager
@@ -301,10 +303,7 @@ def _forget() -> None:
     if _pipes:
         signal.set_wakeup_fd(-1)
         _pipes.clear()
-    if _is_held_back:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 _pipes: list[int] = []
-_is_held_back = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 os.register_at_fork(after_in_child=_forget)

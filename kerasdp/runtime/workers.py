@@ -254,7 +254,7 @@ def _server(preload: list[str]) -> str:
             outputs.append((descriptor, found.st_dev, found.st_ino))
     state = preload, variables, outputs
     if _server_state is None:
-        multiprocessing.set_forkserver_preload([signals.__name__, *preload])
+        multiprocessing.set_forkserver_preload([*preload, "kerasdp.runtime.of_server"])
         multiprocessing.resource_tracker.ensure_running()  # which lets SIGTERM in (Python 3.11 to 3.14)
         try:
             with signals.held_back():  # those to a group of processes would end the server, and its workers with it
