@@ -38,6 +38,12 @@ def test_replicas_that_drift_apart_are_an_error(backend, tmp_path):
     assert "hold different values in 1 variables, first in" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.skipif("tensorflow" not in BACKENDS, reason="only TensorFlow has a thread a device")
+def test_ctrl_c_while_threads_are_started_ends_the_program():
+    done = run(PROGRAMS / "interrupted_threads.py", backend="tensorflow", timeout=60)
+    assert done.returncode == 130 and not done.stderr
+
+
 OTHER = "UserError: the ranks do different things: "
 SAME = r"UserError: fit \(alone.py:\d+\): expected the same "
 # What one rank does alone: the exit code, and what is said.

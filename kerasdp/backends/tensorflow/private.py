@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import cluster_pb2, tensorflow_server_pb2
+from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_math_ops
 
@@ -81,16 +83,25 @@ def mirrored_strategy(devices: list[str], process: int = 0, reduce: str | None =
     Virtual CPU devices have one memory: there a sum on the first of them, which the others then read, takes a tenth of
     the time of a collective, which makes copies and rounds as between machines.
 
+    A Ctrl-C that comes while threads of the replicas are started leaves some waiting for ever, and Python would wait
+    for them at its end: they become daemons. No public way: `Strategy.run` makes them.
+
     `reduce`: `"device"`: by collectives of the devices; `"host"`: a sum in host memory; None: whichever is faster.
     """
     if reduce is None:
         reduce = "host" if devices[0].startswith("CPU") else "device"
     on_one = tf.distribute.ReductionToOneDevice("CPU:0") if reduce == "host" else None
+    mirrored_run._MirroredReplicaThread.start = _start_as_daemon
     kind = tf.distribute.MirroredStrategy
     kind._collective_key_base = max(kind._collective_key_base, process * 10**6)
     strategy = kind(devices, on_one)
     kind._collective_key_base += 1000  # of the next one
     return strategy
+
+
+def _start_as_daemon(thread: threading.Thread) -> None:
+    thread.daemon = True
+    threading.Thread.start(thread)
 
 
 def fold_matmuls() -> None:
