@@ -263,7 +263,8 @@ def _server(preload: list[str]) -> str:
             return "spawn"
         _server_state = state
         first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
-        first.start()  # which waits for the imports
+        with not_run_again():
+            first.start()  # which waits for the imports
         first.join()
     return "forkserver" if _server_state == state else "spawn"
 
