@@ -171,6 +171,11 @@ def session_members(session):
     return found
 
 
+def left_in(folder):
+    """What a run has left in its TMPDIR; on torch Keras (3.15) makes the folder of Inductor's cache when imported."""
+    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+
+
 def train_resumable(workdir, backend, count=None, **settings):
     settings = {"epochs": 4, "optimizer": "adam", "learning_rate": 0.01} | settings
     count = DEVICES[backend] if count is None else count

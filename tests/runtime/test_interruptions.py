@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, session_members, start
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, Warm, environment, left_in, session_members, start
 
 NUM_INTERRUPTIONS = int(os.environ.get("KERASDP_INTERRUPTIONS", "200"))
 AT_ONCE = int(os.environ.get("KERASDP_AT_ONCE", str(os.cpu_count() or 1)))
@@ -207,8 +207,7 @@ def judge(case, codes, pid):
     for left in session_members(pid):
         case.faults.append(f"process {left} is left")
         os.kill(left, signal.SIGKILL)
-    left = [name for name in os.listdir(f"{case.workdir}.tmp") if not name.startswith("torchinductor_")]  # a cache
-    if left:
+    if left := left_in(f"{case.workdir}.tmp"):
         case.faults.append(f"left in TMPDIR: {left}")
 
 

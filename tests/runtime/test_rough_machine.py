@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, session_members
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, left_in, session_members
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 STEPS = 32
@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_is_named(count, rank, tmp_path):
     code, error, seconds = run.end()
     told(f"torch x {count}, rank {rank} killed", code, error, seconds)
     assert code == 1 and error == f"error: rank {rank} was ended by SIGKILL"
-    assert seconds < 8 and os.listdir(run.temporary) == []
+    assert seconds < 8 and left_in(run.temporary) == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_killed_worker_is_restarted(backend, count, rank, tmp_path):
     told(f"{backend} x {count}, rank {rank} killed, restarted", code, error, seconds)
     who = f"rank {rank}" if backend == "torch" else "the worker"
     assert code == 0 and f"{who} was ended by SIGKILL" in error and "restart 1 of 2" in error
-    assert run.losses() == expected and os.listdir(run.temporary) == []
+    assert run.losses() == expected and left_in(run.temporary) == []
 
 
 def can_mount():
@@ -283,7 +283,7 @@ def test_a_long_temporary_folder(backend, num_letters, tmp_path):
     code, error, seconds = run.end()
     told(f"{backend} x 2, TMPDIR of {len(str(temporary))} letters", code, error, seconds)
     assert code == 0 and run.losses() == expected and error == ""
-    assert os.listdir(temporary) == []
+    assert left_in(temporary) == []
 
 
 @pytest.mark.parametrize(

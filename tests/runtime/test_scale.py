@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, assert_same, environment, make_images, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, assert_same, environment, left_in, make_images, result_of, run
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(4 * 3600)]
 NUM_FITS = int(os.environ.get("KERASDP_FITS", "50"))
@@ -167,7 +167,7 @@ def test_runs_at_once_are_kept_apart(backend, tmp_path):
     print(f"\n{backend} x 2: four runs at once: {time.monotonic() - begin:.0f} s")
     assert together == alone
     assert len({tuple(losses) for losses, *_ in alone}) == 4
-    assert os.listdir(temporary) == []
+    assert left_in(temporary) == []
 
 
 def files_of(workdir):
