@@ -206,7 +206,7 @@ class Link:
         result = arrived.get()
         if result is _NOTHING:
             left = ", ".join(self.names[rank] for rank in sorted(self._left)) or "this process"
-            raise self.error or WorkerError(f"{left} has left the run, and the others wait for it: call launch alike")
+            raise self.error or WorkerError(f"{left} left the run while others wait: call launch alike")
         with self._lock:
             if arrived.empty():  # of a scatter, another one of the same number may be there already
                 del self._arrived[channel, number]
@@ -225,9 +225,9 @@ class Link:
             values = self._values.pop(number)
         ordered = [values[rank] for rank in range(self.num_processes)]
         together = pickle.dumps(ordered)
+        self._arrive(_VALUES_CHANNEL, number, ordered)  # before others have them, and leave
         for other in self._channels:
             self._send(other, _VALUES, _VALUES_CHANNEL, number, together)
-        self._arrive(_VALUES_CHANNEL, number, ordered)
 
     def _send(self, rank: int, kind: int, channel: int, number: int, content: bytes) -> None:
         try:

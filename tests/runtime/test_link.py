@@ -201,10 +201,32 @@ def test_nobody_waits_for_one_that_has_left(waits, tmp_path):
         value = threads.submit(links[waits].all_gather_object, 1)
         time.sleep(0.2)
         links[1 - waits].leave()
-        with pytest.raises(RunError, match=f"rank {1 - waits} has left the run, and the others wait for it"):
+        with pytest.raises(RunError, match=f"rank {1 - waits} left the run while others wait"):
             value.result(10)
-    with pytest.raises(RunError, match="has left the run"):
+    with pytest.raises(RunError, match="left the run"):
         links[waits].all_gather_object(2)
+
+
+def test_one_may_leave_as_soon_as_it_has_the_values(tmp_path):
+    """Process 0, which hands them out, has its own by then."""
+    first, second, third = linked(3, str(tmp_path / "link"))
+    send = first._send
+
+    def send_slowly(rank, *message):
+        send(rank, *message)
+        time.sleep(0.3)
+
+    first._send = send_slowly
+
+    def leaves():
+        second.all_gather_object("two")
+        second.leave()
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        value = pool.submit(first.all_gather_object, "one")
+        pool.submit(leaves)
+        time.sleep(0.2)
+        assert third.all_gather_object("three") == value.result(20) == ["one", "two", "three"]
 
 
 def test_several_machines_need_a_secret(monkeypatch):
