@@ -65,7 +65,7 @@ class Link:
         self._left: set[int] = set()
         self._arrived: dict[tuple[int, int], queue.SimpleQueue[Any]] = collections.defaultdict(queue.SimpleQueue)
         self._values: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
-        self._lock, self._is_over = threading.Lock(), threading.Event()
+        self._lock, self._is_over = threading.RLock(), threading.Event()
         self._num_values = 0
 
     @classmethod
@@ -184,6 +184,7 @@ class Link:
         if not self._is_over.is_set():
             self._is_over.set()
             self._send_to_all(_LEAVES, b"")
+            self._flush()
 
     def reason(self, seconds: float) -> RunError | None:
         """Returns why the run has to end, if that becomes known in so many seconds."""
@@ -223,11 +224,11 @@ class Link:
             if len(self._values[number]) < self.num_processes:
                 return
             values = self._values.pop(number)
-        ordered = [values[rank] for rank in range(self.num_processes)]
-        together = pickle.dumps(ordered)
-        self._arrive(_VALUES_CHANNEL, number, ordered)  # before others have them, and leave
-        for other in self._channels:
-            self._send(other, _VALUES, _VALUES_CHANNEL, number, together)
+            ordered = [values[rank] for rank in range(self.num_processes)]
+            together = pickle.dumps(ordered)
+            for other in self._channels:
+                self._send(other, _VALUES, _VALUES_CHANNEL, number, together)
+            self._arrive(_VALUES_CHANNEL, number, ordered)  # before it is heard that one which has them left
 
     def _send(self, rank: int, kind: int, channel: int, number: int, content: bytes) -> None:
         try:
@@ -239,6 +240,13 @@ class Link:
         for channel in self._channels.values():
             with contextlib.suppress(OSError):  # gone, too
                 channel.send(kind, content=content)
+
+    def _flush(self) -> None:
+        """Waits, for a moment at most, until what was sent is on its way: this process may end then."""
+        end = time.monotonic() + _SECONDS_TO_HEAR
+        for rank in self._channels.keys() - self._left:
+            with contextlib.suppress(OSError):
+                self._channels[rank].flush(end - time.monotonic())
 
     def _read(self, rank: int, channel: Channel) -> None:
         """Takes the messages of one process, in a thread."""
@@ -311,10 +319,7 @@ class Link:
             self.error = error
         if self.rank == 0:
             self._send_to_all(_FAILED, _packed(error))
-            end = time.monotonic() + _SECONDS_TO_HEAR
-            for rank in self._channels.keys() - self._left:
-                with contextlib.suppress(OSError):
-                    self._channels[rank].flush(end - time.monotonic())
+            self._flush()
         outcome.leave_with(error)
 
 
