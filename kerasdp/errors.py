@@ -80,7 +80,7 @@ class RunError(Exception):
     """
 
     exit_code = 1
-    # Whether every process of the run raises it, so that none has to be told.
+    # Whether every process of the run raises it by itself.
     is_shared = False
 
     def __init__(self, message: str):
@@ -102,6 +102,8 @@ class UserError(RunError, ValueError):
 
 class NonFiniteLossError(RunError):
     """The loss became NaN or infinite, at `step`."""
+
+    is_shared = True  # it is the loss of the global batch
 
     def __init__(self, message: str, step: int = 0):
         super().__init__(message)

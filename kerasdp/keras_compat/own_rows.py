@@ -47,8 +47,11 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
     way.
     """
     compiled: Any = model._compile_loss
-    if compiled is not None and not all(isinstance(each.loss, HookedLoss) for each in compiled._flat_losses):
-        compiled._flat_losses = [each._replace(loss=HookedLoss(each.loss)) for each in compiled._flat_losses]
+    if compiled is not None:  # each loss once, whichever threads come here together
+        compiled._flat_losses = [
+            each if isinstance(each.loss, HookedLoss) else each._replace(loss=HookedLoss(each.loss))
+            for each in compiled._flat_losses
+        ]
     token = _reduce.set(reduce)
     try:
         yield

@@ -63,6 +63,7 @@ class Link:
         self._statuses: dict[int, Any] = {}
         self._channels: dict[int, Channel] = {}
         self._left: set[int] = set()
+        self._parting: RunError | None = None  # of one that has left with it
         self._arrived: dict[tuple[int, int], queue.SimpleQueue[Any]] = collections.defaultdict(queue.SimpleQueue)
         self._values: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
         self._lock, self._is_over = threading.RLock(), threading.Event()
@@ -168,30 +169,31 @@ class Link:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process fails, and of what; they end with the same."""
-        own = self.names[min(self.rank, len(self.names) - 1)]
-        line, kind = outcome.line_of(error), type(error) if isinstance(error, RunError) else WorkerError
-        self.error = self.error or WorkerError(line)
+        self.error = self.error or WorkerError(outcome.line_of(error))
         self._is_over.set()
-        self._send_to_all(_FAILED, _packed(kind(f"{own} failed: {line}")))
+        self._send_to_all(_FAILED, self._packed_own(error))
 
     @property
     def is_failing(self) -> bool:
         """Whether this process or another one has failed."""
         return self.error is not None or self._is_over.is_set()
 
-    def leave(self) -> None:
-        """Tells the others that this process ends in order."""
+    def leave(self, error: RunError | None = None) -> None:
+        """Tells the others that this process ends in order; with an error: one that each of them is about to find.
+
+        They get some seconds to end by it themselves, as process 0 does when it has written its last checkpoint.
+        """
         if not self._is_over.is_set():
             self._is_over.set()
-            self._send_to_all(_LEAVES, b"")
+            self._send_to_all(_LEAVES, b"" if error is None else self._packed_own(error))
             self._flush()
 
     def reason(self, seconds: float) -> RunError | None:
         """Returns why the run has to end, if that becomes known in so many seconds."""
         end = time.monotonic() + seconds
-        while self.error is None and time.monotonic() < end:
+        while (found := self.error or self._parting) is None and time.monotonic() < end:
             time.sleep(0.05)
-        return self.error
+        return found
 
     def _arrive_nothing(self) -> None:
         """Wakes up who waits for a process that has left."""
@@ -207,7 +209,9 @@ class Link:
         result = arrived.get()
         if result is _NOTHING:
             left = ", ".join(self.names[rank] for rank in sorted(self._left)) or "this process"
-            raise self.error or WorkerError(f"{left} left the run while others wait: call launch alike")
+            raise (
+                self.error or self._parting or WorkerError(f"{left} left the run while others wait: call launch alike")
+            )
         with self._lock:
             if arrived.empty():  # of a scatter, another one of the same number may be there already
                 del self._arrived[channel, number]
@@ -272,11 +276,13 @@ class Link:
             self._statuses[rank] = json.loads(content)
         elif kind == _LEAVES:
             self._left.add(rank)
+            if content:
+                self._parting = _unpacked(content)
+                threading.Thread(target=self._end_later, args=(self._parting,), daemon=True, name="link end").start()
             self._arrive_nothing()
         elif kind == _FAILED:
             self._left.add(rank)
-            name, text = json.loads(content)
-            self._end(errors.from_name(name, text) or WorkerError(text))
+            self._end(_unpacked(content))
 
     def _live(self) -> None:
         """Tells the others that this process lives, and notices those that are silent, in a thread."""
@@ -308,6 +314,10 @@ class Link:
         name = self.names[rank] if len(self.names) == self.num_processes else f"process {rank}"
         self._end(WorkerError(f"{name} {words}"))
 
+    def _end_later(self, error: RunError) -> None:
+        if not self._is_over.wait(_SECONDS_TO_BE_ENDED):
+            self._end(error)
+
     def _end(self, error: RunError) -> None:
         """Ends this process at once.
 
@@ -322,6 +332,17 @@ class Link:
             self._flush()
         outcome.leave_with(error)
 
+    def _packed_own(self, error: BaseException) -> bytes:
+        """Returns an error of this process as the others are to read it."""
+        own = self.names[min(self.rank, len(self.names) - 1)]
+        kind = type(error) if isinstance(error, RunError) else WorkerError
+        return _packed(kind(f"{own} failed: {outcome.line_of(error)}"))
+
 
 def _packed(error: RunError) -> bytes:
     return json.dumps([type(error).__name__, str(error)]).encode()
+
+
+def _unpacked(content: bytes | bytearray) -> RunError:
+    name, text = json.loads(content)
+    return errors.from_name(name, text) or WorkerError(text)

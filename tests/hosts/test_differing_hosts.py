@@ -150,7 +150,8 @@ def test_a_field_that_differs_is_named_on_every_host(backend, name, tmp_path):
     for line in lines:
         assert re.search(rf"--{FLAGS.get(name, name)}\b", line), line
         assert says(first, line) and says(value, line), line
-        assert "process 0" in line and "process 1" in line, line
+        # With torch a process is a device; those of a host 1 with two are 2 and 3.
+        assert "process 0" in line and re.search("process [1-3]", line), line
 
 
 @pytest.mark.proof

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError, UserError
+from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from kerasdp.runtime import addresses, door, link
 from kerasdp.runtime.channel import Channel
 from kerasdp.runtime.cluster import Cluster, check_cluster
@@ -186,6 +186,23 @@ def test_the_last_may_come_late(monkeypatch):
     for each in links:
         each.leave()
     assert ended == [] and found == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_an_error_that_all_find_leaves_each_time_for_its_own(leaves, tmp_path, monkeypatch):
+    """As process 0 needs, which writes its last checkpoint before it names it. Who does not find it is ended."""
+    ended = []
+    monkeypatch.setattr(link.outcome, "leave_with", ended.append)
+    monkeypatch.setattr(link, "_SECONDS_TO_BE_ENDED", 1.0)
+    links = linked(2, str(tmp_path / "link"))
+    links[leaves].leave(NonFiniteLossError("the loss became nan at step 3", 3))
+    time.sleep(0.5)
+    other, words = links[1 - leaves], f"rank {leaves} failed: the loss became nan at step 3"
+    assert ended == [] and not other.is_failing and str(other.reason(5)) == words
+    with pytest.raises(NonFiniteLossError, match=words):
+        other.all_gather_object(1)
+    time.sleep(1)
+    assert [str(error) for error in ended] == [words]
 
 
 @pytest.mark.parametrize("waits", [0, 1])
