@@ -57,11 +57,11 @@ def test_nothing_overflows(size):
     assert permuted(np.array(places), size, keys).tolist() == expected
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 127, 128, 129, 997, 1023, 1024, 1025, 65535, 65536, 65537, 100003])
-def test_each_number_comes_once(size):
-    numbers = shuffled(size, 3, size)
-    assert numbers.dtype == np.int64
-    assert np.array_equal(np.sort(numbers), np.arange(size))
+def test_each_number_comes_once():
+    for size in (*range(1, 70), 127, 128, 129, 997, 1023, 1024, 1025, 65535, 65536, 65537, 100003):
+        numbers = shuffled(size, 3, size)
+        assert numbers.dtype == np.int64
+        assert np.array_equal(np.sort(numbers), np.arange(size)), size
 
 
 def test_a_part_is_that_of_the_whole():

@@ -149,7 +149,13 @@ def of_replicas(model, targets, outputs, weights, mask, num_rows=ROWS):
         return float(loss), float(batch.loss), logs, batch.is_of_own_rows, batch._are_own_metrics
 
     with ThreadPoolExecutor(REPLICAS) as threads:
-        found = list(threads.map(run, range(REPLICAS)))
+        running = [threads.submit(run, rank) for rank in range(REPLICAS)]
+        for each in running:  # one that fails leaves none of the others waiting
+            each.add_done_callback(lambda done: done.exception() and exchange.barrier.abort())
+    failed = [each.exception() for each in running if each.exception()]
+    for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    found = [each.result() for each in running]
     losses_found = {one[0] for one in found}
     assert len(losses_found) == 1  # of all replicas
     assert np.mean([one[1] for one in found]) == pytest.approx(found[0][0], rel=1e-5, abs=1e-7)
