@@ -90,7 +90,7 @@ def _launch(train: Callable[..., Any], settings: Config | None, changes: dict[st
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         with locked_folder(settings) if is_owner else contextlib.nullcontext():
-            result = _run(settings, train)
+            result = _run(cluster, settings, train)
     return result.received() if isinstance(result, SentResult) else result
 
 
@@ -139,19 +139,18 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
         yield [f"{devices.kind}:{number % num_there}" for number in range(count)]
 
 
-def _run(settings: Config, train: Callable[..., Any]) -> Any:
+def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
-        cluster = find_cluster(settings)
         if cluster is None and current_link() is not None:  # in which collectives would wait for the others
             raise AlreadyStartedError("this program has joined those of other machines")
         is_supervised = settings.max_restarts or settings.hang_timeout
         if not is_supervised or (cluster and cluster.is_elastic):  # torch's launcher restarts those that come and go
-            return _start(settings, train)
+            return _start(cluster, settings, train)
     except AlreadyStartedError as reason:
         if settings.verbose != 0:
             print(f"{reason}: this run gets a process of its own", flush=True)
-    return supervise(_start, settings, train)
+    return supervise(functools.partial(_start, cluster), settings, train)
 
 
 def _describe(settings: Config, train: Callable[..., Any]) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def _describe(settings: Config, train: Callable[..., Any]) -> dict[str, Any]:
         check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
     here: dict[str, Any] = {name: getattr(Config, name) for name in _OF_THE_MACHINES}
     here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False}
-    result = _run(dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
+    result = _run(None, dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
     return result.received() if isinstance(result, SentResult) else result
 
 
@@ -188,12 +187,11 @@ def _unknown(name: str, value: Any) -> str:
     return f"launch: there is no argument {name!r}; {instead}"
 
 
-def _start(settings: Config, train: Callable[..., Any]) -> Any:
+def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     """Starts the workers."""
-    cluster = find_cluster(settings)
     check_cluster(settings, cluster)
     with ending_together(cluster):
-        with _native_stderr_suppressed():
+        with _native_stderr_suppressed(), signals.delayed():
             backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
         # Where others are waited for, that is said.
         with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
@@ -229,10 +227,11 @@ def _native_stderr_suppressed() -> Iterator[None]:
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
     with signals.noticed(outcome.is_watched()), ending_together(devices.cluster):
-        module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
+        with signals.delayed():
+            module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
-        # Only now may Keras be imported.
-        from kerasdp.training.runner import Runner
+        with signals.delayed():  # only now may Keras be imported
+            from kerasdp.training.runner import Runner
 
         if isinstance(train, SentFunction):
             train = train.received()

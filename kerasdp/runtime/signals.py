@@ -90,7 +90,11 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def delayed() -> Iterator[None]:
-    """Lets what comes within the context come at its end: for what takes moments, and must not be left half done."""
+    """Lets what comes within the context come at its end: for what takes moments, and must not be left half done.
+
+    So is the import of a framework: an exception that goes through the native code which makes its modules ends the
+    process by SIGABRT (nanobind in jaxlib 0.10.2).
+    """
     arrived: list[int] = []
     try:
         with _handlers(dict.fromkeys((*_SIGNALS, signal.SIGINT), lambda number, _: arrived.append(number))):

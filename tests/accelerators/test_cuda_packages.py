@@ -44,7 +44,7 @@ def test_a_run_on_gpus_says_so(tmp_path, monkeypatch, capsys):
     )
     with monkeypatch.context() as patched:
         patched.setattr(launch.importlib, "import_module", lambda name: backend)
-        assert launch._start(Config(backend="torch"), print) == "started"
+        assert launch._start(None, Config(backend="torch"), print) == "started"
     assert capsys.readouterr().err == f"warning: {LINE}\n"
     monkeypatch.setattr("os.path.exists", lambda path: False)
     launch._warn_of_cuda(Devices(kind="tpu", count=1))  # which has no use for CUDA
