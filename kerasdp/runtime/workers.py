@@ -1,5 +1,6 @@
 """Runs a function in worker processes of this machine, watches over them, and finds the error that ended them."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -12,6 +13,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -254,11 +256,12 @@ def _server(preload: list[str]) -> str:
             outputs.append((descriptor, found.st_dev, found.st_ino))
     state = preload, variables, outputs
     if _server_state is None:
-        multiprocessing.set_forkserver_preload([*preload, "kerasdp.runtime.of_server"])
+        multiprocessing.set_forkserver_preload(["kerasdp.runtime.of_server", *preload])
         multiprocessing.resource_tracker.ensure_running()  # which lets SIGTERM in (Python 3.11 to 3.14)
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        threading.Thread(target=_start_server, args=(started,), daemon=True, name="server of workers").start()
         try:
-            with signals.held_back():  # those to a group of processes would end the server, and its workers with it
-                multiprocessing.forkserver.ensure_running()
+            started.result()
         except OSError:  # the path of its socket, in TMPDIR, is too long (Python 3.11)
             return "spawn"
         _server_state = state
@@ -267,6 +270,18 @@ def _server(preload: list[str]) -> str:
             first.start()  # which waits for the imports
         first.join()
     return "forkserver" if _server_state == state else "spawn"
+
+
+def _start_server(started: concurrent.futures.Future[None]) -> None:
+    """Starts the server, in a thread that stays: what ends with its parent ends with the thread that started it."""
+    try:
+        with signals.held_back():  # those to a group of processes would end the server, and its workers with it
+            multiprocessing.forkserver.ensure_running()
+    except OSError as error:
+        started.set_exception(error)
+        return
+    started.set_result(None)
+    threading.Event().wait()
 
 
 def peak_memory_of_process() -> int:
