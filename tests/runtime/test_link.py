@@ -259,7 +259,8 @@ def test_one_may_leave_as_soon_as_it_has_the_values(tmp_path):
 
 def test_several_machines_need_a_secret(monkeypatch):
     cluster = Cluster(source="--hosts", num_processes=2, process=1, coordinator="10.0.0.1:29500")
-    for value, said in (("", "Received: none"), ("short", "Received: one of 5"), ("of 16 letters ..", None), ("\udcff" * 16, None)):
+    texts = ("", "Received: none"), ("short", "Received: one of 5"), ("of 16 letters ..", None), ("\udcff" * 16, None)
+    for value, said in texts:
         monkeypatch.setenv("KERASDP_SECRET", value)
         if said is None:
             check_cluster(Config(backend="jax"), cluster)
