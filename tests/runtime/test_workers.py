@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import shutil
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import heartbeat, outcome, signals, watch, workers
+from kerasdp.runtime import heartbeat, outcome, rank, signals, watch, workers
 
 
 def settings(folder, **choices):
@@ -189,6 +190,17 @@ def test_results_come_from_the_first():
     names = ["rank 0", "rank 1"]
     for preload in (None, ["kerasdp.errors"], ["kerasdp.errors"]):
         assert workers.run_workers(of_rank, (("one", "two"),), names=names, preload=preload) == "one"
+
+
+def test_a_full_disk_is_a_line_before_anything_starts(monkeypatch, tmp_path):
+    """Else the workers could write neither where they are, which ended them by SIGBUS, nor how they end."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    with pytest.raises(UserError, match="^97 KiB are free in .*: make room, or set TMPDIR to another folder"):
+        workers.run_workers(of_rank, (("one",),), names=["rank 0"])
+    file = rank.RankFile(outcome.Place(str(tmp_path), 0, 1))
+    file.write(rank.Record(*(1,) * 8, 0.0, 0.0))
+    assert os.stat(tmp_path / "rank-0").st_blocks * 512 >= rank.NUM_BYTES
 
 
 def test_what_others_fork_from_the_server_gets_signals():
