@@ -201,7 +201,7 @@ def _refuse_code_of_runs(arguments: list[str]) -> None:
         name, _, value = argument.partition("=")
         if name.lstrip("-") != "flagfile":
             continue
-        path = value or "".join(arguments[number + 1 : number + 2])
+        path = os.path.expanduser((value or "".join(arguments[number + 1 : number + 2])).strip())  # as absl reads it
         if not os.path.exists(os.path.join(os.path.dirname(path), "config.json")):
             continue
         try:
@@ -210,7 +210,8 @@ def _refuse_code_of_runs(arguments: list[str]) -> None:
             raise UserError(f"--flagfile: cannot read {path!r} ({' '.join(str(error).split())})") from error
         for flag, following in zip(found, [*found[1:], ""]):  # --name=value, or one after the other
             name, _, value = flag.partition("=")
-            if name.lstrip("-") in ("model", "dataset", "sweep") and ":" in (value or following):
+            names_code = name.lstrip("-") in ("model", "dataset", "sweep") and ":" in (value or following)
+            if names_code or name.lstrip("-") == "trust_checkpoint":
                 raise UserError(
                     f"--flagfile: {path} is in the folder of a run, and names code: {ascii(flag)[1:-1]:.200}; copy the "
                     "file to another folder once you have read it, or write the flag yourself"

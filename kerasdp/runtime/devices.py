@@ -225,9 +225,10 @@ def has_tpu(pci: str = "/sys/bus/pci/devices") -> bool:
 
 
 def cache_folder(name: str) -> str | None:
-    """Returns a folder of this user for what a backend compiles; None if nothing can be written there.
+    """Returns a folder of this user alone for what a backend compiles; None if there can be none.
 
-    One for each kind of CPU: home folders are shared by machines, and programs for one may not run on another.
+    What lies there is run: another user has not made it, and cannot write there. One for each kind of CPU: home folders
+    are shared by machines, and programs for one may not run on another.
     """
     try:
         with open("/proc/cpuinfo") as file:
@@ -238,6 +239,9 @@ def cache_folder(name: str) -> str | None:
     folder = os.path.join(home, "kerasdp", f"{name}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}")
     try:
         os.makedirs(folder, exist_ok=True)
+        if {os.stat(place).st_uid for place in (home, os.path.dirname(folder), folder)} - {0, os.getuid()}:
+            return None  # where HOME is that of another user, or of all
+        os.chmod(folder, 0o700)
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None

@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import queue
+import resource
 import secrets
 import socket
 import stat
@@ -40,7 +41,7 @@ _SECONDS_BETWEEN_TRIES = 0.2
 
 def secret() -> bytes:
     """Returns what all processes of a run on several machines know, and others do not."""
-    return os.environ.get("KERASDP_SECRET", "").encode()
+    return os.fsencode(os.environ.get("KERASDP_SECRET", ""))  # any bytes, as those of /dev/urandom
 
 
 def require_secret(source: str) -> None:
@@ -85,6 +86,9 @@ class Door:
         self._greeting = list[socket.socket]()
         self._come: queue.SimpleQueue[tuple[socket.socket, dict[str, Any]]] = queue.SimpleQueue()
         self._refused, self._is_closed = set[str](), threading.Event()
+        # Strangers leave this process files of its own to open (256 at a time on macOS).
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = _MOST_GREETINGS if limit == resource.RLIM_INFINITY else min(_MOST_GREETINGS, 1 + limit // 4)
         self._socket = _listen_at_path(place) if isinstance(place, str) else addresses.listen(*place)
         self.place = place if isinstance(place, str) else self._socket.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True, name="door").start()
@@ -112,7 +116,7 @@ class Door:
             try:
                 connection, address = self._socket.accept()
                 self._greeting.append(connection)
-                if len(self._greeting) > _MOST_GREETINGS:
+                if len(self._greeting) > self._most:
                     with contextlib.suppress(OSError, IndexError):
                         self._greeting[0].shutdown(socket.SHUT_RDWR)
                 name = str(address[0]) if address else ""

@@ -140,7 +140,8 @@ class RankFile:
         self._memory = mmap.mmap(-1, NUM_BYTES)
         if place is not None:
             with open(_path(place), "w+b") as file:
-                file.truncate(NUM_BYTES)
+                file.write(bytes(NUM_BYTES))  # not a hole: filling it would end this process by SIGBUS on a full disk
+                file.flush()
                 self._memory = mmap.mmap(file.fileno(), NUM_BYTES)
 
     def write(self, record: Record) -> None:

@@ -10,6 +10,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError, WorkerError
+from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import MEETING_PLACE
 from kerasdp.runtime.modules import not_run_again
@@ -33,6 +34,8 @@ _SECONDS_TO_END = 5.0
 # A worker that fails stays so long, with its connections, so that its error is seen before those that it causes. One
 # that left nothing behind is seen at once; what another one wrote down a moment before may be for it.
 _SECONDS_TO_STAY, _SECONDS_OF_DOUBT = 1.0, 0.5
+# Of where it is, how it ends and what it returns.
+_BYTES_OF_A_WORKER = 2**17
 # What a process reads of its environment when it imports a framework: a server that has imported it is of no use to
 # workers that are to have it otherwise.
 _OF_IMPORTS = ("KERAS_", "CUDA_", "PYTHON", "LD_")
@@ -98,13 +101,17 @@ def run_workers(
         timeout: seconds after which workers in which nothing moves are ended. None: never.
 
     Raises:
-        UserError: if an argument refers to something that cannot be sent.
+        UserError: if an argument refers to something that cannot be sent, or the disk is full.
         RunError: of the first process that failed. All others are ended first.
         SystemExit: if the processes were ended by a signal that this one got, too.
     """
     with contextlib.ExitStack() as stack:
         given = [stack.enter_context(sent(value)) if callable(value) else value for value in args]
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True))
+        disk = shutil.disk_usage(folder)
+        if disk.total and disk.free < len(names) * _BYTES_OF_A_WORKER:  # they could not say how they end
+            where = tempfile.gettempdir()
+            raise UserError(f"{disk.free >> 10} KiB are free in {where}: make room, or set TMPDIR to another folder")
         places = [Place(folder, number, len(names)) for number in range(len(names))]
         environment = dict(os.environ)
         if len(names) > 1:
@@ -291,10 +298,18 @@ def peak_memory_of_process() -> int:
 
 
 def end_with_parent() -> None:
-    """Lets the system end this process when the one that started it dies, even by `kill -9`. On Linux only."""
+    """Lets this process end when the one that started it dies, even by `kill -9`; on Linux by the system, at once."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    # What a server has forked is its child for the system; and the server lives as long as any of these do.
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True, name="parent").start()
+
+
+def _end_after(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_processes_as_usual() -> None:

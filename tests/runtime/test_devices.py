@@ -1,6 +1,8 @@
 """Which backend and which devices a run takes."""
 
 import json
+import os
+import subprocess
 import sys
 import types
 
@@ -11,6 +13,8 @@ from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError
 from kerasdp.runtime import devices
 from kerasdp.runtime.devices import Devices
+from tests.helpers import BACKENDS as INSTALLED
+from tests.helpers import ROOT, environment
 
 
 def test_choice_of_backend(monkeypatch, tmp_path):
@@ -145,3 +149,31 @@ def test_keras_with_another_backend_cannot_be_changed(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras", keras_with("jax"))
     with pytest.raises(devices.AlreadyStartedError, match="Keras is already imported with the jax backend"):
         devices.set_backend("torch")
+
+
+def test_what_is_compiled_is_kept_where_nobody_else_can_write(monkeypatch, tmp_path):
+    """It is run: neither a folder that others may write to, nor one that another user has made, as in a shared HOME."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = devices.cache_folder("torch")
+    os.chmod(folder, 0o777)  # noqa: S103
+    assert devices.cache_folder("torch") == folder and os.stat(folder).st_mode & 0o777 == 0o700
+    if os.getuid() == 0:
+        os.chown(folder, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert devices.cache_folder("torch") is None
+
+
+@pytest.mark.skipif("torch" not in INSTALLED, reason="needs torch")
+def test_torch_compiles_into_no_folder_that_anybody_can_make(tmp_path):
+    """Without a HOME, Inductor itself would take one in the temporary folder, by the name of the user."""
+    program = (
+        "import os; from kerasdp.backends.torch.devices import Config, Devices, device_of_process\n"
+        "device_of_process(Devices(kind='cpu', count=1), Config(backend='torch'))\n"
+        "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    env = environment(HOME="/dev/null", XDG_CACHE_HOME="", TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    folder = os.path.dirname(done.stdout.strip())
+    assert folder == f"{tmp_path}/kerasdp-{os.getuid()}" and os.stat(folder).st_mode & 0o777 == 0o700, done.stderr

@@ -157,6 +157,40 @@ def test_strangers_at_the_door_cost_nothing(tmp_path, monkeypatch):
     assert seconds < 3 and not (tmp_path / "ran").exists()
 
 
+def test_strangers_leave_a_process_files_to_open(monkeypatch):
+    """Where it may open few, they would take all of them, and those of the run could not come in."""
+    monkeypatch.setenv("KERASDP_SECRET", "one that nobody guesses")
+    place = "127.0.0.1", free_port()
+    program = (
+        "import resource, threading; from kerasdp.runtime.link import Link\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
+        "def look():\n"
+        "    try: print(open('/dev/null').name, flush=True)\n"
+        "    except OSError as error: print(error, flush=True)\n"
+        "threading.Timer(2.0, look).start()\n"
+        f"Link.among(0, 2, {place}, '127.0.0.1').leave()"
+    )
+    env = environment(PYTHONPATH=str(ROOT), KERASDP_SECRET="one that nobody guesses")  # noqa: S106
+    first = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
+    strangers = []
+    try:
+        while len(strangers) < 200:
+            try:
+                strangers.append(socket.create_connection(place))
+            except ConnectionRefusedError:  # not yet
+                assert first.poll() is None
+                time.sleep(0.05)
+        assert first.stdout.readline() == "/dev/null\n"
+        begin = time.monotonic()
+        Link.among(1, 2, place, "127.0.0.1").leave()
+        assert time.monotonic() - begin < 3 and first.wait(20) == 0
+    finally:
+        first.kill()
+        first.communicate()
+        for stranger in strangers:
+            stranger.close()
+
+
 def test_a_second_process_of_a_number_is_told(tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(link.outcome, "leave_with", ended.append)
@@ -242,7 +276,8 @@ def test_one_may_leave_as_soon_as_it_has_the_values(tmp_path):
 
 def test_several_machines_need_a_secret(monkeypatch):
     cluster = Cluster(source="--hosts", num_processes=2, process=1, coordinator="10.0.0.1:29500")
-    for value, said in (("", "Received: none"), ("short", "Received: one of 5"), ("of 16 letters ..", None)):
+    texts = ("", "Received: none"), ("short", "Received: one of 5"), ("of 16 letters ..", None), ("\udcff" * 16, None)
+    for value, said in texts:
         monkeypatch.setenv("KERASDP_SECRET", value)
         if said is None:
             check_cluster(Config(backend="jax"), cluster)

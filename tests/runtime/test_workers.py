@@ -5,7 +5,10 @@ import multiprocessing
 import os
 import pathlib
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +16,8 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import heartbeat, outcome, signals, watch, workers
+from kerasdp.runtime import heartbeat, outcome, rank, signals, watch, workers
+from tests.helpers import ROOT, environment, session_members
 
 
 def settings(folder, **choices):
@@ -68,6 +72,11 @@ def finish_step(attempt):
             time.sleep(0.1)
         time.sleep(3)
     os._exit(128 + signal.SIGTERM)
+
+
+def sleep_long(folder):
+    pathlib.Path(folder, f"{os.getpid()}.pid").touch()
+    time.sleep(60)
 
 
 def attempts_in(folder):
@@ -189,6 +198,42 @@ def test_results_come_from_the_first():
     names = ["rank 0", "rank 1"]
     for preload in (None, ["kerasdp.errors"], ["kerasdp.errors"]):
         assert workers.run_workers(of_rank, (("one", "two"),), names=names, preload=preload) == "one"
+
+
+@pytest.mark.parametrize("preload", [None, ["kerasdp.errors"]])
+def test_workers_end_with_the_process_that_started_them(preload, tmp_path):
+    """By `kill -9`, too, and where a server has forked them, whose children they are."""
+    program = (
+        "from tests.runtime.test_workers import sleep_long, workers\n"
+        f"workers.run_workers(sleep_long, ({str(tmp_path)!r},), names=['rank 0', 'rank 1'], preload={preload})"
+    )
+    env = environment(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
+    parent = subprocess.Popen([sys.executable, "-c", program], env=env, start_new_session=True)
+    try:
+        end = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        assert len(session_members(parent.pid)) > 2
+    finally:
+        parent.kill()
+        parent.wait()
+    end = time.monotonic() + 10
+    while (left := session_members(parent.pid)) and time.monotonic() < end:
+        time.sleep(0.1)
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    assert not left
+
+
+def test_a_full_disk_is_a_line_before_anything_starts(monkeypatch, tmp_path):
+    """Else the workers could write neither where they are, which ended them by SIGBUS, nor how they end."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    with pytest.raises(UserError, match="^97 KiB are free in .*: make room, or set TMPDIR to another folder"):
+        workers.run_workers(of_rank, (("one",),), names=["rank 0"])
+    file = rank.RankFile(outcome.Place(str(tmp_path), 0, 1))
+    file.write(rank.Record(*(1,) * 8, 0.0, 0.0))
+    assert os.stat(tmp_path / "rank-0").st_blocks * 512 >= rank.NUM_BYTES
 
 
 def test_what_others_fork_from_the_server_gets_signals():

@@ -265,14 +265,19 @@ def test_a_resumed_run_takes_no_name_from_its_checkpoint(ran, tmp_path):
     assert again.returncode == 0, again.stderr
 
 
-@pytest.mark.parametrize("content", ["--model=evil:build\n", "--dataset\nevil:build\n", "--sweep=model=mlp,evil:build"])
-def test_a_flagfile_in_the_folder_of_a_run_names_no_code(content, ran, tmp_path):
+@pytest.mark.parametrize(
+    "content", ["--model=evil:build\n", "--dataset\nevil:build\n", "--sweep=model=mlp,evil:build", "--trust_checkpoint"]
+)
+def test_a_flagfile_in_the_folder_of_a_run_names_no_code(content, ran, tmp_path, monkeypatch):
+    """Nor does it trust a checkpoint, which may name some; wherever absl finds it, as in the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "inner.flags").write_text(content)
     (folder / "run.flags").write_text(f"--epochs=3\n--flagfile={folder}/inner.flags\n")
-    for words in ([f"--flagfile={folder}/run.flags"], ["--flagfile", f"{folder}/run.flags"]):
+    paths = f"{folder}/run.flags", "~/run/run.flags", f" {folder}/run.flags"
+    for words in (*([f"--flagfile={path}"] for path in paths), *(["--flagfile", path] for path in paths[:2])):
         with pytest.raises(UserError, match="--flagfile: .* is in the folder of a run, and names code: ") as caught:
             parse(["train.py", *words])
         assert "\n" not in str(caught.value)

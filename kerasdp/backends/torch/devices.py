@@ -24,6 +24,7 @@ from kerasdp.errors import UserError
 from kerasdp.runtime import addresses, outcome
 from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
+from kerasdp.runtime.door import private_folder
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import LinkedProcesses, join
 from kerasdp.runtime.ranks import Processes
@@ -80,10 +81,11 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
     """Returns this process's device. Makes it the default of torch and Keras: call before Keras is imported."""
     if config.deterministic:
         _make_deterministic()
-    if (folder := cache_folder("torch")) is not None:
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # One for all ranks, which compile the same at the same moment: Inductor (2.13) renames finished files into
         # place, and compiles C++ under a file lock, so that a rank waits for another one's instead of reading half.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        # By itself it takes, and runs what is in, a folder of /tmp whose name and maker may be anybody's.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder("torch") or os.path.join(private_folder(), "inductor")
     is_gpu = devices.kind == "gpu"
     os.environ["KERAS_TORCH_DEVICE"] = _KERAS_DEVICES[devices.kind]  # see `_keras_device`
     if not is_gpu:
