@@ -298,18 +298,10 @@ def peak_memory_of_process() -> int:
 
 
 def end_with_parent() -> None:
-    """Lets this process end when the one that started it dies, even by `kill -9`; on Linux by the system, at once."""
+    """Lets the system end this process when the one that started it dies, even by `kill -9`. On Linux only."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-    # What a server has forked is its child for the system; and the server lives as long as any of these do.
-    if (parent := multiprocessing.parent_process()) is not None:
-        threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True, name="parent").start()
-
-
-def _end_after(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_processes_as_usual() -> None:
