@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat import added_losses
+from kerasdp.keras_compat.layers import added_losses
 from kerasdp.portability import replica_context
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.runtime.run_state import Detail

@@ -12,7 +12,7 @@ from kerasdp.data.batch import Batch
 from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import SKIPPED
-from kerasdp.keras_compat import DataAdapter
+from kerasdp.keras_compat.training import DataAdapter
 from kerasdp.runtime.run_state import RunState
 
 Reader = SampleReader | BatchReader

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import all_layers, hook_add_loss
+from kerasdp.keras_compat.layers import all_layers, hook_add_loss
 from kerasdp.portability import replica_context
 from kerasdp.portability.added_losses import AddedLosses, take_added_loss, watched_calls
 from kerasdp.portability.row_axes import Adding

@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import has_mask
+from kerasdp.keras_compat.layers import has_mask
 from kerasdp.portability import replica_context
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes

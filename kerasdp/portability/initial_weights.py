@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import creating_weights, has_drawn_seed, is_of_keras, seed_of
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, seed_of
 from kerasdp.portability import random as random_numbers
 
 # The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.

@@ -8,7 +8,7 @@ from typing import Any, cast
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import compiled_loss, output_losses
+from kerasdp.keras_compat.models import compiled_loss, output_losses
 from kerasdp.portability.loss_reduction import Reduction, found, reduction_of
 
 NUM_ROWS = 12

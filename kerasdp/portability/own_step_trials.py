@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import losses_of_whole_batch
+from kerasdp.keras_compat.training import losses_of_whole_batch
 from kerasdp.portability.added_losses import keep
 from kerasdp.portability.own_steps import Found, Share, joined_steps, run
 from kerasdp.portability.random import UNNAMED, portable_draws

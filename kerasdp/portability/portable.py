@@ -13,14 +13,9 @@ import keras
 
 from kerasdp.config.validation import BATCH_NORMS
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import (
-    all_layers,
-    give_seed_generator,
-    given_seed_generator,
-    has_call,
-    has_seed_generators,
-    has_weights_of_its_own,
-)
+from kerasdp.keras_compat.layers import all_layers, has_seed_generators, has_weights_of_its_own
+from kerasdp.keras_compat.own_steps import has_call
+from kerasdp.keras_compat.random import give_seed_generator, given_seed_generator
 from kerasdp.portability import initial_weights, layers
 from kerasdp.portability import random as random_numbers
 

@@ -11,7 +11,7 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.data.feed import FeedAdapter
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import replaced_methods
+from kerasdp.keras_compat.models import replaced_methods
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.training.call_arguments import described
 from kerasdp.training.model_steps import ModelSteps

@@ -10,7 +10,8 @@ import keras
 from kerasdp.backends.base import StepFunctions, Strategy
 from kerasdp.backends.steps import TrainedWeights
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import building_nothing, made_by_compile, same_on_all_backends
+from kerasdp.keras_compat.models import building_nothing, made_by_compile
+from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import ModelCache

@@ -13,7 +13,13 @@ from kerasdp.data.feed import Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
-from kerasdp.keras_compat import keep_messages_of, kept_by_clear_session, set_attention, set_precision, set_seed
+from kerasdp.keras_compat.settings import (
+    keep_messages_of,
+    kept_by_clear_session,
+    set_attention,
+    set_precision,
+    set_seed,
+)
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals

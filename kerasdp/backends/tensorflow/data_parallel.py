@@ -277,7 +277,7 @@ class DataParallel(Strategy):
         Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
         own functions, each keeps those of its shard, and reading one sums them.
         """
-        from kerasdp.keras_compat import no_gradient_sum
+        from kerasdp.keras_compat.optimizers import no_gradient_sum
 
         metrics = [variable.value for variable in model.metrics_variables]
         gradients = no_gradient_sum() if self.num_replicas > 1 else contextlib.nullcontext()

@@ -45,7 +45,7 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
     import keras
 
     from kerasdp.backends.tensorflow import xla
-    from kerasdp.keras_compat import updating_values
+    from kerasdp.keras_compat.optimizers import updating_values
 
     variables = list({id(variable): variable for variable in all_variables(model)}.values())
 
@@ -71,12 +71,8 @@ def can_be_one(model: Any) -> bool:
     Not with user-defined Python or loss scaling, nor where Keras assigns in one of two branches, nor (Nadam) where a
     class extends what would be taken back.
     """
-    from kerasdp.keras_compat import (
-        inner_optimizer,
-        is_of_keras,
-        learning_rate_schedule,
-        overrides_nothing_of_tensorflow,
-    )
+    from kerasdp.keras_compat.layers import is_of_keras
+    from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule, overrides_nothing_of_tensorflow
 
     optimizer = model.optimizer
     if inner_optimizer(optimizer) is not optimizer:

@@ -18,7 +18,7 @@ _UNMEASURED, _MEASURED = 2, 5
 
 def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
     """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras."""
-    from kerasdp.keras_compat import leave_ranks_to_us
+    from kerasdp.keras_compat.models import leave_ranks_to_us
 
     if strategy.num_replicas == 1:
         return model
