@@ -11,6 +11,7 @@ from keras import ops
 from keras.src import backend
 
 from kerasdp.keras_compat import crossentropy
+from kerasdp.keras_compat.patches import wrapped
 
 
 @contextlib.contextmanager
@@ -22,9 +23,7 @@ def same_on_all_backends() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for (module, name), replace in _REPLACEMENTS.get(keras.backend.backend(), {}).items():
-            original = getattr(getattr(backend, module), name)
-            setattr(getattr(backend, module), name, replace(original))
-            stack.callback(setattr, getattr(backend, module), name, original)
+            stack.enter_context(wrapped(getattr(backend, module), **{name: replace}))
         yield
 
 

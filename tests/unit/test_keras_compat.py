@@ -17,9 +17,9 @@ from kerasdp.keras_compat.models import (
     compiled_metrics,
     inputs_structure,
     loss_options,
+    methods_through,
     output_losses,
     outputs_structure,
-    replaced_methods,
 )
 from kerasdp.keras_compat.optimizers import (
     copy_decay_exclusions,
@@ -230,7 +230,7 @@ def test_losses_by_thread():
 
 def test_methods_are_replaced_for_all_models_and_put_back(model):
     own = keras.Model.evaluate
-    with replaced_methods(keras.Model, {"evaluate": lambda original: lambda model: (model, original)}):
+    with methods_through({"evaluate": lambda original: lambda model: (model, original)}):
         assert model.evaluate() == (model, own)
     assert keras.Model.evaluate is own
     assert "evaluate" not in vars(keras.Model)

@@ -27,6 +27,7 @@ from kerasdp.config import Config
 from kerasdp.config.sharing import VIRTUAL, shares_of
 from kerasdp.data.split import Split
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
@@ -77,11 +78,10 @@ class DataParallel(Strategy):
             scope = self.mirrored.scope()
             scope.__enter__()
 
-        tf.compat.v1.reset_default_graph = reset_default_graph
         try:
-            yield
+            with replaced(tf.compat.v1, reset_default_graph=reset_default_graph):
+                yield
         finally:
-            tf.compat.v1.reset_default_graph = reset
             scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:

@@ -1,7 +1,7 @@
 """TensorFlow: makes gradients dense, and compiles a replica's update of its variables into one operation."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -19,21 +19,17 @@ def dense(gradients: list[Any]) -> list[Any]:
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
-@contextlib.contextmanager
-def taking_dense() -> Iterator[None]:
-    """Lets all optimizers make the gradients that they are given dense, for a user-defined training step."""
-    import keras
+def taking_dense() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
+    from kerasdp.keras_compat.optimizers import wrapped_apply
 
-    optimizer_class = keras.optimizers.Optimizer
+    def of_dense(apply: Callable[..., None]) -> Callable[..., None]:
+        def apply_dense(optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+            apply(optimizer, dense(list(grads)), trainable_variables)
 
-    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
-        super(optimizer_class, self).apply(dense(list(grads)), trainable_variables)
+        return apply_dense
 
-    optimizer_class.apply = apply
-    try:
-        yield
-    finally:
-        del optimizer_class.apply
+    return wrapped_apply(of_dense)
 
 
 def as_one(model: Any, update: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kerasdp.backends.torch.private import foreach_add_of_tensors
+from kerasdp.keras_compat.patches import replaced
 
 # Bytes of an array up to which it is sent from pinned memory, which PyTorch (2.13) keeps once it was used.
 _SMALL = 2**16
@@ -47,16 +48,14 @@ def to_host(value: Any) -> Any:
     return HostCopy(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
 
-@contextlib.contextmanager
-def numbers_made_on(device: torch.device) -> Iterator[None]:
-    """Lets a GPU fill in the numbers that Python gives to an eager step; elsewhere nothing changes.
+def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a GPU fills in the numbers that Python gives to an eager step; elsewhere no change.
 
     Keras (3.15) makes a tensor of each Python number by `torch.as_tensor`, a step of a small net 30 of them. For that
     PyTorch (2.13) copies the number from the host, and waits until the GPU has it, and so all that was given before.
     """
     if device.type != "cuda":
-        yield
-        return
+        return contextlib.nullcontext()
     original = torch.as_tensor
 
     def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
@@ -69,11 +68,7 @@ def numbers_made_on(device: torch.device) -> Iterator[None]:
             return on_host.to(device)
         return on_host.pin_memory().to(device, non_blocking=True)
 
-    torch.as_tensor = as_tensor
-    try:
-        yield
-    finally:
-        torch.as_tensor = original
+    return replaced(torch, as_tensor=as_tensor)
 
 
 @contextlib.contextmanager
