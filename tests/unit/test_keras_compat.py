@@ -1,38 +1,38 @@
-"""Each private name of Keras that the kit uses: a new Keras says here, in one run, which of them are gone."""
+"""What the kit reads of Keras by private names: a new Keras says here what is gone, or has another meaning."""
 
 import concurrent.futures
-import inspect
-import pathlib
 
 import keras
 import numpy as np
 import pytest
 
 from kerasdp.keras_compat.graph_ends import calls_own_graph, last_activation, output_symbols
-from kerasdp.keras_compat.layers import added_losses, hook_add_loss, is_of_keras, living_variables, weight_penalties
+from kerasdp.keras_compat.layers import (
+    added_losses,
+    all_layers,
+    has_seed_generators,
+    has_weights_of_its_own,
+    is_of_keras,
+    living_variables,
+    seed_variables,
+    weight_penalties,
+)
 from kerasdp.keras_compat.models import (
     as_functional,
-    building_nothing,
     calls,
     compiled_metrics,
     inputs_structure,
     loss_options,
-    methods_through,
     output_losses,
     outputs_structure,
 )
 from kerasdp.keras_compat.optimizers import (
-    copy_decay_exclusions,
     slots_by_weight,
     slots_of,
     weights_unknown_to,
-    weights_without_decay,
 )
 from kerasdp.keras_compat.own_steps import losses_by_thread
 from kerasdp.keras_compat.tracking import parts_of
-from kerasdp.portability.added_losses import take_added_loss
-
-SOURCE = pathlib.Path(inspect.getfile(keras)).parent / "src"
 
 
 @pytest.fixture(scope="module")
@@ -45,57 +45,7 @@ def model():
     return model
 
 
-OF_MODELS = (
-    "_flatten_layers", "_trainable_variables", "_non_trainable_variables", "_seed_generators", "_get_own_losses",
-    "_nodes_by_depth", "_inputs_struct", "_outputs_struct", "_symbolic_build", "_compile_loss", "_compile_metrics",
-    "_loss_tracker", "_compile_config", "call_signature_parameters", "_layers", "_metrics", "_operations",
-    "_convert_input_args",
-)  # fmt: skip
-OF_OPTIMIZERS = (
-    "_learning_rate", "_var_key", "_use_weight_decay", "_trainable_variables", "_trainable_variables_indices",
-    "_backend_update_step", "_all_reduce_sum_gradients", "weight_decay", "global_clipnorm",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OF_MODELS)
-def test_models_have(model, name):
-    assert hasattr(model, name)
-
-
-@pytest.mark.parametrize("name", OF_OPTIMIZERS)
-def test_optimizers_have(model, name):
-    if name == "_all_reduce_sum_gradients":  # on TensorFlow alone
-        assert f"def {name}(" in (SOURCE / "backend/tensorflow/optimizer.py").read_text()
-    else:
-        assert hasattr(model.optimizer, name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_common_apply", "_stateful_handle_finite_grads", "_stateful_handle_non_finite_grads", "step_counter",
-        "dynamic_scale", "_overwrite_variable_with_gradient",
-    ],
-)  # fmt: skip
-def test_optimizers_that_scale_the_loss_have(model, name):
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    optimizer.build(model.trainable_variables)
-    assert hasattr(optimizer, name)
-
-
-@pytest.mark.parametrize("name", ["_exclude_from_weight_decay", "_exclude_from_weight_decay_cache"])
-def test_optimizers_remember_what_does_not_decay(model, name):
-    optimizer = keras.optimizers.AdamW()
-    optimizer.build(model.trainable_variables)
-    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:1])
-    other = keras.optimizers.AdamW()
-    copy_decay_exclusions(optimizer, other)
-    assert hasattr(other, name)
-    assert weights_without_decay(optimizer, model.trainable_variables) == model.trainable_variables[:1]
-
-
 def test_metrics_of_compile(model):
-    assert {"_flat_metrics", "_flat_weighted_metrics", "built"} <= vars(model._compile_metrics).keys()
     ((name, metric),) = compiled_metrics(model)
     assert (name, metric.name) == ("mae", "mae")
 
@@ -133,11 +83,27 @@ def test_what_a_layer_holds(model):
     assert [dropout.attributes[id(holder)] for _, holder in dropout.variables] == ["seed_generator"]
 
 
-@pytest.mark.parametrize("name", ["operation", "arguments", "input_tensors", "outputs", "is_input"])
-def test_nodes_of_a_graph_have(model, name):
-    nodes = calls(model)
-    assert len(nodes) == 3
-    assert all(hasattr(node, name) for node in nodes)
+def test_calls_of_a_graph_give_what_the_model_gives(model):
+    (inputs,) = keras.tree.flatten(inputs_structure(model))
+    (outputs,) = outputs_structure(model)
+    known = {id(inputs): np.ones((2, 4), "float32")}
+    for node in calls(model):
+        args, kwargs = node.arguments.fill_in({id(each): known[id(each)] for each in node.input_tensors})
+        for symbol, tensor in zip(node.outputs, keras.tree.flatten(node.operation(*args, **kwargs)), strict=True):
+            known[id(symbol)] = tensor
+    expected, received = (
+        keras.ops.convert_to_numpy(keras.ops.stop_gradient(each))
+        for each in (*keras.tree.flatten(model({"x": np.ones((2, 4), "float32")})), known[id(outputs)])
+    )
+    np.testing.assert_allclose(received, expected, rtol=1e-6)
+
+
+def test_layers_and_their_own_weights(model):
+    assert all_layers(model) == [model, *model.layers] and all_layers(model, include_self=False) == model.layers
+    assert not has_weights_of_its_own(model)
+    assert [has_weights_of_its_own(layer) for layer in model.layers] == [False, True, False, True]
+    assert [has_seed_generators(layer) for layer in model.layers] == [False, False, True, False]
+    assert seed_variables(model) == [model.layers[2].seed_generator.state]
 
 
 def test_structures(model):
@@ -208,15 +174,6 @@ def test_added_losses():
     assert len(added_losses(layer)) == 1
 
 
-def test_hook_of_add_loss():
-    taken, layer = [], keras.layers.Layer()
-    hook_add_loss(take_added_loss)
-    hook_add_loss(lambda *given: taken.append(given))  # once for good
-    layer.add_loss(keras.ops.ones(()))
-    assert not taken
-    assert len(added_losses(layer)) == 1
-
-
 def test_losses_by_thread():
     layer = keras.layers.Layer()
     with losses_by_thread([layer]):
@@ -228,14 +185,6 @@ def test_losses_by_thread():
     assert layer.losses == []
 
 
-def test_methods_are_replaced_for_all_models_and_put_back(model):
-    own = keras.Model.evaluate
-    with methods_through({"evaluate": lambda original: lambda model: (model, original)}):
-        assert model.evaluate() == (model, own)
-    assert keras.Model.evaluate is own
-    assert "evaluate" not in vars(keras.Model)
-
-
 def test_weights_unknown_to_an_optimizer(model):
     other = keras.Variable(np.ones(3, "float32"))
     assert weights_unknown_to(model.optimizer, [*model.trainable_variables, other]) == [other]
@@ -244,21 +193,3 @@ def test_weights_unknown_to_an_optimizer(model):
 def test_living_variables():
     variable = keras.Variable(np.ones(3, "float32"))
     assert any(each is variable for each in living_variables())
-
-
-def test_building_nothing(model):
-    unused = keras.layers.Dense(3)
-    model.unused = unused
-    with building_nothing(model):
-        assert unused.built
-    assert not unused.built
-    del model.unused
-
-
-def test_building_nothing_takes_no_batch(model, monkeypatch):
-    """Keras' `fit` under MirroredStrategy builds by the first batch of its data, whatever is built already."""
-    batches = iter([1, 2])
-    monkeypatch.setattr(keras.Model, "_maybe_symbolic_build", lambda model, data: next(data), raising=False)
-    with building_nothing(model):
-        model._maybe_symbolic_build(batches)
-    assert model._maybe_symbolic_build(batches) == 1
