@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-from keras.src import backend
+from keras.src.backend.common import masking
 
 from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
 
@@ -155,9 +155,9 @@ def weight_penalties(model: keras.Model) -> list[Any]:
 def mask_of(tensor: Any) -> Any:
     """Returns the mask that a layer has left at its output, or None.
 
-    Keras 3.15: `backend.get_keras_mask`, an attribute of tensors, or beside those of jax; no public way.
+    Keras 3.15: `masking.get_keras_mask`, an attribute of tensors, or beside those of jax; no public way.
     """
-    return backend.get_keras_mask(tensor)
+    return masking.get_keras_mask(tensor)
 
 
 def has_mask(tensor: Any) -> bool:
@@ -168,9 +168,9 @@ def has_mask(tensor: Any) -> bool:
 def set_mask(tensor: Any, mask: Any) -> Any:
     """Leaves a mask at a tensor, for the losses and metrics of Keras; returns the tensor.
 
-    Keras 3.15: `backend.set_keras_mask`; no public way.
+    Keras 3.15: `masking.set_keras_mask`; no public way.
     """
-    backend.set_keras_mask(tensor, mask)
+    masking.set_keras_mask(tensor, mask)
     return tensor
 
 

@@ -229,13 +229,19 @@ def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 
-def leave_ranks_to_us(model: keras.Model) -> None:
-    """Keeps Keras on torch from adding up the metrics of all ranks, which here hold those of the whole batch already.
+def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which Keras on torch asks no other rank: metrics are of the whole batch already.
 
-    Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in DistributedDataParallel (`ddp_model`) in
-    `make_train_function`, unless a train function is already there, as here; and its trainer for torch, the first base
-    of `keras.Model`, overrides `get_metrics_result`. No public switch.
+    Keras 3.15 does not know of process groups. Keras 3.16 (keras-team/keras #23316) does wherever there is one: its
+    trainer for torch, the first base of `keras.Model`, adds up all variables of metrics in `get_metrics_result`, in
+    training and in evaluation, and wraps the model in DistributedDataParallel in `_initialize_ddp` for functions that
+    are not lent, as those by which a callback predicts. Of the class: a model that overrides these finds them by
+    `super()`. No public switch.
     """
-    trainer_class = keras.Model.__mro__[1]
-    if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
-        object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
+    trainer = keras.Model.__mro__[1]
+    values = {
+        "get_metrics_result": lambda model: super(trainer, model).get_metrics_result(),
+        "_initialize_ddp": lambda model: None,
+    }
+    is_torch = keras.backend.backend() == "torch"
+    return replaced(trainer, **{name: value for name, value in values.items() if is_torch and name in vars(trainer)})

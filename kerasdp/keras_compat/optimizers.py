@@ -119,8 +119,8 @@ def rebind_weights(optimizer: Any, weights: list[Any], without_decay: list[Any])
     """Tells an optimizer that what its weights hold was replaced (`layers.set_raw_value`).
 
     Keras 3.15: on TensorFlow, optimizers know weights by what they hold (`_trainable_variables_indices`,
-    `_exclude_from_weight_decay`, `_exclude_from_weight_decay_cache`, keyed by `_var_key`). No public way: `build` would
-    make new variables.
+    `_exclude_from_weight_decay`, `_exclude_from_weight_decay_cache`, keyed by `_var_key`), and Keras 3.16 also which of
+    them decay (`_weight_decay_by_var_key`). No public way: `build` would make new variables.
 
     Args:
         optimizer: built for these weights.
@@ -131,6 +131,11 @@ def rebind_weights(optimizer: Any, weights: list[Any], without_decay: list[Any])
     if without_decay:
         optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
         optimizer._exclude_from_weight_decay_cache = {}
+    if hasattr(optimizer, "_weight_decay_by_var_key"):
+        decays = {
+            optimizer._var_key(weight): not optimizer._is_excluded_from_weight_decay(weight) for weight in weights
+        }
+        optimizer._weight_decay_by_var_key = decays
 
 
 def copy_decay_exclusions(optimizer: Any, to: Any) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import keras
 import numpy as np
 from keras.src.backend.common import dtypes, global_state
+from keras.src.distribution import distribution_lib
 from keras.src.utils import module_utils
 
-from kerasdp.keras_compat.patches import original, replaced, standing_for
+from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, standing_for
 
 # What of Keras' state is a run's choice: which devices hold a variable, its precision, and how attention is computed.
 _OF_RUN = ("distribution", "dtype_policy", "flash_attention")
@@ -119,7 +120,8 @@ def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
     Search tools call that for each trial.
 
     Keras 3.15: it puts new `threading.local()` in place of what holds all state. Writes `global_state.threading`, since
-    people may hold the function itself. No public way.
+    people may hold the function itself. Keras 3.16 also takes the distribution away first, by
+    `distribution_lib.set_distribution`. No public way.
     """
 
     def local() -> threading.local:
@@ -128,7 +130,17 @@ def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
             setattr(new, name, global_state.get_global_attribute(name))
         return new
 
-    return replaced(global_state, threading=types.SimpleNamespace(local=local))
+    def set_distribution(value: Any) -> None:  # which `Distribution.scope` calls, too
+        if sys._getframe(1).f_code.co_name != "clear_session":
+            distribute(value)
+
+    distribute = distribution_lib.set_distribution
+    return replaced_in_each(
+        (
+            (global_state, {"threading": types.SimpleNamespace(local=local)}),
+            (distribution_lib, {"set_distribution": set_distribution}),
+        )
+    )
 
 
 def place_variables_by(put: Callable[[Any, Any], Any]) -> None:

@@ -196,21 +196,25 @@ def on_tensorflow():
         optimizer.apply([rows], [table])
         return ops.round(optimizer.variables[2] * 100)
 
-    replaced = keras.optimizers.SGD(1.0)
-    known = keras.Variable(np.ones(2, "float32"))
-    replaced.build([known])
+    known = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
+    decaying = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    decaying.exclude_from_weight_decay(var_list=known[:1])
+    decaying.build(known)
+    spared = optimizers.weights_without_decay(decaying, known)
 
     @contextlib.contextmanager
     def bound():
-        replaced_value = known.value
-        optimizers.rebind_weights(replaced, [known], [])
-        yield replaced_value
+        optimizers.rebind_weights(decaying, known, spared)
+        yield
 
-    def with_another():
-        replaced.apply([tf.constant([1.0, 1.0])], [known])
-        return known
+    def with_others():
+        for weight in known:
+            weight.assign([3, 3])
+        decaying.apply([tf.constant([1.0, 1.0])] * 2, known)
+        return [plain(weight) for weight in known]
 
-    set_raw_value(known, tf.Variable([3.0, 3.0]))
+    for weight in known:
+        set_raw_value(weight, tf.Variable([3.0, 3.0]))
 
     @contextlib.contextmanager
     def exact():
@@ -232,7 +236,7 @@ def on_tensorflow():
         "losses_of_whole_batch": both(whole, means, 1.0),
         "updating_values": both(lambda: optimizers.updating_values(updating), values, [4.0, 4, 0, 0]),
         "taking_dense": both(taking_dense, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
-        "rebind_weights": both(bound, with_another, [2.0, 2]),
+        "rebind_weights": both(bound, with_others, [[2.0, 2], [0.5, 0.5]]),
         "set_precision": both(exact, lambda: ops.cast(0.1, "float64"), 0.1),
         "building_nothing": both(lambda: building_nothing(model), taken, 3),
         "clipping_means": both(

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from kerasdp.data.feed import FeedAdapter
 from kerasdp.keras_compat.layers import (
     has_mask,
     has_seed_generators,
@@ -70,6 +71,8 @@ def test_calls_of_layers_are_seen():
 @pytest.mark.parametrize("name", ["get_numpy_iterator", "get_jax_iterator", "get_torch_dataloader", "get_tf_dataset"])
 def test_data_adapters_have(name):
     assert hasattr(DataAdapter, name)
+    several = {"super_batch": None} if name == "get_jax_iterator" else {}  # of Keras 3.16
+    assert getattr(FeedAdapter("batches", 1), name)(**several) == "batches"
 
 
 def test_clear_session_keeps_what_a_run_has_chosen():

@@ -16,10 +16,11 @@ from keras.src.backend.common import global_state
 from keras.src.saving import serialization_lib
 from keras.src.utils import module_utils
 
-from kerasdp.errors import RunError
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat import (
     layers,
     models,
+    numerics,
     optimizers,
     own_rows,
     own_steps,
@@ -220,6 +221,61 @@ def test_nothing_is_built_by_a_first_batch():
     assert model.optimizer.built and len(list(batches)) == 2
 
 
+@ON_TORCH
+@pytest.mark.parametrize("is_new", [False, True])
+def test_metrics_of_ranks_are_not_added_up(is_new, monkeypatch, tmp_path):
+    """As Keras 3.16 does with a process group, also where there is no training: here each rank's is that of all."""
+    import torch.distributed
+
+    trainer = keras.Model.__mro__[1]
+    if is_new:
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor.mul_(2))
+    else:
+
+        def doubled(model):
+            return {name: 2 * value for name, value in super(trainer, model).get_metrics_result().items()}
+
+        monkeypatch.setattr(trainer, "get_metrics_result", doubled, raising=False)
+        monkeypatch.setattr(trainer, "_initialize_ddp", lambda model: pytest.fail("a wrapper"), raising=False)
+    if is_new and "get_metrics_result" not in vars(trainer):
+        pytest.skip("Keras 3.15 knows no process groups")
+
+    class Own(keras.Sequential):
+        def get_metrics_result(self):
+            return super().get_metrics_result() | {"own": 1}
+
+    model = Own([keras.Input((3,)), keras.layers.Identity()])
+    model.compile("sgd", "mse", metrics=[keras.metrics.TruePositives(name="hits")])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    lent = {"test": lambda data: model.test_step(data[0])}
+
+    def found():
+        with models.lent_functions(model, lent):
+            logs = model.evaluate(ONES, ONES, return_dict=True, verbose=0)
+        return logs["hits"], logs["own"]
+
+    try:
+        assert found() == (12, 1)
+        with models.metrics_of_ranks_as_they_are():
+            assert found() == (6, 1)
+            if hasattr(trainer, "_initialize_ddp"):
+                model.predict(ONES, verbose=0)
+        assert found() == (12, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_keras_whose_functions_are_elsewhere_is_named(monkeypatch):
+    """Not that of another backend, which would be changed without an effect."""
+    from keras.src import backend
+
+    other = types.SimpleNamespace(nn=types.ModuleType("keras.src.backend.numpy.nn"))
+    vars(other.nn)["sparse_categorical_crossentropy"] = vars(other.nn)["categorical_crossentropy"] = None
+    monkeypatch.setattr(backend, "ops", other, raising=False)
+    with pytest.raises(UserError, match="needs Keras 3.15 or 3.16"), numerics.same_on_all_backends():
+        pass
+
+
 def test_a_compiled_model_is_built_without_training():
     """Also layers that are there in training alone."""
 
@@ -372,7 +428,6 @@ def test_a_stage_updates_its_weights_alone():
 def test_what_does_not_decay_is_copied():
     weights = dense().trainable_variables
     optimizer, other = keras.optimizers.AdamW(), keras.optimizers.AdamW()
-    optimizer.build(weights)
     optimizer.exclude_from_weight_decay(var_list=weights[:1])
     assert optimizers.weights_without_decay(other, weights) == []
     optimizers.copy_decay_exclusions(optimizer, other)
@@ -598,6 +653,7 @@ def test_results_are_of_64_bits():
     try:
         settings.set_precision("float64")
         assert dtype() == "float64"
+        assert keras.backend.standardize_dtype(keras.ops.add(double, double).dtype) == "float64"
         assert keras.backend.standardize_dtype(keras.layers.Dense(1).variable_dtype) == "float64"
     finally:
         settings.set_precision("float32")
