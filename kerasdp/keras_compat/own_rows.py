@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras.src.losses import loss as loss_module
 
+from kerasdp.errors import RunError
 from kerasdp.keras_compat.patches import replaced_in_each
 
 # Of a loss, targets, outputs and sample weights.
@@ -46,6 +47,11 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
     token = _reduce.set(reduce)
     try:
         yield
+    except ValueError as error:
+        # Keras 3.16 raises another one in its place, with more words.
+        if isinstance(error.__cause__, RunError):
+            raise error.__cause__ from None
+        raise
     finally:
         _reduce.reset(token)
 

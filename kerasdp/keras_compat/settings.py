@@ -16,6 +16,8 @@ from keras.src.utils import module_utils
 
 from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, standing_for
 
+# Modules of Keras' TensorFlow backend that convert numbers (3.15); others leave that to these.
+_CONVERTING = ("core", "image", "linalg", "math", "nn", "numpy", "optimizer", "random", "rnn", "sparse")
 # What of Keras' state is a run's choice: which devices hold a variable, its precision, and how attention is computed.
 _OF_RUN = ("distribution", "dtype_policy", "flash_attention")
 
@@ -59,12 +61,13 @@ def _convert_numbers_in_full(in_full: bool) -> None:
     """Lets Keras' TensorFlow backend, and nobody else, turn Python's floats into float64 tensors without a loss.
 
     `tf.cast` and `tf.convert_to_tensor` (2.21) make them float32 first. Keras 3.15: its modules for TensorFlow know
-    these by `tf`, so they get a `tf` with others. No public way.
+    these by `tf`, so those that convert numbers get a `tf` with others, until a run has another precision. No public
+    way.
     """
     tf = importlib.import_module("tensorflow")
     known = tensorflow_with_exact_numbers(tf) if in_full else tf
     for name, module in list(sys.modules.items()):
-        if name.startswith("keras.src.backend.tensorflow.") and hasattr(module, "tf"):
+        if name.startswith("keras.src.backend.tensorflow.") and name.rpartition(".")[2] in _CONVERTING:
             vars(module)["tf"] = known
 
 

@@ -150,6 +150,7 @@ def on_jax():
 def on_tensorflow():
     """What belongs to `tf.distribute`, to its variables, and to its conversion of numbers."""
     import tensorflow as tf
+    from keras.src.backend.tensorflow import trainer
 
     from kerasdp.backends.tensorflow.gradient_clipping import clipping_means
     from kerasdp.backends.tensorflow.optimizer_update import taking_dense
@@ -219,6 +220,7 @@ def on_tensorflow():
     @contextlib.contextmanager
     def exact():
         settings.set_precision("float64")
+        assert trainer.tf is tf  # which converts no numbers
         yield
         settings.set_precision("float32")
 

@@ -3,6 +3,7 @@
 A new Keras says here, in one run, which of them have lost their effect, and which are needed no more.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import sys
@@ -327,6 +328,12 @@ def test_losses_are_reduced_otherwise():
     assert float(array(compiled(targets, 3 * targets))) == 4
     assert isinstance(models.output_losses(model)[0], keras.losses.Loss)
 
+    def refuse(*_):
+        raise UserError("one line")
+
+    with pytest.raises(UserError, match="^one line$"), own_rows.reducing_losses(model, refuse):
+        compiled(targets, targets)
+
 
 def test_wrapped_losses():
     loss = keras.losses.MeanSquaredError()
@@ -447,6 +454,23 @@ def test_an_optimizer_updates_variable_by_variable(monkeypatch):
     with optimizers.updating_one_by_one(optimizer):
         optimizer.apply(gradients, weights)
     assert updated == weights
+
+
+@ON_TORCH
+def test_numbers_are_made_on_a_gpu_for_the_thread_that_trains(monkeypatch):
+    import torch
+
+    from kerasdp.backends.torch.waits import numbers_made_on
+
+    filled = []
+    monkeypatch.setattr(torch, "full", lambda *_, **__: filled.append(1) or torch.ones(()))
+    monkeypatch.setattr(torch, "as_tensor", lambda data, dtype=None, device=None: "sent")
+    with numbers_made_on(torch.device("cuda")), concurrent.futures.ThreadPoolExecutor(1) as other:
+        torch.as_tensor(1.0, device="cuda")
+        assert len(filled) == 1
+        assert other.submit(torch.as_tensor, 1.0, device="cuda").result() == "sent"
+        assert torch.as_tensor(1.0, device="cpu") == torch.as_tensor(1.0) == "sent"
+    assert torch.as_tensor(1.0, device="cuda") == "sent" and len(filled) == 1
 
 
 @ON_TORCH

@@ -1,6 +1,7 @@
 """PyTorch: lets the host run ahead of a GPU: numbers travel both ways without a wait for what the GPU was given."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,13 +54,15 @@ def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[N
 
     Keras (3.15) makes a tensor of each Python number by `torch.as_tensor`, a step of a small net 30 of them. For that
     PyTorch (2.13) copies the number from the host, and waits until the GPU has it, and so all that was given before.
+    For other threads, as those that read data, nothing changes. Unneeded once Keras fills numbers in.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
-    original = torch.as_tensor
+    original, own_thread = torch.as_tensor, threading.get_ident()
 
     def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-        if isinstance(data, torch.Tensor) or device is None or torch.device(device).type != "cuda":
+        is_sent = device is not None and torch.device(device).type == "cuda" and not isinstance(data, torch.Tensor)
+        if not is_sent or threading.get_ident() != own_thread:
             return original(data, dtype=dtype, device=device)
         if type(data) in (bool, int, float):
             return torch.full((), data, dtype=dtype, device=device)
