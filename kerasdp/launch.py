@@ -129,7 +129,7 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
     except AlreadyStartedError as error:
         raise UserError(f"{error}: begin in a new process") from error
     # Only now may Keras be imported.
-    from kerasdp.keras_compat import set_precision, set_seed
+    from kerasdp.keras_compat.settings import set_precision, set_seed
     from kerasdp.portability import initial_weights
 
     set_seed(settings.seed)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat import added_losses
+from kerasdp.keras_compat.layers import added_losses, wrapped_calls
 from kerasdp.portability import replica_context
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.runtime.run_state import Detail
@@ -138,23 +138,13 @@ def layer_name(recorded: str) -> str:
     return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
 
 
-@contextlib.contextmanager
-def watched_layers(detail: Detail, model: keras.Model) -> Iterator[None]:
-    """Lets each layer record its outputs during the forward passes of all replicas, if `detail` is everything.
+def watched_layers(detail: Detail, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which each layer records its outputs of all replicas, if `detail` is everything.
 
     A layer counts as a whole with all layers in it; only models within models are entered.
     """
-    layers = layers_within(model) if detail == Detail.EVERYTHING else []
-    kept = [vars(layer).get("call") for _, layer in layers]  # may be bound to the instance already
-    for name, layer in layers:
-        object.__setattr__(layer, "call", types.MethodType(_call_and_collect(layer.call, name), layer))
-    try:
-        yield
-    finally:
-        for (_, layer), call in zip(layers, kept, strict=True):
-            object.__delattr__(layer, "call")
-            if call is not None:
-                object.__setattr__(layer, "call", call)
+    names = {layer: name for name, layer in layers_within(model)} if detail == Detail.EVERYTHING else {}
+    return wrapped_calls(names, lambda layer, call: types.MethodType(_call_and_collect(call, names[layer]), layer))
 
 
 def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:

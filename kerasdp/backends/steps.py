@@ -111,7 +111,7 @@ class TrainedWeights:
 
     def __init__(self, model: Any):
         """Made once for each set of variables: asking the model itself, in each step, would walk through its layers."""
-        from kerasdp.keras_compat import all_layers
+        from kerasdp.keras_compat.layers import all_layers
 
         self._model = model
         self._parts = [*all_layers(model), *model.weights]
@@ -132,7 +132,7 @@ class TrainedWeights:
 
 def require_known_weights(model: Any) -> None:
     """Raises `UserError` if there are weights to train that the optimizer was not built for."""
-    from kerasdp.keras_compat import weights_unknown_to
+    from kerasdp.keras_compat.optimizers import weights_unknown_to
 
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not optimizer.built:

@@ -99,7 +99,7 @@ def train(
 
 def forward_flops(model: Any) -> float | None:
     """Operations of a sample's forward pass; None where the layers' calls are not known."""
-    from kerasdp.keras_compat import as_functional
+    from kerasdp.keras_compat.models import as_functional
     from kerasdp.pipeline.cost_model import costs_of
     from kerasdp.pipeline.graph import graph_of
 

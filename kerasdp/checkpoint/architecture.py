@@ -7,7 +7,9 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import as_functional, safe_deserialization, without_tensorflow
+from kerasdp.keras_compat.models import as_functional
+from kerasdp.keras_compat.saving import safe_deserialization
+from kerasdp.keras_compat.settings import without_tensorflow
 
 # What models are made of, among Keras' public modules. Its others read, write and connect when they are called.
 _OF_MODELS = {

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from kerasdp.checkpoint.names import names_in
-from kerasdp.keras_compat import is_of_keras
+from kerasdp.keras_compat.layers import is_of_keras
 
 # Of Keras' `Callback`, or set anew by each `fit`.
 _NOT_STATE = ("_model", "params", "validation_data")

@@ -6,7 +6,8 @@ import os
 import keras
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import plain_compile_arguments, public_optimizer_names, without_tensorflow
+from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names
+from kerasdp.keras_compat.settings import without_tensorflow
 
 
 def export(model: keras.Model, path: str) -> None:

@@ -8,7 +8,8 @@ import keras
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.checkpoint.names import GROUPS, named, without_numbers
 from kerasdp.checkpoint.state import digest_of_layers
-from kerasdp.keras_compat import all_layers, without_tensorflow
+from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.settings import without_tensorflow
 
 
 def converted(checkpoint: Checkpoint, model: keras.Model, identity: dict[str, Any]) -> Checkpoint:

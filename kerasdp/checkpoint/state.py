@@ -12,7 +12,8 @@ from kerasdp.checkpoint.names import GROUPS, is_unsure, named, names_in
 from kerasdp.checkpoint.words import arguments_of, comparable, in_words
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import inner_optimizer, learning_rate_schedule, without_tensorflow
+from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
+from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
 # What two runs must have in common for one to resume the other.

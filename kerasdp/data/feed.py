@@ -12,7 +12,7 @@ from kerasdp.data.batch import Batch
 from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import SKIPPED
-from kerasdp.keras_compat import DataAdapter
+from kerasdp.keras_compat.training import DataAdapter
 from kerasdp.runtime.run_state import RunState
 
 Reader = SampleReader | BatchReader
@@ -142,7 +142,7 @@ class FeedAdapter(DataAdapter):
     def __init__(self, batches: Any, num_batches: int | None):
         self._batches, self.num_batches = batches, num_batches
 
-    def _get(self) -> Any:
+    def _get(self, **_: Any) -> Any:  # Keras 3.16 says how many steps a call takes: one
         return self._batches
 
     get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get

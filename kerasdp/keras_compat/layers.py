@@ -1,12 +1,19 @@
 """Reads what layers and variables of Keras hold."""
 
+import contextlib
 import functools
 import gc
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-from keras.src import backend
+from keras.src.backend.common import masking
+
+from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
+
+# The attribute of a layer that keeps the `call` which the user has bound to that one layer, or None.
+_OWN_CALL = "_kerasdp_own_call"
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -68,16 +75,72 @@ def hook_add_loss(take: Callable[[keras.layers.Layer, Any, Callable[[Any], None]
     Args:
         take: gets the layer, the loss, and what Keras does with that.
     """
-    original = keras.layers.Layer.add_loss
-    if hasattr(original, "is_kerasdp"):
-        return
 
-    @functools.wraps(original)
-    def add_loss(layer: keras.layers.Layer, loss: Any) -> None:
-        take(layer, loss, functools.partial(original, layer))
+    def taking(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def add_loss(layer: keras.layers.Layer, loss: Any) -> None:
+            take(layer, loss, functools.partial(original, layer))
 
-    vars(add_loss)["is_kerasdp"] = True
-    keras.layers.Layer.add_loss = add_loss
+        return add_loss
+
+    wrap_for_good(keras.layers.Layer, "add_loss", taking)
+
+
+def become(layer: keras.layers.Layer, kind: type) -> None:
+    """Makes a layer one of a class that derives from its own, for good: weights, name and place in graphs stay.
+
+    Keras 3.15: graphs, and models that hold a layer, know it by itself, so that another one cannot take its place.
+    Unneeded once Keras computes alike on all backends, or lets a layer be replaced in a built model.
+    """
+    layer.__class__ = kind
+
+
+def call_through(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
+    """Lets a function make the calls of one layer, for good; it gets the layer and the arguments, see `own_call`.
+
+    Bound to the instance: the class, by which a model is saved, stays. `copy.deepcopy` copies it, too. Keras 3.15 has
+    no hook of calls; unneeded once it has one, as torch's forward hooks.
+    """
+    if not hasattr(layer, _OWN_CALL):
+        object.__setattr__(layer, _OWN_CALL, vars(layer).get("call"))
+        object.__setattr__(layer, "call", types.MethodType(call, layer))
+
+
+def own_call(layer: keras.layers.Layer) -> Callable[..., Any]:
+    """Returns the `call` that a layer has without `call_through`: of its class, or what the user has bound to it."""
+    own: Callable[..., Any] | None = getattr(layer, _OWN_CALL, None)
+    return functools.partial(type(layer).call, layer) if own is None else own
+
+
+def wrapped_calls(
+    layers: Iterable[keras.layers.Layer], wrap: Callable[[keras.layers.Layer, Callable[..., Any]], Callable[..., Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which functions make the calls of some layers.
+
+    Keras 3.15 has no hook of calls, as `call_through` says.
+
+    Args:
+        layers: each once.
+        wrap: gets a layer and its `call`, which may be bound to it already, and gives the function of its arguments.
+    """
+    return replaced_in_each((layer, {"call": wrap(layer, layer.call)}) for layer in layers)
+
+
+def wrapped_regularizers(
+    layers: Iterable[keras.layers.Layer], wrap: Callable[[keras.layers.Layer, Any], Callable[[Any], Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which functions stand for the activity regularizers of some layers.
+
+    Keras 3.15: `Layer.__call__` gives what the public `activity_regularizer` makes of this replica's output to
+    `add_loss`; no hook before that. Unneeded once Keras regularizes the outputs of the global batch by itself.
+
+    Args:
+        layers: each once, with a regularizer.
+        wrap: gets a layer and its regularizer, and gives the function of an output.
+    """
+    return replaced_in_each(
+        (layer, {"activity_regularizer": wrap(layer, layer.activity_regularizer)}) for layer in layers
+    )
 
 
 def weight_penalties(model: keras.Model) -> list[Any]:
@@ -92,9 +155,9 @@ def weight_penalties(model: keras.Model) -> list[Any]:
 def mask_of(tensor: Any) -> Any:
     """Returns the mask that a layer has left at its output, or None.
 
-    Keras 3.15: `backend.get_keras_mask`, an attribute of tensors, or beside those of jax; no public way.
+    Keras 3.15: `masking.get_keras_mask`, an attribute of tensors, or beside those of jax; no public way.
     """
-    return backend.get_keras_mask(tensor)
+    return masking.get_keras_mask(tensor)
 
 
 def has_mask(tensor: Any) -> bool:
@@ -105,9 +168,9 @@ def has_mask(tensor: Any) -> bool:
 def set_mask(tensor: Any, mask: Any) -> Any:
     """Leaves a mask at a tensor, for the losses and metrics of Keras; returns the tensor.
 
-    Keras 3.15: `backend.set_keras_mask`; no public way.
+    Keras 3.15: `masking.set_keras_mask`; no public way.
     """
-    backend.set_keras_mask(tensor, mask)
+    masking.set_keras_mask(tensor, mask)
     return tensor
 
 

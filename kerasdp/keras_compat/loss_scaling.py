@@ -7,6 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from kerasdp.keras_compat.patches import replaced
+
 
 @contextlib.contextmanager
 def deciding_on_device(optimizer: Any) -> Iterator[None]:
@@ -29,11 +31,8 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
         weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         _apply(optimizer, gradients, weights)
 
-    object.__setattr__(optimizer, "_common_apply", apply)
-    try:
+    with replaced(optimizer, _common_apply=apply):
         yield
-    finally:
-        object.__delattr__(optimizer, "_common_apply")
 
 
 def _apply(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:

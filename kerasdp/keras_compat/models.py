@@ -11,6 +11,7 @@ from keras.src.models.functional import Functional
 
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.own_rows import HookedLoss
+from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrapped
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
@@ -64,24 +65,21 @@ def input_conversions(model: keras.Model, given: str, expected: str) -> tuple[st
     return tuple(found)
 
 
-@contextlib.contextmanager
-def distinct_names(operations: Iterable[Any]) -> Iterator[None]:
-    """Gives layers that share a name others, as long as a functional model is made of them.
+def distinct_names(operations: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which layers that share a name have others: a functional model can be made of them.
 
     Keras 3.15: it wants each name once, since its files know layers by name. Layers of two models may share one. The
-    public `name` is set past `Layer.__setattr__`, for which each new value would be a change of the layer.
+    public `name` is not to be set. Unneeded once `keras.Model` takes layers that share a name.
     """
     known: dict[str, list[Any]] = {}
     for operation in {id(operation): operation for operation in operations}.values():
         known.setdefault(operation.name, []).append(operation)
-    renamed = [(name, place, one) for name, same in known.items() for place, one in enumerate(same) if place]
-    for name, place, operation in renamed:
-        object.__setattr__(operation, "name", f"{name} ({place + 1})")
-    try:
-        yield
-    finally:
-        for name, _, operation in renamed:
-            object.__setattr__(operation, "name", name)
+    return replaced_in_each(
+        (one, {"name": f"{name} ({place + 1})"})
+        for name, same in known.items()
+        for place, one in enumerate(same)
+        if place
+    )
 
 
 def inputs_structure(model: keras.Model) -> Any:
@@ -114,52 +112,48 @@ def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
     model._symbolic_build(data_batch=data)
 
 
-@contextlib.contextmanager
-def replaced_methods(kind: type, replacements: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Exchanges methods of `keras.Model`, for all models there are; `super()` of those that override them finds it.
+def methods_through(wraps: dict[str, Callable[[Any], Any]]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which methods of all models are others; `super()` of those that override them finds these.
 
-    Keras 3.15: `Model` has `fit` and its like from the trainer of the backend. No public hook does that.
+    Keras 3.15: `Model` has `fit` and its like from the trainer of the backend; no hook. Unneeded where scripts call
+    the runner's methods alone.
 
     Args:
-        kind: `keras.Model`.
-        replacements: by name of the method, a function that gets Keras' own and gives the one in its place.
+        wraps: by name of the method, a function that gets Keras' own and gives the one in its place.
     """
-    kept = {name: vars(kind)[name] for name in replacements if name in vars(kind)}
-    for name, replace in replacements.items():
-        setattr(kind, name, replace(getattr(kind, name)))
-    try:
-        yield
-    finally:
-        for name in replacements:
-            if name in kept:
-                setattr(kind, name, kept[name])
-            else:
-                delattr(kind, name)
+    return wrapped(keras.Model, **wraps)
+
+
+def lent_functions(model: keras.Model, functions: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which Keras' `fit`, `evaluate` and `predict` work with step functions that are not Keras'.
+
+    Keras 3.15: `make_train_function` and its like leave a public `train_function`, `test_function`, `predict_function`
+    alone that is there. With several `steps_per_execution` it would give `predict_function` several batches. Unneeded
+    with a loop that is not Keras'.
+
+    Args:
+        model: compiled.
+        functions: by name: train, test, predict; None where a function is to be made anew.
+    """
+    values = {f"{name}_function": function for name, function in functions.items()}
+    return replaced(model, **values, **({"steps_per_execution": 1} if "predict" in functions else {}))
 
 
 @contextlib.contextmanager
 def building_nothing(model: keras.Model) -> Iterator[None]:
-    """Keeps `fit`, `evaluate` and `predict` from building the model by their first batch, which is none of Keras'.
+    """Keeps `fit`, `evaluate` and `predict` from building the model by their first batch, whose leaves are no arrays.
 
     They would if any layer is not built: one that the model's `call` never uses never is; or the compiled loss, which
     a user-defined `compute_loss` need not use. Keras 3.15: they ask `Layer.built` of all of `_flatten_layers`,
     and call `Trainer._symbolic_build`; under MirroredStrategy always, through `_maybe_symbolic_build`, which takes the
     first batch, so that a generator gave one that nobody trained on. No public switch.
     """
-    unbuilt = [layer for layer in all_layers(model) if not layer.built]
-    for layer in unbuilt:
-        object.__setattr__(layer, "built", True)
     names = [name for name in ("_symbolic_build", "_maybe_symbolic_build") if hasattr(model, name)]
-    names = [name for name in names if name not in vars(model)]  # the outermost call alone
-    for name in names:
-        object.__setattr__(model, name, lambda *args, **kwargs: None)
-    try:
+    with (
+        replaced_in_each((layer, {"built": True}) for layer in all_layers(model) if not layer.built),
+        replaced(model, **{name: lambda *args, **kwargs: None for name in names}),
+    ):
         yield
-    finally:
-        for name in names:
-            object.__delattr__(model, name)
-        for layer in unbuilt:
-            object.__setattr__(layer, "built", False)
 
 
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
@@ -235,13 +229,19 @@ def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 
-def leave_ranks_to_us(model: keras.Model) -> None:
-    """Keeps Keras on torch from adding up the metrics of all ranks, which here hold those of the whole batch already.
+def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which Keras on torch asks no other rank: metrics are of the whole batch already.
 
-    Keras 3.15 does not know of process groups. Keras 3.16 wraps the model in DistributedDataParallel (`ddp_model`) in
-    `make_train_function`, unless a train function is already there, as here; and its trainer for torch, the first base
-    of `keras.Model`, overrides `get_metrics_result`. No public switch.
+    Keras 3.15 does not know of process groups. Keras 3.16 (keras-team/keras #23316) does wherever there is one: its
+    trainer for torch, the first base of `keras.Model`, adds up all variables of metrics in `get_metrics_result`, in
+    training and in evaluation, and wraps the model in DistributedDataParallel in `_initialize_ddp` for functions that
+    are not lent, as those by which a callback predicts. Of the class: a model that overrides these finds them by
+    `super()`. No public switch.
     """
-    trainer_class = keras.Model.__mro__[1]
-    if hasattr(model, "ddp_model") and "get_metrics_result" in vars(trainer_class):
-        object.__setattr__(model, "get_metrics_result", super(trainer_class, model).get_metrics_result)
+    trainer = keras.Model.__mro__[1]
+    values = {
+        "get_metrics_result": lambda model: super(trainer, model).get_metrics_result(),
+        "_initialize_ddp": lambda model: None,
+    }
+    is_torch = keras.backend.backend() == "torch"
+    return replaced(trainer, **{name: value for name, value in values.items() if is_torch and name in vars(trainer)})

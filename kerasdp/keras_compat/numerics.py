@@ -10,22 +10,41 @@ import numpy as np
 from keras import ops
 from keras.src import backend
 
+from kerasdp.errors import UserError
 from kerasdp.keras_compat import crossentropy
+from kerasdp.keras_compat.patches import wrapped
 
 
 @contextlib.contextmanager
 def same_on_all_backends() -> Iterator[None]:
     """Replaces the functions of the present backend that give other losses or gradients than those of the others.
 
-    Keras 3.15: functions of `keras.src.backend.nn` and `.numpy`, which the public `keras.ops` and the losses, metrics
-    and layers call. No public switch. Their values are the same functions of their arguments elsewhere.
+    Keras 3.15: functions of `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`), which the public
+    `keras.ops` and the losses, metrics and layers call. No public switch. Their values are the same functions of their
+    arguments elsewhere.
+
+    Raises:
+        UserError: if this Keras has them elsewhere.
     """
+    replacements = _REPLACEMENTS.get(keras.backend.backend(), {}).items()
     with contextlib.ExitStack() as stack:
-        for (module, name), replace in _REPLACEMENTS.get(keras.backend.backend(), {}).items():
-            original = getattr(getattr(backend, module), name)
-            setattr(getattr(backend, module), name, replace(original))
-            stack.callback(setattr, getattr(backend, module), name, original)
+        for (module, name), replace in replacements:
+            stack.enter_context(wrapped(_functions(module, name), **{name: replace}))
         yield
+
+
+def _functions(module: str, name: str) -> Any:
+    """Returns the module of the present backend in which Keras looks a function up.
+
+    Where Keras 3.16 has it in `backend.ops` (keras-team/keras #23642), `backend.numpy` is the backend for NumPy.
+    """
+    found: Any = getattr(getattr(backend, "ops", backend), module, None)
+    kind = keras.backend.backend()
+    if not hasattr(found, name) or not found.__name__.startswith(f"keras.src.backend.{kind}."):
+        raise UserError(
+            f"kerasdp needs Keras 3.15 or 3.16. Received: {keras.__version__}, without {kind}.{module}.{name}"
+        )
+    return found
 
 
 def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +165,7 @@ def _first_largest(original: Callable[..., Any]) -> Callable[..., Any]:
     def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
         if axis is None or keepdims:
             return original(x, axis=axis, keepdims=keepdims)
-        own, x = backend.numpy, ops.convert_to_tensor(x)
+        own, x = _functions("numpy", "argmax"), ops.convert_to_tensor(x)
         return own.tf.argmax(x, axis, "int32") if hasattr(own, "tf") else own.jnp.argmax(x, axis)
 
     return argmax

@@ -2,12 +2,12 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from kerasdp.keras_compat.models import replaced_methods
+from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrapped
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -95,22 +95,15 @@ def global_clipnorm(optimizer: Any) -> float | None:
     return inner_optimizer(optimizer).global_clipnorm
 
 
-@contextlib.contextmanager
-def updating_some(optimizer: Any, weights: list[Any]) -> Iterator[None]:
-    """Lets an optimizer update only a stage's weights, whose gradients are clipped already.
+def updating_some(optimizer: Any, weights: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which an optimizer updates only a stage's weights, whose gradients are clipped already.
 
     Keras 3.15: on torch it fails where none of the weights decays, which `Optimizer._use_weight_decay` tells. No public
     way to ask.
     """
     inner = inner_optimizer(optimizer)
-    kept = inner.global_clipnorm, inner.weight_decay
-    inner.global_clipnorm = None
-    if inner.weight_decay is not None and not any(inner._use_weight_decay(weight) for weight in weights):
-        inner.weight_decay = None
-    try:
-        yield
-    finally:
-        inner.global_clipnorm, inner.weight_decay = kept
+    decays = inner.weight_decay is not None and any(inner._use_weight_decay(weight) for weight in weights)
+    return replaced(inner, global_clipnorm=None, weight_decay=inner.weight_decay if decays else None)
 
 
 def weights_without_decay(optimizer: Any, weights: list[Any]) -> list[Any]:
@@ -126,8 +119,8 @@ def rebind_weights(optimizer: Any, weights: list[Any], without_decay: list[Any])
     """Tells an optimizer that what its weights hold was replaced (`layers.set_raw_value`).
 
     Keras 3.15: on TensorFlow, optimizers know weights by what they hold (`_trainable_variables_indices`,
-    `_exclude_from_weight_decay`, `_exclude_from_weight_decay_cache`, keyed by `_var_key`). No public way: `build` would
-    make new variables.
+    `_exclude_from_weight_decay`, `_exclude_from_weight_decay_cache`, keyed by `_var_key`), and Keras 3.16 also which of
+    them decay (`_weight_decay_by_var_key`). No public way: `build` would make new variables.
 
     Args:
         optimizer: built for these weights.
@@ -138,6 +131,11 @@ def rebind_weights(optimizer: Any, weights: list[Any], without_decay: list[Any])
     if without_decay:
         optimizer._exclude_from_weight_decay = {optimizer._var_key(weight) for weight in without_decay}
         optimizer._exclude_from_weight_decay_cache = {}
+    if hasattr(optimizer, "_weight_decay_by_var_key"):
+        decays = {
+            optimizer._var_key(weight): not optimizer._is_excluded_from_weight_decay(weight) for weight in weights
+        }
+        optimizer._weight_decay_by_var_key = decays
 
 
 def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
@@ -153,9 +151,22 @@ def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
     vars(inner_optimizer(to)).update(excluded)
 
 
-@contextlib.contextmanager
-def no_gradient_sum() -> Iterator[None]:
-    """Lets optimizers on TensorFlow take gradients that have been reduced over the replicas already.
+def wrapped_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which all optimizers apply gradients by another method.
+
+    Keras 3.15: user-defined steps call the public `apply` of whatever optimizer they have; no hook before it.
+    `LossScaleOptimizer` has an `apply` of its own, and calls that of the optimizer within it. On torch, the base of all
+    optimizers is a class of the backend's, which has none.
+
+    Args:
+        wrap: gets `apply` of a class, and gives the method in its place.
+    """
+    kinds = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+    return replaced_in_each((kind, {"apply": wrap(kind.apply)}) for kind in kinds)
+
+
+def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which optimizers on TensorFlow take gradients that are reduced over the replicas already.
 
     Keras 3.15: `_all_reduce_sum_gradients` comes too late: clipping and loss scaling would see one replica's gradients.
     No public switch. Of the class, since a callback of `fit` evaluates within it.
@@ -164,30 +175,25 @@ def no_gradient_sum() -> Iterator[None]:
     def as_they_are(_: Any) -> Any:
         return lambda optimizer, gradients_and_variables: gradients_and_variables
 
-    with replaced_methods(keras.optimizers.Optimizer, {"_all_reduce_sum_gradients": as_they_are}):
-        yield
+    return wrapped(keras.optimizers.Optimizer, _all_reduce_sum_gradients=as_they_are)
 
 
-@contextlib.contextmanager
-def updating_one_by_one(optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer on torch update variable by variable, as Keras' optimizers do elsewhere.
+def updating_one_by_one(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which an optimizer on torch updates variable by variable, as those for other backends do.
 
     Keras 3.15: those for torch override `_backend_update_step` to update all variables in one call, for which they
     read the rate as a Python number: that waits for the device, and cannot be captured in a graph. No public switch.
     """
-    optimizers = wrapped_optimizers(optimizer)
-    for one in optimizers:
-        kind = next(
-            kind
+
+    def one_by_one(one: Any) -> Callable[..., None]:
+        steps = (
+            vars(kind)["_backend_update_step"]
             for kind in type(one).__mro__
             if "_backend_update_step" in vars(kind) and ".backend.torch." not in kind.__module__
         )
-        object.__setattr__(one, "_backend_update_step", types.MethodType(vars(kind)["_backend_update_step"], one))
-    try:
-        yield
-    finally:
-        for one in optimizers:
-            object.__delattr__(one, "_backend_update_step")
+        return types.MethodType(next(steps), one)
+
+    return replaced_in_each((one, {"_backend_update_step": one_by_one(one)}) for one in wrapped_optimizers(optimizer))
 
 
 def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
@@ -195,9 +201,8 @@ def overrides_nothing_of_tensorflow(optimizer: Any) -> bool:
     return all(getattr(type(optimizer), name) is own for name, (own, _) in _tensorflow_methods().items())
 
 
-@contextlib.contextmanager
-def updating_values(optimizer: Any) -> Iterator[None]:
-    """Lets an optimizer on TensorFlow update values in a `keras.StatelessScope`, as it does on any backend.
+def updating_values(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which an optimizer on TensorFlow updates values in a `keras.StatelessScope`, as elsewhere.
 
     Keras 3.15: the methods that `TFOptimizer` overrides ask for TensorFlow's variables, not their values; for this time
     they are those of `BaseOptimizer`. No public way.
@@ -207,13 +212,7 @@ def updating_values(optimizer: Any) -> Iterator[None]:
     }
     keys = {id(variable): optimizer._var_key(variable) for variable in optimizer._trainable_variables}
     methods["_var_key"] = lambda variable: keys.get(id(variable))
-    for name, method in methods.items():
-        object.__setattr__(optimizer, name, method)
-    try:
-        yield
-    finally:
-        for name in methods:
-            object.__delattr__(optimizer, name)
+    return replaced(optimizer, **methods)
 
 
 def _tensorflow_methods() -> dict[str, tuple[Any, Any]]:

@@ -2,20 +2,14 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 from keras.src.losses import loss as loss_module
 
-__all__ = [
-    "compiled_variables",
-    "is_metric_of_keras",
-    "metric_function",
-    "of_same_rank",
-    "reducing_losses",
-    "update_compiled_metrics",
-]
+from kerasdp.errors import RunError
+from kerasdp.keras_compat.patches import replaced_in_each
 
 # Of a loss, targets, outputs and sample weights.
 Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
@@ -30,6 +24,7 @@ class HookedLoss:
         self.loss = loss
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Computes the loss, or has it reduced."""
         reduce = _reduce.get()
         return (
             self.loss(y_true, y_pred, sample_weight)
@@ -55,8 +50,27 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
     token = _reduce.set(reduce)
     try:
         yield
+    except ValueError as error:
+        # Keras 3.16 raises another one in its place, with more words.
+        if isinstance(error.__cause__, RunError):
+            raise error.__cause__ from None
+        raise
     finally:
         _reduce.reset(token)
+
+
+def wrapped_losses(
+    losses: Iterable[keras.losses.Loss], wrap: Callable[[keras.losses.Loss], Callable[[Any, Any], Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which functions make the public `call` of some losses.
+
+    Keras 3.15: what a loss gets is converted to its type, and taken out of dictionaries, just before that. No hook.
+
+    Args:
+        losses: each once.
+        wrap: gets a loss, and gives the function of targets and outputs.
+    """
+    return replaced_in_each((loss, {"call": wrap(loss)}) for loss in losses)
 
 
 def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:

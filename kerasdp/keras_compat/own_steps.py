@@ -8,9 +8,8 @@ from typing import Any
 import keras
 
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.keras_compat.models import replaced_methods
-
-__all__ = ["as_keras_gives", "has_call", "hooked_steps", "losses_by_thread", "own_steps"]
+from kerasdp.keras_compat.optimizers import wrapped_apply
+from kerasdp.keras_compat.patches import replaced_in_each, wrapped
 
 STEPS = ("train_step", "test_step", "predict_step")
 
@@ -50,17 +49,12 @@ class _LossesOfThread(list[Any]):
         return self._of_thread.setdefault(threading.get_ident(), [])
 
 
-@contextlib.contextmanager
-def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
-    """Keeps losses that layers add by the thread that adds them, until it is left.
+def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which losses that layers add are kept by the thread that adds them.
 
     Keras 3.15: they are in `Layer._losses`, of which are used `extend`, `clear` and a slice. No public way.
     """
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.callback(object.__setattr__, layer, "_losses", layer._losses)
-            object.__setattr__(layer, "_losses", _LossesOfThread())
-        yield
+    return replaced_in_each((layer, {"_losses": _LossesOfThread()}) for layer in layers)
 
 
 @contextlib.contextmanager
@@ -72,8 +66,7 @@ def hooked_steps(
 ) -> Iterator[None]:
     """Exchanges what a user-defined step calls, until it is left.
 
-    Keras 3.15: its trainers call `Optimizer.apply` and metrics where they please, and have no hook of their own.
-    `LossScaleOptimizer` has an `apply` of its own.
+    Keras 3.15: user-defined steps call `Optimizer.apply` and metrics where they please; no hook of its own.
 
     Args:
         model: with the steps. `result` of its metrics is exchanged, and its layers' losses are kept by thread.
@@ -81,12 +74,31 @@ def hooked_steps(
         update_mean: gets `keras.metrics.Mean.update_state`, and gives the method in its place.
         result: gets a metric and its `result`, and gives the function in its place.
     """
-    with contextlib.ExitStack() as stack:
-        for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-            stack.enter_context(replaced_methods(kind, {"apply": apply}))
-        stack.enter_context(replaced_methods(keras.metrics.Mean, {"update_state": update_mean}))
-        stack.enter_context(losses_by_thread(all_layers(model)))
-        for metric in model.metrics:
-            object.__setattr__(metric, "result", result(metric, metric.result))
-            stack.callback(object.__delattr__, metric, "result")
+    with (
+        wrapped_apply(apply),
+        wrapped(keras.metrics.Mean, update_state=update_mean),
+        losses_by_thread(all_layers(model)),
+        replaced_in_each((metric, {"result": result(metric, metric.result)}) for metric in model.metrics),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
+    """Gives a model its numbers, texts and truth values back that a step changes, past Keras, which would track them.
+
+    For a trial of a user-defined step, which may count its calls in an attribute; those of the class count on. Keras
+    3.15 copies no model together with its state.
+    """
+
+    def plain() -> dict[str, Any]:
+        return {key: value for key, value in vars(model).items() if isinstance(value, (bool, int, float, str))}
+
+    kept = plain()
+    try:
+        yield
+    finally:
+        for key in plain().keys() - kept.keys():
+            object.__delattr__(model, key)
+        for key, value in kept.items():
+            object.__setattr__(model, key, value)

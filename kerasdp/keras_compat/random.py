@@ -1,13 +1,17 @@
 """Patches what Keras draws with: random numbers, initial weights, seeds of random layers."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
 from keras.src.backend import random as keras_random
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import draw_seed
+
+from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, standing_for, wrap_for_good
 
 
 def next_seed(seed: Any) -> Any:
@@ -60,11 +64,7 @@ def wrap_draws(kinds: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]],
         wrap: gets a name and Keras' function, and gives the one to be called in its place.
     """
     for kind in kinds:
-        original = getattr(keras_random, kind)
-        if not hasattr(original, "is_kerasdp"):
-            wrapped = wrap(kind, original)
-            vars(wrapped)["is_kerasdp"] = True
-            setattr(keras_random, kind, wrapped)
+        wrap_for_good(keras_random, kind, functools.partial(wrap, kind))
 
 
 class WeightHooks(Protocol):
@@ -83,16 +83,15 @@ class WeightHooks(Protocol):
         """Gives the seed that stands in for one that was not given, elsewhere: in an initializer, in `RandomCrop`."""
 
 
-@contextlib.contextmanager
-def creating_weights(hooks: WeightHooks) -> Iterator[None]:
-    """Lets others decide what new weights and random layers begin with. Of nested contexts the innermost counts.
+def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which others decide what new weights and random layers begin with; the innermost counts.
 
     Keras 3.15: exchanges `Layer.add_weight`, `SeedGenerator.__init__` and the `__call__` of the random initializers,
     all public, but for all objects there are; and `keras.src.backend.random.make_default_seed`, which takes a number
     from Python's `random`, so that it depends on all that the process did before. No public hook does that.
     """
     layer_class, seed_class = keras.layers.Layer, keras.random.SeedGenerator
-    original, make_generator = _of_keras(layer_class.add_weight), _of_keras(seed_class.__init__)
+    add, make_generator = original(layer_class.add_weight), original(seed_class.__init__)
 
     def add_weight(
         layer: Any, *args: Any, shape: Any = None, initializer: Any = None, dtype: Any = None, **kwargs: Any
@@ -103,7 +102,7 @@ def creating_weights(hooks: WeightHooks) -> Iterator[None]:
         initializer = keras.initializers.get(initializer or ("glorot_uniform" if floating else "zeros"))
         if floating:
             initializer = hooks.replace_initializer(initializer, layer)
-        return original(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
+        return add(layer, shape=shape, initializer=initializer, dtype=dtype, **kwargs)
 
     def init(generator: Any, own_seed: int | None = None, *args: Any, **kwargs: Any) -> None:
         own_seed = kwargs.pop("seed", own_seed)
@@ -121,28 +120,33 @@ def creating_weights(hooks: WeightHooks) -> Iterator[None]:
 
     kinds = keras.initializers
     drawing = (kinds.VarianceScaling, kinds.RandomNormal, kinds.TruncatedNormal, kinds.RandomUniform, kinds.Orthogonal)
-    with contextlib.ExitStack() as exchanged:
-        exchanged.enter_context(_exchanged(layer_class, "add_weight", add_weight))
-        exchanged.enter_context(_exchanged(seed_class, "__init__", init))
-        exchanged.enter_context(_exchanged(keras_random, "make_default_seed", make_default_seed))
-        for kind in drawing:
-            exchanged.enter_context(_exchanged(kind, "__call__", drawing_for(_of_keras(kind.__call__))))
-        yield
+    exchanged = [
+        (layer_class, "add_weight", add_weight),
+        (seed_class, "__init__", init),
+        (keras_random, "make_default_seed", make_default_seed),
+        *((kind, "__call__", drawing_for(original(kind.__call__))) for kind in drawing),
+    ]
+    return replaced_in_each((owner, {name: standing_for(getattr(owner, name), new)}) for owner, name, new in exchanged)
 
 
-@contextlib.contextmanager
-def _exchanged(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    found = getattr(owner, name)
-    vars(function)["of_keras"] = _of_keras(found)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, found)
+def seeded(initializer: Any, seed: int) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which an initializer has another public `seed`.
+
+    Keras 3.15 draws it at random if none was given, when the initializer is made, before it is known which weight it
+    draws. Unneeded once an initializer draws its seed through a hook.
+    """
+    return replaced(initializer, seed=seed)
 
 
-def _of_keras(function: Callable[..., Any]) -> Callable[..., Any]:
-    return getattr(function, "of_keras", function)
+def share_initializers(layer: keras.layers.Layer, twin: keras.layers.Layer) -> None:
+    """Gives a layer that was made from another's config the same initializers, which several layers may share.
+
+    Keras 3.15: `from_config` makes new ones, and layers keep them in attributes of any name. No public way.
+    """
+    for one, other in zip(all_layers(layer), all_layers(twin)):  # one that is not built may have fewer
+        for name, value in vars(one).items():
+            if isinstance(value, keras.initializers.Initializer) and type(value) is type(vars(other).get(name)):
+                setattr(other, name, value)
 
 
 def _is_floating(dtype: Any) -> bool:

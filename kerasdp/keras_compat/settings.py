@@ -5,14 +5,19 @@ import importlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 from keras.src.backend.common import dtypes, global_state
+from keras.src.distribution import distribution_lib
 from keras.src.utils import module_utils
 
+from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, standing_for
+
+# Modules of Keras' TensorFlow backend that convert numbers (3.15); others leave that to these.
+_CONVERTING = ("core", "image", "linalg", "math", "nn", "numpy", "optimizer", "random", "rnn", "sparse")
 # What of Keras' state is a run's choice: which devices hold a variable, its precision, and how attention is computed.
 _OF_RUN = ("distribution", "dtype_policy", "flash_attention")
 
@@ -56,12 +61,13 @@ def _convert_numbers_in_full(in_full: bool) -> None:
     """Lets Keras' TensorFlow backend, and nobody else, turn Python's floats into float64 tensors without a loss.
 
     `tf.cast` and `tf.convert_to_tensor` (2.21) make them float32 first. Keras 3.15: its modules for TensorFlow know
-    these by `tf`, so they get a `tf` with others. No public way.
+    these by `tf`, so those that convert numbers get a `tf` with others, until a run has another precision. No public
+    way.
     """
     tf = importlib.import_module("tensorflow")
     known = tensorflow_with_exact_numbers(tf) if in_full else tf
     for name, module in list(sys.modules.items()):
-        if name.startswith("keras.src.backend.tensorflow.") and hasattr(module, "tf"):
+        if name.startswith("keras.src.backend.tensorflow.") and name.rpartition(".")[2] in _CONVERTING:
             vars(module)["tf"] = known
 
 
@@ -111,12 +117,14 @@ def seed_tensorflow(seed: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def kept_by_clear_session() -> Iterator[None]:
-    """Lets distribution and dtype policy outlast `keras.utils.clear_session`, which search tools call for each trial.
+def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which distribution and dtype policy outlast `keras.utils.clear_session`.
+
+    Search tools call that for each trial.
 
     Keras 3.15: it puts new `threading.local()` in place of what holds all state. Writes `global_state.threading`, since
-    people may hold the function itself. No public way.
+    people may hold the function itself. Keras 3.16 also takes the distribution away first, by
+    `distribution_lib.set_distribution`. No public way.
     """
 
     def local() -> threading.local:
@@ -125,11 +133,17 @@ def kept_by_clear_session() -> Iterator[None]:
             setattr(new, name, global_state.get_global_attribute(name))
         return new
 
-    global_state.threading = types.SimpleNamespace(local=local)
-    try:
-        yield
-    finally:
-        global_state.threading = threading
+    def set_distribution(value: Any) -> None:  # which `Distribution.scope` calls, too
+        if sys._getframe(1).f_code.co_name != "clear_session":
+            distribute(value)
+
+    distribute = distribution_lib.set_distribution
+    return replaced_in_each(
+        (
+            (global_state, {"threading": types.SimpleNamespace(local=local)}),
+            (distribution_lib, {"set_distribution": set_distribution}),
+        )
+    )
 
 
 def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
@@ -142,7 +156,7 @@ def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
     from keras.src.backend.jax import distribution_lib
     from keras.src.utils import jax_utils
 
-    original = getattr(distribution_lib.distribute_tensor, "original", distribution_lib.distribute_tensor)
+    distribute = original(distribution_lib.distribute_tensor)  # the last `put` counts
 
     def is_local(tensor: Any) -> bool:
         return bool(getattr(tensor, "is_fully_addressable", True))
@@ -152,24 +166,15 @@ def place_variables_by(put: Callable[[Any, Any], Any]) -> None:
         is_elsewhere = not getattr(sharding, "is_fully_addressable", True)
         if is_elsewhere and not jax_utils.is_in_jax_tracing_scope(tensor) and is_local(tensor):
             return put(np.asarray(tensor), sharding)
-        return original(tensor, layout)
+        return distribute(tensor, layout)
 
-    distribute_tensor.original = original  # type: ignore[attr-defined]
-    distribution_lib.distribute_tensor = distribute_tensor
+    distribution_lib.distribute_tensor = standing_for(distribute, distribute_tensor)
 
 
-@contextlib.contextmanager
-def without_tensorflow() -> Iterator[None]:
-    """Keeps Keras from importing TensorFlow beside another backend.
+def without_tensorflow() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which Keras does not import TensorFlow beside another backend.
 
     Keras (3.15) does that where it is installed, to seed tf.data and to serialize anything. It costs seconds, and can
     end the process: both torch and TensorFlow bring LLVM. Writes `module_utils.tensorflow._available`; no public way.
     """
-    seen, module_utils.tensorflow._available = (
-        module_utils.tensorflow._available,
-        keras.backend.backend() == "tensorflow",
-    )
-    try:
-        yield
-    finally:
-        module_utils.tensorflow._available = seen
+    return replaced(module_utils.tensorflow, _available=keras.backend.backend() == "tensorflow")

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from keras.src.losses import loss as loss_module
 # The base of what hands batches to `fit` untouched: Keras (3.15) asks whether data are an instance of it. Not
 # exported, though its comments speak of custom adapters.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from kerasdp.keras_compat.patches import wrap_for_good
 
 __all__ = ["DataAdapter", "losses_of_whole_batch", "set_monitor_direction"]
 
@@ -39,9 +42,7 @@ def losses_of_whole_batch(factor: float = 1.0) -> Iterator[None]:
     `factor`: by which the losses of single outputs are multiplied for the means that Keras keeps of them.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        original = getattr(loss_module, name)
-        if not hasattr(original, "is_kerasdp"):
-            setattr(loss_module, name, _unless_whole_batch(original, is_for_means=name.startswith("unscale")))
+        wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
     token = _factor.set(factor)
     try:
         yield
@@ -49,12 +50,11 @@ def losses_of_whole_batch(factor: float = 1.0) -> Iterator[None]:
         _factor.reset(token)
 
 
-def _unless_whole_batch(original: Callable[[Any], Any], is_for_means: bool) -> Callable[[Any], Any]:
+def _unless_whole_batch(is_for_means: bool, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def scale(value: Any) -> Any:
         factor = _factor.get()
         if factor is None:
             return original(value)
         return value * factor if is_for_means and factor != 1.0 else value
 
-    vars(scale)["is_kerasdp"] = True
     return scale

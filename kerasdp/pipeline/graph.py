@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import (
+from kerasdp.keras_compat.layers import has_mask
+from kerasdp.keras_compat.models import (
     as_functional,
     calls,
-    has_mask,
     input_conversions,
     inputs_structure,
     is_called_as_keras_does,

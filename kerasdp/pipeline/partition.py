@@ -9,7 +9,8 @@ import numpy as np
 
 from kerasdp.config.validation import BALANCES
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import as_functional, distinct_names, has_mask
+from kerasdp.keras_compat.layers import has_mask
+from kerasdp.keras_compat.models import as_functional, distinct_names
 from kerasdp.pipeline.cost_model import HERE, MeasuringDevice, costs_of
 from kerasdp.pipeline.graph import Call, graph_of
 

@@ -9,7 +9,9 @@ import keras
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import has_mask, inner_optimizer, inputs_structure, output_losses, outputs_structure
+from kerasdp.keras_compat.layers import has_mask
+from kerasdp.keras_compat.models import inputs_structure, output_losses, outputs_structure
+from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.pipeline.cost_model import HERE, MeasuringDevice
 from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
 from kerasdp.portability.loss_reduction import Reduction, divides_by_what_is_left, reduction_of

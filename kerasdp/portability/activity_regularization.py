@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import all_layers, hook_add_loss
+from kerasdp.keras_compat.layers import all_layers, hook_add_loss, wrapped_regularizers
 from kerasdp.portability import replica_context
 from kerasdp.portability.added_losses import AddedLosses, take_added_loss, watched_calls
 from kerasdp.portability.row_axes import Adding
@@ -27,15 +27,9 @@ class WholeBatchPenalties:
     @contextlib.contextmanager
     def active(self, adding: Iterable[Adding] = ()) -> Iterator[None]:
         """Returns the context of a forward pass on several replicas. `adding`: the layers that add losses."""
-        kept = [layer.activity_regularizer for layer in self.regularized]
-        for layer, regularizer in zip(self.regularized, kept):
-            layer.activity_regularizer = functools.partial(self._penalize, layer, regularizer)
-        try:
-            with watched_calls([each.layer for each in adding]):
-                yield
-        finally:
-            for layer, regularizer in zip(self.regularized, kept):
-                layer.activity_regularizer = regularizer
+        penalizing = functools.partial(functools.partial, self._penalize)
+        with wrapped_regularizers(self.regularized, penalizing), watched_calls([each.layer for each in adding]):
+            yield
 
     def _penalize(self, layer: keras.layers.Layer, regularizer: Any, output: Any) -> Any:
         context = replica_context.current()

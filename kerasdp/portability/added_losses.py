@@ -8,7 +8,7 @@ once more, on the gathered arguments of its call, for that loss alone.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import has_mask
+from kerasdp.keras_compat.layers import has_mask, wrapped_calls
 from kerasdp.portability import replica_context
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes
@@ -106,19 +106,9 @@ def _add_in_float32(add: Add, loss: Any) -> None:
     add(keras.tree.map_structure(cast, loss))
 
 
-@contextlib.contextmanager
-def watched_calls(layers: list[keras.layers.Layer]) -> Iterator[None]:
-    """Lets layers that add losses compute them of the whole batch, where that is needed, until it is left."""
-    kept = [vars(layer).get("call") for layer in layers]  # may be bound to the instance already
-    for layer in layers:
-        object.__setattr__(layer, "call", functools.partial(_call, layer, layer.call))
-    try:
-        yield
-    finally:
-        for layer, call in zip(layers, kept):
-            object.__delattr__(layer, "call")
-            if call is not None:
-                object.__setattr__(layer, "call", call)
+def watched_calls(layers: list[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which layers that add losses compute them of the whole batch, where that is needed."""
+    return wrapped_calls(layers, functools.partial(functools.partial, _call))
 
 
 def _call(layer: keras.layers.Layer, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

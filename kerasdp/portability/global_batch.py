@@ -14,18 +14,10 @@ import keras
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import (
-    compiled_loss,
-    compiled_variables,
-    compute_loss,
-    losses_of_whole_batch,
-    mask_of,
-    of_same_rank,
-    reducing_losses,
-    update_compiled_metrics,
-    update_loss_metric,
-    with_mask,
-)
+from kerasdp.keras_compat.layers import mask_of, with_mask
+from kerasdp.keras_compat.models import compiled_loss, compute_loss, update_loss_metric
+from kerasdp.keras_compat.own_rows import compiled_variables, of_same_rank, reducing_losses, update_compiled_metrics
+from kerasdp.keras_compat.training import losses_of_whole_batch
 from kerasdp.portability.loss_reduction import is_sum_over_rows, require_values
 from kerasdp.portability.metric_reduction import are_sums_over_rows
 from kerasdp.portability.random import portable_draws

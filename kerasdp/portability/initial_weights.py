@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import creating_weights, has_drawn_seed, is_of_keras, seed_of
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, seed_of, seeded
 from kerasdp.portability import random as random_numbers
 
 # The spread that a unit normal keeps without everything beyond two deviations; Keras divides by it.
@@ -159,18 +160,11 @@ def _copied_from(initializer: Any, layer: keras.layers.Layer) -> Any:
     return initializer
 
 
-@contextlib.contextmanager
-def _seeded(weight: _Weight) -> Iterator[None]:
+def _seeded(weight: _Weight) -> contextlib.AbstractContextManager[None]:
     """Gives an initializer without a seed a portable one while it draws, for what a user-defined one does with it."""
     if weight.has_own_seed:
-        yield
-        return
-    initializer = weight.initializer
-    drawn, initializer.seed = initializer.seed, _whole_number(weight.key)
-    try:
-        yield
-    finally:
-        initializer.seed = drawn
+        return contextlib.nullcontext()
+    return seeded(weight.initializer, _whole_number(weight.key))
 
 
 def _whole_number(key: list[int]) -> int:

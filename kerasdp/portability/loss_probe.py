@@ -8,7 +8,8 @@ from typing import Any, cast
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import compiled_loss, output_losses
+from kerasdp.keras_compat.models import compiled_loss, output_losses
+from kerasdp.keras_compat.own_rows import wrapped_losses
 from kerasdp.portability.loss_reduction import Reduction, found, reduction_of
 
 NUM_ROWS = 12
@@ -58,7 +59,7 @@ def _together(answers: list[Reduction]) -> Reduction:
 
 @contextlib.contextmanager
 def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Loss, list[tuple[Any, Any]]]]:
-    """Notes what Keras hands to some losses, which is converted to their type and taken out of dictionaries."""
+    """Notes what Keras hands to some losses."""
     calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {loss: [] for loss in losses}
 
     def noting(loss: keras.losses.Loss) -> Any:
@@ -68,13 +69,8 @@ def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Los
 
         return call
 
-    for loss in losses:
-        loss.call = noting(loss)
-    try:
+    with wrapped_losses(losses, noting):
         yield calls
-    finally:
-        for loss in losses:
-            del loss.call
 
 
 def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import keras
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import is_of_keras, loss_options, output_losses
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.models import loss_options, output_losses
 
 
 class Reduction(enum.Enum):

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.keras_compat import (
-    compiled_metrics,
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.models import compiled_metrics
+from kerasdp.keras_compat.own_rows import (
     compiled_variables,
     is_metric_of_keras,
-    is_of_keras,
     metric_function,
     update_compiled_metrics,
 )

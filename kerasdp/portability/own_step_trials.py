@@ -6,7 +6,8 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import losses_of_whole_batch
+from kerasdp.keras_compat.own_steps import plain_attributes_kept
+from kerasdp.keras_compat.training import losses_of_whole_batch
 from kerasdp.portability.added_losses import keep
 from kerasdp.portability.own_steps import Found, Share, joined_steps, run
 from kerasdp.portability.random import UNNAMED, portable_draws
@@ -61,9 +62,8 @@ def changing_nothing(model: keras.Model) -> Iterator[None]:
     """
     model.reset_metrics()
     values = fixed_values(model)
-    attributes = _plain_attributes(model)
     try:
-        with joined_steps(model):
+        with plain_attributes_kept(model), joined_steps(model):
             yield
     finally:
         model.reset_metrics()
@@ -71,14 +71,6 @@ def changing_nothing(model: keras.Model) -> Iterator[None]:
             variable.assign(value)
             if getattr(variable.value, "grad", None) is not None:  # of torch: not every step begins by zeroing it
                 variable.value.grad = None
-        for key in _plain_attributes(model).keys() - attributes.keys():  # those of the class count on
-            object.__delattr__(model, key)
-        for key, value in attributes.items():
-            object.__setattr__(model, key, value)
-
-
-def _plain_attributes(model: keras.Model) -> dict[str, Any]:
-    return {key: value for key, value in vars(model).items() if isinstance(value, (bool, int, float, str))}
 
 
 def found_in_whole_step(

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat import as_keras_gives, hooked_steps
+from kerasdp.keras_compat.own_steps import as_keras_gives, hooked_steps
 from kerasdp.portability import replica_context
 from kerasdp.portability.replica_context import use
 

@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 import sys
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
@@ -13,14 +12,16 @@ import keras
 
 from kerasdp.config.validation import BATCH_NORMS
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import (
+from kerasdp.keras_compat.layers import (
     all_layers,
-    give_seed_generator,
-    given_seed_generator,
-    has_call,
+    become,
+    call_through,
     has_seed_generators,
     has_weights_of_its_own,
+    own_call,
 )
+from kerasdp.keras_compat.own_steps import has_call
+from kerasdp.keras_compat.random import give_seed_generator, given_seed_generator, share_initializers
 from kerasdp.portability import initial_weights, layers
 from kerasdp.portability import random as random_numbers
 
@@ -31,9 +32,6 @@ _REPLACEMENTS = {
 }
 
 _A_DRAW = re.compile(r"\brandom\.(dropout|uniform|normal|truncated_normal|randint)\(")
-
-# The attribute of a layer that keeps the `call` which the user has bound to that one layer, or None.
-_OWN_CALL = "_kerasdp_own_call"
 
 # These differ even with the same random numbers (Keras 3.15).
 _NOT_PORTABLE = ("RandAugment", "RandomElasticTransform")
@@ -75,11 +73,9 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
         if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
             give_seed_generator(layer)
         if type(layer) in _REPLACEMENTS and "call" not in vars(layer):
-            layer.__class__ = _REPLACEMENTS[type(layer)]
-        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())) and not hasattr(layer, _OWN_CALL):
-            object.__setattr__(layer, _OWN_CALL, vars(layer).get("call"))
-            # Bound to the instance: the class, by which a model is saved, stays. Survives copy.deepcopy, too.
-            object.__setattr__(layer, "call", types.MethodType(_call_with_portable_draws, layer))
+            become(layer, _REPLACEMENTS[type(layer)])
+        elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
+            call_through(layer, _call_with_portable_draws)
         if isinstance(layer, layers.BatchNormalization):
             layer.statistics = batch_norm
     for layer in all_layers(model):
@@ -136,8 +132,7 @@ def _draws_without_seed(kind: Any) -> bool:
 
 def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
     with random_numbers.portable_draws(f"layer {layer.name}", (args, kwargs), given_seed_generator(layer)):
-        own = getattr(layer, _OWN_CALL, None)
-        return type(layer).call(layer, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return own_call(layer)(*args, **kwargs)
 
 
 def _draw_initial_weights(model: keras.Model, seed: int) -> None:
@@ -151,7 +146,7 @@ def _draw_initial_weights(model: keras.Model, seed: int) -> None:
                 continue
             try:
                 twin = type(layer).from_config(layer.get_config())
-                _share_initializers(layer, twin)
+                share_initializers(layer, twin)
                 twin.build_from_config(layer.get_build_config() or {})
                 values = [keras.ops.convert_to_numpy(variable) for variable in twin.variables]
                 for variable, value in zip(layer.variables, values, strict=True):
@@ -161,16 +156,6 @@ def _draw_initial_weights(model: keras.Model, seed: int) -> None:
                     f"portable(seed=): layer {layer.name} cannot be rebuilt from its config "
                     f"({str(error).splitlines()[0]}); build the model within runner.scope() instead"
                 ) from error
-
-
-def _share_initializers(layer: keras.layers.Layer, twin: keras.layers.Layer) -> None:
-    """Gives a layer that was made from another's config the same initializers, which several layers may share."""
-    for one, other in zip(
-        all_layers(layer), all_layers(twin), strict=False
-    ):  # a layer that is not built may have fewer
-        for name, value in vars(one).items():
-            if isinstance(value, keras.initializers.Initializer) and type(value) is type(vars(other).get(name)):
-                setattr(other, name, value)
 
 
 def _outermost_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:

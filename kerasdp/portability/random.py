@@ -19,7 +19,7 @@ import keras
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import is_in_layer_call, next_seed, wrap_draws
+from kerasdp.keras_compat.random import is_in_layer_call, next_seed, wrap_draws
 from kerasdp.portability import replica_context, threefry
 from kerasdp.portability.row_axes import FIRST, RowAxis
 from kerasdp.portability.threefry import UNIFORM_BITS

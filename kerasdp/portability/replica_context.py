@@ -229,7 +229,7 @@ class ReplicaContext:
 
     def whole(self, tensor: Any, axis: RowAxis | None) -> Any:
         """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one."""
-        from kerasdp.keras_compat import with_mask
+        from kerasdp.keras_compat.layers import with_mask
 
         gather_rows, rows = self.gather_rows, self.rows
         if axis is None or gather_rows is None or rows is None:

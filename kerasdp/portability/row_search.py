@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import all_layers
+from kerasdp.keras_compat.layers import all_layers
 from kerasdp.portability.activity_regularization import WholeBatchPenalties
 from kerasdp.portability.added_losses import FoundAdding, is_mean_over_rows
 from kerasdp.portability.random import portable_draws

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from kerasdp.errors import NonFiniteLossError
-from kerasdp.keras_compat import inner_optimizer, learning_rate_schedule
+from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.reporting import report, run_files
 from kerasdp.runtime.run_state import RunState
 

@@ -257,7 +257,7 @@ def _without_tensorflow(uses_keras: bool) -> contextlib.AbstractContextManager[N
     """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer."""
     if not uses_keras:
         return contextlib.nullcontext()
-    from kerasdp.keras_compat import without_tensorflow
+    from kerasdp.keras_compat.settings import without_tensorflow
 
     return without_tensorflow()
 

@@ -16,7 +16,8 @@ from kerasdp.data.feed import Reader
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError, UserError
-from kerasdp.keras_compat import as_functional, calls_own_graph, inputs_structure, output_symbols, symbols_of
+from kerasdp.keras_compat.graph_ends import calls_own_graph, output_symbols, symbols_of
+from kerasdp.keras_compat.models import as_functional, inputs_structure
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.target_checks import (
     check_activations,

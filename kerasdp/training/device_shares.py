@@ -11,7 +11,7 @@ from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.data.split import Split
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import own_steps
+from kerasdp.keras_compat.own_steps import own_steps
 
 # Of the time for each row that there would be if a pass had none of its own: timings are not exact.
 _LEAST_SLOPE = 0.2

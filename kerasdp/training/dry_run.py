@@ -15,7 +15,7 @@ from kerasdp.data.feed import Reader
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import slots_by_weight
+from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.pipeline.plan import make_plan
 from kerasdp.reporting.dry_run import lines
 from kerasdp.runtime.devices import Devices

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 import keras
@@ -11,7 +11,7 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.data.feed import FeedAdapter
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import replaced_methods
+from kerasdp.keras_compat.models import methods_through
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.training.call_arguments import described
 from kerasdp.training.model_steps import ModelSteps
@@ -92,16 +92,14 @@ def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
     return None if issubclass(keras.Model, kind) else vars(kind)[name]
 
 
-@contextlib.contextmanager
-def model_calls_through(runner: CalledRunner) -> Iterator[None]:
-    """Lets the methods of all models mean those of a runner, until it is left.
+def model_calls_through(runner: CalledRunner) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which the methods of all models mean those of a runner.
 
     They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
     notice. While the runner runs Keras' own, they are Keras' own.
     """
     names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-    with replaced_methods(keras.Model, {name: functools.partial(_through_runner, runner, name) for name in names}):
-        yield
+    return methods_through({name: functools.partial(_through_runner, runner, name) for name in names})
 
 
 def _is_of_callback(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

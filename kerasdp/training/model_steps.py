@@ -10,7 +10,8 @@ import keras
 from kerasdp.backends.base import StepFunctions, Strategy
 from kerasdp.backends.steps import TrainedWeights
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import building_nothing, made_by_compile, same_on_all_backends
+from kerasdp.keras_compat.models import building_nothing, lent_functions, made_by_compile
+from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import ModelCache
@@ -39,15 +40,10 @@ class ModelSteps:
         functions = self._functions_of(model)
         self.num_running += 1
         evaluated, self._state.evaluated = self._state.evaluated, evaluated
-        kept = {name: getattr(model, f"{name}_function") for name in names}
-        for name in names:
-            setattr(model, f"{name}_function", getattr(functions, name))
-        steps_per_execution = model.steps_per_execution
-        if "predict" in names:
-            model.steps_per_execution = 1  # the predict functions take a batch at a time
         try:
             # Where models are made, user-defined initializers draw portably; layers say which of them do.
             with (
+                lent_functions(model, {name: getattr(functions, name) for name in names}),
                 self._strategy.running(model),
                 same_on_all_backends(),
                 building_nothing(model),
@@ -57,9 +53,6 @@ class ModelSteps:
         finally:
             self.num_running -= 1
             self._state.evaluated = evaluated
-            model.steps_per_execution = steps_per_execution
-            for name, function in kept.items():
-                setattr(model, f"{name}_function", function)
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
         # A model that is compiled again needs new functions; compiling makes new objects of all of these.

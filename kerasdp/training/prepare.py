@@ -17,15 +17,10 @@ from kerasdp.config import Config
 from kerasdp.data.batch import Batch
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
-from kerasdp.keras_compat import (
-    all_layers,
-    build_compiled,
-    has_call,
-    living_variables,
-    made_by_compile,
-    own_steps,
-    symbols_of,
-)
+from kerasdp.keras_compat.graph_ends import symbols_of
+from kerasdp.keras_compat.layers import all_layers, living_variables
+from kerasdp.keras_compat.models import build_compiled, made_by_compile
+from kerasdp.keras_compat.own_steps import has_call, own_steps
 from kerasdp.portability.loss_probe import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.loss_probe import random_outputs, try_losses
 from kerasdp.portability.metric_reduction import coupling_metrics, reasons_to_gather, try_metrics

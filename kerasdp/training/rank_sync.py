@@ -2,7 +2,7 @@
 
 import keras
 
-from kerasdp.keras_compat import learning_rate_schedule
+from kerasdp.keras_compat.optimizers import learning_rate_schedule
 from kerasdp.runtime.ranks import Processes
 
 

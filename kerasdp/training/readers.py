@@ -18,7 +18,7 @@ from kerasdp.data.stand_ins import StandIn
 from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import seed_tensorflow
+from kerasdp.keras_compat.settings import seed_tensorflow
 from kerasdp.reporting import report
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.model_cache import ModelCache

@@ -13,7 +13,14 @@ from kerasdp.data.feed import Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
-from kerasdp.keras_compat import keep_messages_of, kept_by_clear_session, set_attention, set_precision, set_seed
+from kerasdp.keras_compat.models import metrics_of_ranks_as_they_are
+from kerasdp.keras_compat.settings import (
+    keep_messages_of,
+    kept_by_clear_session,
+    set_attention,
+    set_precision,
+    set_seed,
+)
 from kerasdp.portability import initial_weights
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
@@ -75,7 +82,7 @@ class Runner:
     @contextlib.contextmanager
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
-        with self._scope(), model_calls_through(self), kept_by_clear_session():
+        with self._scope(), model_calls_through(self), metrics_of_ranks_as_they_are(), kept_by_clear_session():
             yield
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from kerasdp.config import Config
-from kerasdp.keras_compat import compiled_variables
+from kerasdp.keras_compat.own_rows import compiled_variables
 from kerasdp.portability.metric_reduction import reasons_to_gather
 from kerasdp.portability.portable import batch_norms
 

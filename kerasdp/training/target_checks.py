@@ -9,7 +9,9 @@ import keras
 import numpy as np
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import is_of_keras, last_activation, loss_options
+from kerasdp.keras_compat.graph_ends import last_activation
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.models import loss_options
 
 _SPARSE = ("sparse_categorical_crossentropy",)
 _ONE_HOT = ("categorical_crossentropy", "categorical_focal_crossentropy", "categorical_hinge")

@@ -12,7 +12,8 @@ from keras import layers
 from kerasdp.checkpoint import callback_state, files, names, old_format, words
 from kerasdp.checkpoint import state as training_state
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import all_layers, without_tensorflow
+from kerasdp.keras_compat.layers import all_layers
+from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.portability.portable import portable
 
 GROUPS = ("model", "optimizer", "loss_scale")

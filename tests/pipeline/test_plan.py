@@ -7,7 +7,7 @@ from keras import layers
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import slots_of
+from kerasdp.keras_compat.optimizers import slots_of
 from kerasdp.pipeline.plan import actions, make_plan, with_rows
 from tests.pipeline.models import net
 

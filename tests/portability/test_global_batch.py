@@ -10,7 +10,7 @@ from keras import losses, metrics, ops
 
 import kerasdp
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import set_mask
+from kerasdp.keras_compat.layers import set_mask
 from kerasdp.portability.global_batch import Data, GlobalBatch
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.metric_reduction import try_metrics

@@ -4,7 +4,7 @@ import keras
 import pytest
 from keras import ops
 
-from kerasdp.keras_compat import hook_add_loss
+from kerasdp.keras_compat.layers import hook_add_loss
 from kerasdp.portability.added_losses import is_mean_over_rows, take_added_loss
 from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from keras import losses, ops
 
-from kerasdp import keras_compat
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.models import output_losses
 from kerasdp.pipeline.plan import MicroBatches
 from kerasdp.portability.loss_probe import try_losses
 from kerasdp.portability.loss_reduction import Reduction, reduction_of
@@ -89,7 +89,7 @@ def test_what_is_found(name):
     loss, targets, expected = CASES[name]
     model = compiled(loss, targets)
     parts = MicroBatches(num_rows=ROWS, size=5)
-    (made,) = keras_compat.output_losses(model)
+    (made,) = output_losses(model)
     assert reduction_of(made) is expected
 
     def value(rows):

@@ -13,7 +13,7 @@ import targets
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kerasdp.backends.jax.devices import set_precision_of_products
-from kerasdp.keras_compat import set_attention
+from kerasdp.keras_compat.settings import set_attention
 
 if __name__ == "__main__":
     platform = sys.argv[1]

@@ -188,7 +188,7 @@ def expected_losses(make, seed=0):
 def train(runner, names):
     import keras
 
-    from kerasdp.keras_compat import set_seed
+    from kerasdp.keras_compat.settings import set_seed
 
     found = {}
     if any("tf_data" in name for name in names):

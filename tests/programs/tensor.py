@@ -71,7 +71,7 @@ def learn_one(runner, model, everything):
 
 def places(model):
     """Of each weight: its shape, that of the part on a device, and those of the same part of its slots."""
-    from kerasdp.keras_compat import slots_of
+    from kerasdp.keras_compat.optimizers import slots_of
 
     def part(variable):
         return list(variable.value.addressable_shards[0].data.shape)

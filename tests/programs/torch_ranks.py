@@ -60,7 +60,7 @@ def trained(runner, has_own):
     import keras
 
     from kerasdp.backends.torch import collectives
-    from kerasdp.keras_compat import set_seed
+    from kerasdp.keras_compat.settings import set_seed
 
     groups, gather = set(), collectives.all_gather_stacked
     collectives.all_gather_stacked = lambda tensor, group=None: groups.add(group) or gather(tensor, group)

@@ -18,8 +18,7 @@ import inspect
 import tensorflow as tf
 import keras
 from kerasdp.backends.tensorflow import private
-from kerasdp.keras_compat import overrides_nothing_of_tensorflow
-from kerasdp.keras_compat.optimizers import _tensorflow_methods
+from kerasdp.keras_compat.optimizers import _tensorflow_methods, overrides_nothing_of_tensorflow
 
 assert not private.has_started()
 strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))

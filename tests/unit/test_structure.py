@@ -232,3 +232,70 @@ def test_private_names_stand_in_one_place():
         for path in others
     }
     assert {name: names for name, names in found.items() if names} == {}
+
+
+# Who else assigns to attributes of objects that are not the kit's, or have a name that Keras' objects have: and why.
+ASSIGNED_ELSEWHERE = {
+    "backends/torch/devices.py": ("torch.backends.", "torch's own switches"),
+    "backends/torch/graph_passes.py": ("setattr(module", "a graph that the kit has made"),
+    "checkpoint/callback_state.py": ("setattr(callback", "a checkpoint gives a callback its state back"),
+    "data/datasets.py": ("data.", "the kit's own"),
+    "portability/loss_reduction.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
+    "portability/row_search.py": ("axes.outputs", "the kit's own"),
+    "ray/workers.py": ("sys.path", "Python's own switch"),
+    "runtime/heartbeat.py": ("setattr(owner", "the kit's own"),
+    "runtime/model_cache.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
+    "runtime/signals.py": ("sys.unraisablehook", "Python's own switch"),
+    "training/callbacks.py": ("self._trained.stop_training", "what Keras' callbacks set"),
+    "training/optimizers.py": ("optimizer.learning_rate", "what Keras' callbacks set"),
+    "training/rank_sync.py": ("model.", "stop_training, learning_rate: what Keras' callbacks set"),
+}
+CHANGES = """
+layer.call = call
+del optimizer.apply
+vars(model)["train_function"] = function
+setattr(loss, name, call)
+object.__setattr__(layer, "built", True)
+import torch
+torch.as_tensor = as_tensor
+"""
+
+
+def test_objects_of_others_are_changed_in_one_place():
+    """Whoever changes how Keras or a framework works while the program runs does it in keras_compat, by one helper."""
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    kinds = (keras.optimizers.LossScaleOptimizer, keras.Variable, keras.layers.LSTM, keras.callbacks.Callback)
+    objects = (model, model.layers[0], model.optimizer, keras.initializers.GlorotUniform(), keras.losses.Huber())
+    names = {name for one in (*kinds, *objects, keras.metrics.Mean()) for name in dir(one)}
+
+    def is_changed(node, modules):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            root = ast.unparse(node).partition(".")[0]
+            is_own = is_self(node.value) or root == "ctx"  # of a torch.autograd.Function
+            return not is_own and (node.attr in names or root in modules)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            return ast.unparse(node.value).startswith("vars(") or ast.unparse(node.value).endswith(".__dict__")
+        setters = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
+        return isinstance(node, ast.Call) and ast.unparse(node.func) in setters and not is_self(node.args[0])
+
+    def changes(text):
+        nodes = list(ast.walk(ast.parse(text)))
+        modules = {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and not node.module.startswith("kerasdp")
+            for alias in node.names
+        }
+        return [ast.unparse(node) for node in nodes if is_changed(node, modules)]
+
+    assert len(changes(CHANGES)) == 6
+    found = []
+    for path in FILES:
+        allowed, _ = ASSIGNED_ELSEWHERE.get(str(path.relative_to(PACKAGE)), ("nothing", ""))
+        if not any(path.is_relative_to(place) for place in MODULES_FOR_PRIVATE_NAMES):
+            found += [(path.name, change) for change in changes(path.read_text()) if not change.startswith(allowed)]
+    assert not found

@@ -51,7 +51,7 @@ class DataParallel(Strategy):
     def _distribution(self) -> "keras.distribution.DataParallel":
         import keras
 
-        from kerasdp.keras_compat import place_variables_by
+        from kerasdp.keras_compat.settings import place_variables_by
 
         if self.processes.num_processes > 1:
             place_variables_by(put)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _compiled_with(model: "keras.Model") -> tuple[Any, ...]:
-    from kerasdp.keras_compat import made_by_compile
+    from kerasdp.keras_compat.models import made_by_compile
 
     return model, getattr(model, "optimizer", None), *made_by_compile(model)
 
@@ -58,7 +58,7 @@ class Pipeline:
 
     def move_to_stage_devices(self) -> None:
         """Brings all variables to the devices of their stages."""
-        from kerasdp.keras_compat import raw_value, set_raw_value
+        from kerasdp.keras_compat.layers import raw_value, set_raw_value
 
         for program in self.programs:
             for variables in (program.trainable, program.non_trainable, program.slots, program.metrics):

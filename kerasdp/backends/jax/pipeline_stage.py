@@ -52,7 +52,7 @@ class StageProgram:
     """Compiles the programs of a stage, and knows the indices of its variables."""
 
     def __init__(self, model: "keras.Model", plan: "Plan", number: int, mesh: DeviceMesh):
-        from kerasdp.keras_compat import seed_variables
+        from kerasdp.keras_compat.layers import seed_variables
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
@@ -107,7 +107,8 @@ class StageProgram:
 
     def _clone_optimizer(self, optimizer: "keras.Optimizer") -> None:
         """Makes an optimizer of this stage's weights; the whole model's optimizer holds its values."""
-        from kerasdp.keras_compat import copy_decay_exclusions, set_raw_value, slots_of
+        from kerasdp.keras_compat.layers import set_raw_value
+        from kerasdp.keras_compat.optimizers import copy_decay_exclusions, slots_of
 
         clone = type(optimizer).from_config(optimizer.get_config())
         copy_decay_exclusions(optimizer, clone)
@@ -208,7 +209,7 @@ class StageProgram:
         return self._call(trainable, non_trainable, inputs, np.int32(0), training=False)[:2]
 
     def _compiled_loss(self, outputs: list[Any], targets: Any, sample_weight: Any) -> Any:
-        from kerasdp.keras_compat import compiled_loss
+        from kerasdp.keras_compat.models import compiled_loss
 
         loss = compiled_loss(self.whole_model)
         return jnp.zeros(()) if loss is None else loss(targets, self.plan.outputs(outputs), sample_weight)
@@ -233,7 +234,7 @@ class StageProgram:
     def _weight_penalty(self, trainable: Any) -> Any:
         import keras
 
-        from kerasdp.keras_compat import weight_penalties
+        from kerasdp.keras_compat.layers import weight_penalties
 
         with keras.StatelessScope(state_mapping=list(zip(self.model.trainable_variables, trainable))):
             return sum(weight_penalties(self.model), jnp.zeros(()))
@@ -246,7 +247,7 @@ class StageProgram:
         return gradients, penalty, (squares, jnp.isfinite(squares))
 
     def _update(self, trainable: Any, slots: Any, gradients: Any, totals: Any) -> tuple[Any, Any]:
-        from kerasdp.keras_compat import global_clipnorm, updating_some
+        from kerasdp.keras_compat.optimizers import global_clipnorm, updating_some
 
         if not trainable:
             return trainable, slots
@@ -273,7 +274,7 @@ class StageProgram:
     def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:
         import keras
 
-        from kerasdp.keras_compat import update_loss_metric
+        from kerasdp.keras_compat.models import update_loss_metric
 
         num_rows = outputs[0].shape[0]
         with keras.StatelessScope(state_mapping=list(zip(self.whole_model.metrics_variables, metrics))) as scope:

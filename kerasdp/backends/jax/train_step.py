@@ -73,7 +73,7 @@ def _for_trained_weights(
         shardings: of all variables, by their id.
         results: the sharding of logs and outputs; None: whatever JAX chooses. Others: see `make_step_functions`.
     """
-    from kerasdp.keras_compat import own_steps
+    from kerasdp.keras_compat.own_steps import own_steps
 
     own = own_steps(model)
     state_shardings = _in_order_of_state(model, shardings)
@@ -190,7 +190,7 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 def _packed(data: tuple[Any, ...]) -> Any:
     """Returns the same as Keras hands it to a step."""
-    from kerasdp.keras_compat import as_keras_gives
+    from kerasdp.keras_compat.own_steps import as_keras_gives
 
     return as_keras_gives(_cut(data))
 
@@ -200,7 +200,8 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     import keras
 
     from kerasdp.backends.observer import forward_pass, observed, watched_layers
-    from kerasdp.keras_compat import mask_of, set_mask, update_loss_metric
+    from kerasdp.keras_compat.layers import mask_of, set_mask
+    from kerasdp.keras_compat.models import update_loss_metric
     from kerasdp.portability.random import keeping_only
 
     trainable, non_trainable, optimizer, metrics = state
@@ -236,7 +237,7 @@ def _updated(model: Any, state: Any, gradients: list[Any]) -> tuple[list[Any], l
     `stateless_apply` wants all weights that the optimizer was built for; some may be frozen since, and then have no
     gradient. `apply` within a StatelessScope fails with LossScaleOptimizer, which assigns in branches (Keras 3.15).
     """
-    from kerasdp.keras_compat import weights_of_optimizer
+    from kerasdp.keras_compat.optimizers import weights_of_optimizer
 
     trainable, non_trainable, optimizer, _ = state
     if not gradients:

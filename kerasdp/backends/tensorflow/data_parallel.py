@@ -27,6 +27,7 @@ from kerasdp.config import Config
 from kerasdp.config.sharing import VIRTUAL, shares_of
 from kerasdp.data.split import Split
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
@@ -77,11 +78,10 @@ class DataParallel(Strategy):
             scope = self.mirrored.scope()
             scope.__enter__()
 
-        tf.compat.v1.reset_default_graph = reset_default_graph
         try:
-            yield
+            with replaced(tf.compat.v1, reset_default_graph=reset_default_graph):
+                yield
         finally:
-            tf.compat.v1.reset_default_graph = reset
             scope.__exit__(None, None, None)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
@@ -277,7 +277,7 @@ class DataParallel(Strategy):
         Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
         own functions, each keeps those of its shard, and reading one sums them.
         """
-        from kerasdp.keras_compat import no_gradient_sum
+        from kerasdp.keras_compat.optimizers import no_gradient_sum
 
         metrics = [variable.value for variable in model.metrics_variables]
         gradients = no_gradient_sum() if self.num_replicas > 1 else contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """TensorFlow: makes gradients dense, and compiles a replica's update of its variables into one operation."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -19,21 +19,17 @@ def dense(gradients: list[Any]) -> list[Any]:
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
-@contextlib.contextmanager
-def taking_dense() -> Iterator[None]:
-    """Lets all optimizers make the gradients that they are given dense, for a user-defined training step."""
-    import keras
+def taking_dense() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
+    from kerasdp.keras_compat.optimizers import wrapped_apply
 
-    optimizer_class = keras.optimizers.Optimizer
+    def of_dense(apply: Callable[..., None]) -> Callable[..., None]:
+        def apply_dense(optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+            apply(optimizer, dense(list(grads)), trainable_variables)
 
-    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
-        super(optimizer_class, self).apply(dense(list(grads)), trainable_variables)
+        return apply_dense
 
-    optimizer_class.apply = apply
-    try:
-        yield
-    finally:
-        del optimizer_class.apply
+    return wrapped_apply(of_dense)
 
 
 def as_one(model: Any, update: Callable[[], None]) -> None:
@@ -45,7 +41,7 @@ def as_one(model: Any, update: Callable[[], None]) -> None:
     import keras
 
     from kerasdp.backends.tensorflow import xla
-    from kerasdp.keras_compat import updating_values
+    from kerasdp.keras_compat.optimizers import updating_values
 
     variables = list({id(variable): variable for variable in all_variables(model)}.values())
 
@@ -71,12 +67,8 @@ def can_be_one(model: Any) -> bool:
     Not with user-defined Python or loss scaling, nor where Keras assigns in one of two branches, nor (Nadam) where a
     class extends what would be taken back.
     """
-    from kerasdp.keras_compat import (
-        inner_optimizer,
-        is_of_keras,
-        learning_rate_schedule,
-        overrides_nothing_of_tensorflow,
-    )
+    from kerasdp.keras_compat.layers import is_of_keras
+    from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule, overrides_nothing_of_tensorflow
 
     optimizer = model.optimizer
     if inner_optimizer(optimizer) is not optimizer:

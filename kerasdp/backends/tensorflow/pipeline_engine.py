@@ -42,14 +42,8 @@ class Pipeline:
 
     def move_to_stage_devices(self) -> None:
         """Replaces all variables by new ones on the devices of their stages: neither moves to the other by itself."""
-        from kerasdp.keras_compat import (
-            raw_value,
-            rebind_weights,
-            set_raw_value,
-            slots_of,
-            weights_without_decay,
-            wrapped_optimizers,
-        )
+        from kerasdp.keras_compat.layers import raw_value, set_raw_value
+        from kerasdp.keras_compat.optimizers import rebind_weights, slots_of, weights_without_decay, wrapped_optimizers
 
         weights = self.model.trainable_variables
         optimizers = wrapped_optimizers(self.optimizer)
@@ -71,7 +65,7 @@ class Pipeline:
     @property
     def is_stale(self) -> bool:
         """Returns whether the model was compiled again since, or shares a layer with one of a later engine."""
-        from kerasdp.keras_compat import raw_value
+        from kerasdp.keras_compat.layers import raw_value
 
         return self.optimizer is not getattr(self.model, "optimizer", None) or any(
             raw_value(variable) is not value for variable, value in self._values
@@ -98,7 +92,8 @@ class Pipeline:
 
     def _loss(self, batch: tuple[Structure, ...], penalties: list[Tensor]) -> Tensor:
         """Computes the loss with all penalties, and counts the losses of several outputs."""
-        from kerasdp.keras_compat import compiled_loss, weight_penalties
+        from kerasdp.keras_compat.layers import weight_penalties
+        from kerasdp.keras_compat.models import compiled_loss
 
         loss_of, (_, targets, outputs, sample_weight) = compiled_loss(self.model), batch
         with tf.device(self.device_names[-1]):
@@ -106,7 +101,7 @@ class Pipeline:
             return total([loss, *penalties, *weight_penalties(self.model)])
 
     def _logs(self, batch: tuple[Structure, ...], loss: Tensor, num_rows: int) -> Any:
-        from kerasdp.keras_compat import update_loss_metric
+        from kerasdp.keras_compat.models import update_loss_metric
 
         inputs, targets, outputs, sample_weight = batch
         with tf.device(self.device_names[-1]):
@@ -117,7 +112,7 @@ class Pipeline:
         """Computes the loss of some rows, without penalties, for its gradients."""
         import keras
 
-        from kerasdp.keras_compat import compiled_loss
+        from kerasdp.keras_compat.models import compiled_loss
 
         loss_of = compiled_loss(self.model)
         with keras.StatelessScope():  # the losses of several outputs are metrics, too
@@ -192,7 +187,7 @@ class Pipeline:
 
     def _with_weight_penalties(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Adds the gradients of the penalties of weights, each on its stage's device."""
-        from kerasdp.keras_compat import weight_penalties
+        from kerasdp.keras_compat.layers import weight_penalties
 
         for name, stage in zip(self.device_names, self.plan.stages):
             with tf.device(name):

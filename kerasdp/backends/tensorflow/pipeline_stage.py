@@ -46,7 +46,7 @@ class StageProgram:
         self, model: "keras.Model", plan: "Plan", number: int, device_name: str, penalties: "WholeBatchPenalties"
     ):
         """Makes the program of stage `number` of `model`, with which layers are as they are now."""
-        from kerasdp.keras_compat import seed_variables
+        from kerasdp.keras_compat.layers import seed_variables
 
         self.device_name = device_name
         self._model, self._stage, self._penalties = model, plan.stages[number], penalties

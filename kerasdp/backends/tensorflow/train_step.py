@@ -28,7 +28,7 @@ class ReplicaSteps:
 
     def __init__(self, strategy: Any, model: "keras.Model"):
         """Made once for each compiled model."""
-        from kerasdp.keras_compat import own_steps
+        from kerasdp.keras_compat.own_steps import own_steps
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         self.strategy, self.model = strategy, model
@@ -76,7 +76,7 @@ class ReplicaSteps:
     @contextlib.contextmanager
     def on_several_devices(self, name: str) -> Iterator[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
-        from kerasdp.keras_compat import losses_by_thread
+        from kerasdp.keras_compat.own_steps import losses_by_thread
         from kerasdp.portability.own_steps import joined_steps
         from kerasdp.portability.row_search import row_axes_of
 
@@ -93,7 +93,8 @@ class ReplicaSteps:
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
-        from kerasdp.keras_compat import as_keras_gives, losses_of_whole_batch
+        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.training import losses_of_whole_batch
         from kerasdp.portability.own_steps import run_on_shard
 
         model, strategy = self.model, self.strategy
@@ -117,7 +118,7 @@ class ReplicaSteps:
 
     def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Computes the outputs of the global batch."""
-        from kerasdp.keras_compat import as_keras_gives
+        from kerasdp.keras_compat.own_steps import as_keras_gives
 
         if "predict_step" in self.own:
             with use(self.strategy.context(self.model, num_rows, "predict_step")):
@@ -187,7 +188,7 @@ def pass_seconds(strategy: Any, model: "keras.Model", batch: DeviceBatch, rank: 
     """Returns the seconds of a forward and a backward pass on one replica of this process, while the others wait."""
     import keras
 
-    from kerasdp.keras_compat import compute_loss
+    from kerasdp.keras_compat.models import compute_loss
 
     steps = ReplicaSteps(strategy, model)
 

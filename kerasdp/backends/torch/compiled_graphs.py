@@ -57,7 +57,7 @@ class CompiledGraphs:
             step: what is compiled.
             variables: that the step reads or changes.
         """
-        from kerasdp.keras_compat import all_layers
+        from kerasdp.keras_compat.layers import all_layers
 
         self.strategy, self.model, self.name, self.step = strategy, model, name, step
         self.layers = all_layers(model)

@@ -76,7 +76,7 @@ class DataParallel(Strategy):
         NCCL's messages of one group follow each other: statistics, for which the next layer waits, would come after up
         to 25 MiB of gradients that were given before.
         """
-        from kerasdp.keras_compat import all_layers
+        from kerasdp.keras_compat.layers import all_layers
         from kerasdp.portability.layers import BatchNormalization
 
         exchange = (isinstance(layer, BatchNormalization) and layer.statistics == "sync" for layer in all_layers(model))
@@ -126,7 +126,7 @@ class DataParallel(Strategy):
         """
         from kerasdp.backends.torch.compiled_step import CompiledTraining
         from kerasdp.backends.torch.train_step import ShardSteps
-        from kerasdp.keras_compat import own_steps
+        from kerasdp.keras_compat.own_steps import own_steps
 
         if self.is_gpu:
             self.open_statistics_group(model)
@@ -167,7 +167,7 @@ class DataParallel(Strategy):
     ) -> Callable[[Any], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
-        from kerasdp.keras_compat import own_steps
+        from kerasdp.keras_compat.own_steps import own_steps
 
         own = own_steps(model)
         compiled = None
@@ -194,7 +194,7 @@ class DataParallel(Strategy):
 
     def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
         """Runs a user-defined step; returns Keras' logs, for the global batch."""
-        from kerasdp.keras_compat import as_keras_gives
+        from kerasdp.keras_compat.own_steps import as_keras_gives
         from kerasdp.portability.own_steps import joined_steps
 
         if self.num_replicas == 1:
@@ -203,7 +203,7 @@ class DataParallel(Strategy):
             return self._on_own_rows(model, name, batch)[0]
 
     def _own_predict_step(self, model: Any, batch: DeviceBatch) -> Any:
-        from kerasdp.keras_compat import as_keras_gives
+        from kerasdp.keras_compat.own_steps import as_keras_gives
 
         num_rows = len(batch.indices)
         with use(self.context(model, num_rows, "predict_step")):

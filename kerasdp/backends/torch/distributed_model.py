@@ -17,15 +17,9 @@ _UNMEASURED, _MEASURED = 2, 5
 
 
 def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
-    """Wraps the model in DistributedDataParallel, exactly once whatever the version of Keras."""
-    from kerasdp.keras_compat import leave_ranks_to_us
-
-    if strategy.num_replicas == 1:
-        return model
-    leave_ranks_to_us(model)
-    if not model.trainable_weights:  # which DistributedDataParallel refuses
-        return model
-    if strategy.host_sums is not None:
+    """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
+    # DistributedDataParallel refuses a model without trainable weights.
+    if strategy.num_replicas == 1 or strategy.host_sums is not None or not model.trainable_weights:
         return model
     used = _used_weights(strategy, model, batch)
     if not used:

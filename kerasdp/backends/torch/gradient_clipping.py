@@ -1,20 +1,19 @@
 """PyTorch: lets a user-defined step clip the gradients of the global batch, not those of a rank's rows."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from kerasdp.keras_compat.patches import wrapped
 
-@contextlib.contextmanager
-def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
-    """Lets `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` see means, until it is left.
+
+def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` see means.
 
     `mean`: of gradients, over the ranks, where a step wants that.
     """
-    names = ("clip_grad_norm_", "clip_grad_value_")
-    kept = [getattr(torch.nn.utils, name) for name in names]
 
     def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
         def clip_means(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,10 +24,4 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
         return clip_means
 
-    for name, clip in zip(names, kept):
-        setattr(torch.nn.utils, name, of_means(clip))
-    try:
-        yield
-    finally:
-        for name, clip in zip(names, kept):
-            setattr(torch.nn.utils, name, clip)
+    return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)

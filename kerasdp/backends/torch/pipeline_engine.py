@@ -25,7 +25,7 @@ class Pipeline:
 
     def __init__(self, model: Any, strategy: Any):
         from kerasdp.backends.torch.measuring import measuring_on
-        from kerasdp.keras_compat import all_layers
+        from kerasdp.keras_compat.layers import all_layers
         from kerasdp.pipeline.plan import make_plan
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
@@ -78,7 +78,7 @@ class Pipeline:
 
     def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
-        from kerasdp.keras_compat import weight_penalties
+        from kerasdp.keras_compat.layers import weight_penalties
 
         self.model.zero_grad()
         self._run(batch, training=True)
@@ -114,7 +114,7 @@ class Pipeline:
 
     def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
         """Evaluates the global batch; returns Keras' logs."""
-        from kerasdp.keras_compat import weight_penalties
+        from kerasdp.keras_compat.layers import weight_penalties
 
         outputs = self.predict_step(batch)
         penalties = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
@@ -188,7 +188,7 @@ class Pipeline:
         """Updates this process's weights; returns the penalties of all stages."""
         import keras
 
-        from kerasdp.keras_compat import global_clipnorm, updating_some
+        from kerasdp.keras_compat.optimizers import global_clipnorm, updating_some
 
         optimizer, scale = self.model.optimizer, self.step.scale
         gradients = [weight.value.grad for weight in weights]
@@ -237,7 +237,7 @@ class Pipeline:
 
     def compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
         """Computes the loss that `compile` made, without penalties; zero without one."""
-        from kerasdp.keras_compat import compiled_loss
+        from kerasdp.keras_compat.models import compiled_loss
 
         loss = compiled_loss(self.model)
         if loss is None:
@@ -245,13 +245,13 @@ class Pipeline:
         return loss(batch.targets, outputs, batch.sample_weight)
 
     def _logs(self, batch: DeviceBatch, outputs: Any, loss: torch.Tensor) -> dict[str, Any]:
-        from kerasdp.keras_compat import update_loss_metric
+        from kerasdp.keras_compat.models import update_loss_metric
 
         update_loss_metric(self.model, loss, len(batch.indices))
         return self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
 
     def _shared(self) -> tuple[list[Any], int | None]:
-        from kerasdp.keras_compat import slots_of
+        from kerasdp.keras_compat.optimizers import slots_of
 
         if self.optimizer is None:
             return [], None
@@ -266,7 +266,7 @@ class Pipeline:
 
     def variables_of(self, number: int) -> list[Any]:
         """Returns the variables of a stage, and what the optimizer keeps for each of its weights."""
-        from kerasdp.keras_compat import slots_of
+        from kerasdp.keras_compat.optimizers import slots_of
 
         weights, model = self.model.trainable_variables, self.plan.stages[number].model
         slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))

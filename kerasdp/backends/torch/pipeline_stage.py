@@ -141,7 +141,7 @@ class StageModule(torch.nn.Module):
     """Wraps a stage in a module that takes a micro-batch's tensors."""
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
-        from kerasdp.keras_compat import seed_variables
+        from kerasdp.keras_compat.layers import seed_variables
         from kerasdp.portability.activity_regularization import WholeBatchPenalties
 
         super().__init__()

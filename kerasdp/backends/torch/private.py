@@ -1,13 +1,15 @@
 """Holds all private names of torch in use."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch._subclasses.fake_tensor import FakeTensor
+
+from kerasdp.keras_compat.patches import wrapped
 
 
 def compile_error() -> type[Exception]:
@@ -48,26 +50,23 @@ def is_being_captured(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-@contextlib.contextmanager
-def foreach_add_of_tensors() -> Iterator[None]:
-    """Lets `torch._foreach_add_` multiply by an `alpha` that is a tensor, without reading it.
+def foreach_add_of_tensors() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which `torch._foreach_add_` multiplies by an `alpha` that is a tensor, unread.
 
     Torch 2.13: it takes a Python number, for which it reads the tensor, and so waits for the device. Keras' (3.15) SGD
     and Adadelta give it the learning rate. No public name.
     """
-    original = torch._foreach_add_
 
-    def add_(tensors: Any, others: Any, *, alpha: Any = 1) -> None:
-        if isinstance(alpha, torch.Tensor):
-            others, alpha = torch._foreach_mul(others, alpha), 1
-        # Only of lists there is an `alpha`.
-        original(tensors, others, alpha=alpha) if isinstance(others, (list, tuple)) else original(tensors, others)
+    def of_tensors(add: Callable[..., None]) -> Callable[..., None]:
+        def add_(tensors: Any, others: Any, *, alpha: Any = 1) -> None:
+            if isinstance(alpha, torch.Tensor):
+                others, alpha = torch._foreach_mul(others, alpha), 1
+            # Only of lists there is an `alpha`.
+            add(tensors, others, alpha=alpha) if isinstance(others, (list, tuple)) else add(tensors, others)
 
-    torch._foreach_add_ = add_  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch._foreach_add_ = original
+        return add_
+
+    return wrapped(torch, _foreach_add_=of_tensors)
 
 
 def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:

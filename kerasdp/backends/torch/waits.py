@@ -1,6 +1,7 @@
 """PyTorch: lets the host run ahead of a GPU: numbers travel both ways without a wait for what the GPU was given."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from kerasdp.backends.torch.private import foreach_add_of_tensors
+from kerasdp.keras_compat.patches import replaced
 
 # Bytes of an array up to which it is sent from pinned memory, which PyTorch (2.13) keeps once it was used.
 _SMALL = 2**16
@@ -47,20 +49,20 @@ def to_host(value: Any) -> Any:
     return HostCopy(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
 
 
-@contextlib.contextmanager
-def numbers_made_on(device: torch.device) -> Iterator[None]:
-    """Lets a GPU fill in the numbers that Python gives to an eager step; elsewhere nothing changes.
+def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a GPU fills in the numbers that Python gives to an eager step; elsewhere no change.
 
     Keras (3.15) makes a tensor of each Python number by `torch.as_tensor`, a step of a small net 30 of them. For that
     PyTorch (2.13) copies the number from the host, and waits until the GPU has it, and so all that was given before.
+    For other threads, as those that read data, nothing changes. Unneeded once Keras fills numbers in.
     """
     if device.type != "cuda":
-        yield
-        return
-    original = torch.as_tensor
+        return contextlib.nullcontext()
+    original, own_thread = torch.as_tensor, threading.get_ident()
 
     def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-        if isinstance(data, torch.Tensor) or device is None or torch.device(device).type != "cuda":
+        is_sent = device is not None and torch.device(device).type == "cuda" and not isinstance(data, torch.Tensor)
+        if not is_sent or threading.get_ident() != own_thread:
             return original(data, dtype=dtype, device=device)
         if type(data) in (bool, int, float):
             return torch.full((), data, dtype=dtype, device=device)
@@ -69,11 +71,7 @@ def numbers_made_on(device: torch.device) -> Iterator[None]:
             return on_host.to(device)
         return on_host.pin_memory().to(device, non_blocking=True)
 
-    torch.as_tensor = as_tensor
-    try:
-        yield
-    finally:
-        torch.as_tensor = original
+    return replaced(torch, as_tensor=as_tensor)
 
 
 @contextlib.contextmanager
@@ -87,7 +85,8 @@ def updating_on(device: torch.device, optimizer: Any) -> Iterator[None]:
         return
     import keras
 
-    from kerasdp.keras_compat import deciding_on_device, inner_optimizer, updating_one_by_one
+    from kerasdp.keras_compat.loss_scaling import deciding_on_device
+    from kerasdp.keras_compat.optimizers import inner_optimizer, updating_one_by_one
 
     with contextlib.ExitStack() as stack:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

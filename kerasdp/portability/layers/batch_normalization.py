@@ -9,7 +9,7 @@ from keras import ops
 
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import saved_as_keras
+from kerasdp.keras_compat.saving import saved_as_keras
 from kerasdp.portability import replica_context
 from kerasdp.portability.row_axes import FIRST
 

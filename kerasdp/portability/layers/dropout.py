@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat import saved_as_keras
+from kerasdp.keras_compat.saving import saved_as_keras
 from kerasdp.portability import random as random_numbers
 
 

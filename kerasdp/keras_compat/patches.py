@@ -1,0 +1,76 @@
+"""Replaces attributes of classes, objects and modules that are not the kit's: the one way to do it, and to undo it."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives an owner other attributes, methods among them, until it is left.
+
+    Afterwards it has what it had itself; what it had from its class, or not at all, it has from there again. A copy of
+    the owner that is made meanwhile keeps them.
+
+    Args:
+        owner: a class, for all of its objects; one object; or a module.
+        **values: by name of the attribute.
+    """
+    is_object = not isinstance(owner, (type, types.ModuleType))
+    # Past Keras, for which each new value of an object's attribute would be a change of the layer.
+    write, erase = (object.__setattr__, object.__delattr__) if is_object else (setattr, delattr)
+    # TensorFlow (2.21) has modules that hold the names of others: what they have is not in `vars`.
+    is_module = isinstance(owner, types.ModuleType)
+    held = {name: getattr(owner, name) for name in values if is_module or name in vars(owner)}
+    for name, value in values.items():
+        write(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in held:
+                write(owner, name, held[name])
+            else:
+                erase(owner, name)
+
+
+@contextlib.contextmanager
+def replaced_in_each(owners: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """Does what `replaced` does for several owners, each with its values."""
+    with contextlib.ExitStack() as stack:
+        for owner, values in owners:
+            stack.enter_context(replaced(owner, **values))
+        yield
+
+
+def wrapped(owner: Any, **wraps: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which methods are others, made of those that there are; what is nested goes through both.
+
+    Args:
+        owner: as in `replaced`.
+        **wraps: by name, a function that gets the method and gives the one in its place.
+    """
+    return replaced(owner, **{name: wrap(getattr(owner, name)) for name, wrap in wraps.items()})
+
+
+def original(function: Any) -> Any:
+    """Returns the function that this one stands for, if `standing_for` made it; else itself."""
+    return getattr(function, "_kerasdp_original", function)
+
+
+def standing_for(function: Callable[..., Any], replacement: Any) -> Any:
+    """Returns a replacement that knows the function for which it stands: another one may stand for the same."""
+    vars(replacement)["_kerasdp_original"] = original(function)
+    return replacement
+
+
+def wrap_for_good(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wraps a function of a class or a module once, for as long as the process lasts.
+
+    For what asks a context variable each time: TensorFlow traces replicas in threads, in turns, so that what one of
+    them put back would be missing to another.
+    """
+    found = getattr(owner, name)
+    if original(found) is found:
+        setattr(owner, name, standing_for(found, wrap(found)))

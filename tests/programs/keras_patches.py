@@ -1,0 +1,264 @@
+"""Computes what patches of Keras are for, without them and with them, and prints both beside what is right.
+
+    python keras_patches.py
+
+On the backend of KERAS_BACKEND. Prints, by name: [without, with, right].
+"""
+
+import contextlib
+import json
+
+import keras
+import numpy as np
+from keras import ops
+
+from kerasdp.keras_compat import optimizers, settings, training
+from kerasdp.keras_compat.layers import set_raw_value
+from kerasdp.keras_compat.models import building_nothing
+from kerasdp.keras_compat.numerics import same_on_all_backends
+
+BACKEND = keras.backend.backend()
+NAN = "an error"
+
+
+def plain(result):
+    """As JSON has it."""
+    if ops.is_tensor(result) or isinstance(result, keras.Variable):
+        result = ops.convert_to_numpy(ops.stop_gradient(ops.convert_to_tensor(result)))
+    return result.tolist() if hasattr(result, "tolist") else result
+
+
+def gradient(function, x):
+    """Of the sum of a function's outputs."""
+    if BACKEND == "torch":
+        import torch
+
+        x = torch.tensor(x, requires_grad=True)
+        return torch.autograd.grad(function(x).sum(), x)[0]
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(lambda x: function(x).sum())(x)
+    import tensorflow as tf
+
+    x = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(function(x))
+    return tape.gradient(loss, x)
+
+
+def both(context, compute, right):
+    """The results without and with a patch; an error is one, too."""
+
+    def outcome():
+        try:
+            return plain(compute())
+        except Exception:
+            return NAN
+
+    without = outcome()
+    with context():
+        return [without, outcome(), plain(np.asarray(right)) if not isinstance(right, str) else right]
+
+
+def functions():
+    """Those of `same_on_all_backends`: at ties, at 0, of probabilities that are clipped, where all is masked."""
+    half = np.float64(0.5)
+
+    def attention():
+        query = ops.convert_to_tensor(np.ones((1, 2, 1, 4), "float32"))
+        value = ops.convert_to_tensor(np.arange(8, dtype="float32").reshape(1, 2, 1, 4))
+        mask = ops.convert_to_tensor(np.array([[[[True, False], [False, False]]]]))
+        return ops.dot_product_attention(query, query, value, mask=mask)
+
+    cases = {"attention": (attention, [[[[0.0, 1, 2, 3]], [[0.0, 0, 0, 0]]]])}
+    if BACKEND == "torch":
+        one_of_three = np.full((1, 2, 2, 3), 1 / 3, "float32")
+        target = np.zeros((1, 2, 2), "int32")
+        cases["classes of pixels"] = (
+            lambda: ops.round(
+                gradient(lambda p: ops.sparse_categorical_crossentropy(ops.convert_to_tensor(target), p), one_of_three)
+            ),
+            np.float32([-2, 1, 1] * 4).reshape(1, 2, 2, 3),
+        )
+        return cases
+    cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
+    if BACKEND == "jax":
+        import jax
+
+        def logits_made_one_hot():
+            of = lambda x: ops.sparse_categorical_crossentropy(np.zeros((2,), "int32"), x, from_logits=True)  # noqa: E731
+            return int("eq" in str(jax.make_jaxpr(of)(np.ones((2, 5), "float32"))).split())
+
+        cases |= {
+            "classes by place": (logits_made_one_hot, 0),
+            "clip": (lambda: gradient(lambda x: ops.clip(x, 0.0, 1.0), np.float32([0, 1])), [1.0, 1]),
+            "absolute": (lambda: gradient(ops.absolute, np.float32([0])), [0.0]),
+            "abs": (lambda: gradient(ops.abs, np.float32([0])), [0.0]),
+            "leaky_relu": (lambda: gradient(ops.leaky_relu, np.float32([0])), [np.float32(0.2)]),
+        }
+        return cases
+
+    def of_softmax(loss):
+        """Of a probability that is clipped, the gradient is 0: Keras looks behind the softmax."""
+        return lambda: gradient(lambda x: loss(ops.softmax(x)), np.float32([[-50, 50]]))
+
+    one_hot, classes = ops.convert_to_tensor(np.float32([[1, 0]])), ops.convert_to_tensor(np.int32([0]))
+    binary = ops.convert_to_tensor(np.float32([1]))
+    cases |= {
+        "categorical_crossentropy": (of_softmax(lambda p: ops.categorical_crossentropy(one_hot, p)), [[0.0, 0]]),
+        "sparse_categorical_crossentropy": (
+            of_softmax(lambda p: ops.sparse_categorical_crossentropy(classes, p)), [[0.0, 0]],
+        ),
+        "binary_crossentropy": (
+            lambda: gradient(lambda x: ops.binary_crossentropy(binary, ops.sigmoid(x)), np.float32([-50])), [0.0],
+        ),
+        "maximum": (lambda: gradient(lambda x: ops.maximum(x, np.float32([1])), np.float32([1])), [0.5]),
+        "minimum": (lambda: gradient(lambda x: ops.minimum(x, np.float32([1])), np.float32([1])), [0.5]),
+        "selu": (lambda: gradient(ops.selu, np.float64([0])), [1.0507009873554805 * 1.6732632423543772]),
+        "celu": (lambda: gradient(lambda x: ops.celu(x, 2.0), np.float32([0])), [1.0]),
+        "gelu": (
+            lambda: ops.gelu(ops.convert_to_tensor(half)),
+            0.25 * (1 + np.tanh(np.sqrt(2 / np.pi) * (0.5 + 0.044715 * 0.125))),
+        ),
+        "leaky_relu": (lambda: ops.leaky_relu(ops.convert_to_tensor(-half)), -0.1),
+        "resize": (
+            lambda: ops.image.resize(np.float64([0.1, 0.2]).reshape(1, 2, 1, 1), (3, 1), data_format="channels_last"),
+            np.float64([0.1, 0.15, 0.2]).reshape(1, 3, 1, 1),
+        ),
+    }  # fmt: skip
+    return cases
+
+
+def on_jax():
+    """The value of another host goes through `put`."""
+    from keras.src.backend.jax import distribution_lib
+
+    class Elsewhere:
+        is_fully_addressable = False
+
+    @contextlib.contextmanager
+    def placed():
+        settings.place_variables_by(lambda array, sharding: array + 100)  # of an earlier run, which the next one ends
+        settings.place_variables_by(lambda array, sharding: array + 1)
+        yield
+
+    return {"place_variables_by": both(placed, lambda: distribution_lib.distribute_tensor(1.0, Elsewhere()), 2.0)}
+
+
+def on_tensorflow():
+    """What belongs to `tf.distribute`, to its variables, and to its conversion of numbers."""
+    import tensorflow as tf
+    from keras.src.backend.tensorflow import trainer
+
+    from kerasdp.backends.tensorflow.gradient_clipping import clipping_means
+    from kerasdp.backends.tensorflow.optimizer_update import taking_dense
+
+    strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(2, "float32"))
+        optimizer, loss = keras.optimizers.SGD(1.0), keras.losses.MeanSquaredError()
+        optimizer.build([variable])
+
+    def reduced():
+        variable.assign([0, 0])
+        strategy.run(tf.function(lambda: optimizer.apply([tf.constant([1.0, 2.0])], [variable])))
+        return variable
+
+    in_replica = [contextlib.nullcontext]
+
+    def means():
+        def of_replica():
+            with in_replica[-1]():
+                return loss(tf.ones((2, 1)), tf.zeros((2, 1)))
+
+        return strategy.experimental_local_results(strategy.run(tf.function(of_replica)))[0]
+
+    @contextlib.contextmanager
+    def whole():
+        in_replica.append(training.losses_of_whole_batch)
+        yield
+
+    own = keras.Variable(np.zeros(2, "float32"))
+    updating = keras.optimizers.SGD(1.0)
+    updating.build([own])
+
+    def values():
+        with keras.StatelessScope([(own, tf.constant([5.0, 5.0]))]) as scope:
+            updating.apply([tf.constant([1.0, 1.0])], [own])
+        return [*plain(scope.get_current_value(own)), *plain(own)]
+
+    def in_rows(optimizer):
+        """A token that occurs twice: Adagrad takes the square of the sum, not the sum of squares."""
+        table = keras.Variable(np.zeros((2, 1), "float32"))
+        optimizer.build([table])
+        rows = tf.IndexedSlices(tf.ones((2, 1)), tf.constant([0, 0]), tf.constant([2, 1]))
+        optimizer.apply([rows], [table])
+        return ops.round(optimizer.variables[2] * 100)
+
+    known = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
+    decaying = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    decaying.exclude_from_weight_decay(var_list=known[:1])
+    decaying.build(known)
+    spared = optimizers.weights_without_decay(decaying, known)
+
+    @contextlib.contextmanager
+    def bound():
+        optimizers.rebind_weights(decaying, known, spared)
+        yield
+
+    def with_others():
+        for weight in known:
+            weight.assign([3, 3])
+        decaying.apply([tf.constant([1.0, 1.0])] * 2, known)
+        return [plain(weight) for weight in known]
+
+    for weight in known:
+        set_raw_value(weight, tf.Variable([3.0, 3.0]))
+
+    @contextlib.contextmanager
+    def exact():
+        settings.set_precision("float64")
+        assert trainer.tf is tf  # which converts no numbers
+        yield
+        settings.set_precision("float32")
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def taken():
+        batches = iter([(np.ones((2, 1)), np.ones((2, 1)))] * 3)
+        model._maybe_symbolic_build(iterator=[(0, 1, batches)])
+        return len(list(batches))
+
+    return {
+        "no_gradient_sum": both(optimizers.no_gradient_sum, reduced, [-1.0, -2]),
+        "losses_of_whole_batch": both(whole, means, 1.0),
+        "updating_values": both(lambda: optimizers.updating_values(updating), values, [4.0, 4, 0, 0]),
+        "taking_dense": both(taking_dense, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
+        "rebind_weights": both(bound, with_others, [[2.0, 2], [0.5, 0.5]]),
+        "set_precision": both(exact, lambda: ops.cast(0.1, "float64"), 0.1),
+        "building_nothing": both(lambda: building_nothing(model), taken, 3),
+        "clipping_means": both(
+            lambda: clipping_means(lambda gradients: [gradient / 2 for gradient in gradients]),
+            lambda: tf.clip_by_global_norm([tf.constant([3.0, 4.0])], 100.0)[1],
+            2.5,
+        ),
+    }
+
+
+def outcomes():
+    """Of all patches, by name: without, with, what is right."""
+    found = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": dict}[BACKEND]()
+    return found | {name: both(same_on_all_backends, *case) for name, case in functions().items()}
+
+
+if __name__ == "__main__":
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    print("RESULT", json.dumps(outcomes()))

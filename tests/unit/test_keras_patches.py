@@ -1,0 +1,715 @@
+"""What each change of Keras is for: without it and with it the outcome differs, and afterwards Keras is as before.
+
+A new Keras says here, in one run, which of them have lost their effect, and which are needed no more.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import sys
+import types
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras.src.backend.common import global_state
+from keras.src.saving import serialization_lib
+from keras.src.utils import module_utils
+
+from kerasdp.errors import RunError, UserError
+from kerasdp.keras_compat import (
+    layers,
+    models,
+    numerics,
+    optimizers,
+    own_rows,
+    own_steps,
+    patches,
+    random,
+    saving,
+    settings,
+    training,
+)
+from kerasdp.keras_compat.loss_scaling import deciding_on_device
+from kerasdp.keras_compat.patches import replaced
+from kerasdp.portability import initial_weights, replica_context
+from kerasdp.portability import layers as portable_layers
+from kerasdp.portability.added_losses import take_added_loss
+from kerasdp.portability.random import portable_draws
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.programs import keras_patches
+
+ON_TORCH = pytest.mark.skipif("keras.backend.backend() != 'torch'", reason="a patch of Keras' torch backend")
+ONES = np.ones((2, 3), "float32")
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Keras imports TensorFlow to serialize anything: seconds, and two LLVMs."""
+    with settings.without_tensorflow():
+        yield
+
+
+def dense(units=2, **options):
+    """A model of one layer whose weights are ones."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, kernel_initializer="ones", **options)])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    return model
+
+
+def array(tensor):
+    return keras.ops.convert_to_numpy(keras.ops.stop_gradient(keras.ops.convert_to_tensor(tensor)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_patches_of_a_backend(backend):
+    """Functions that differ between backends; what is for JAX and TensorFlow alone."""
+    if backend == keras.backend.backend() == "torch":  # here TensorFlow would have to divide the CPU first
+        found = keras_patches.outcomes()
+    else:
+        found = result_of(run(PROGRAMS / "keras_patches.py", backend=backend, KERAS_BACKEND=backend))
+    assert len(found) >= {"torch": 2, "jax": 8, "tensorflow": 20}[backend]
+    for name, (without, patched, right) in found.items():
+        np.testing.assert_allclose(patched, right, rtol=1e-14, err_msg=name)
+        assert isinstance(without, str) or np.abs(np.subtract(without, right)).max() > 1e-12, name
+
+
+class Plain:
+    kept = 1
+
+
+def test_what_is_replaced_comes_back():
+    one = Plain()
+    one.own = 1
+    with replaced(one, own=2, kept=3, new=4):
+        assert (one.own, one.kept, one.new) == (2, 3, 4)
+    assert vars(one) == {"own": 1}
+    with replaced(Plain, kept=2), pytest.raises(KeyError), replaced(Plain, kept=3):
+        assert one.kept == 3
+        raise KeyError
+    assert Plain.kept == 1 and one.kept == 1
+
+
+def test_what_is_wrapped_for_good_is_wrapped_once():
+    own = types.SimpleNamespace(double=lambda x: 2 * x)
+    for _ in range(2):
+        patches.wrap_for_good(own, "double", lambda function: lambda x: 1 + function(x))
+    assert own.double(3) == 7 and patches.original(own.double)(3) == 6
+    again = patches.standing_for(own.double, lambda x: 0)
+    assert patches.original(again)(3) == 6
+
+
+# Layers
+
+
+def test_hook_of_add_loss():
+    layers.hook_add_loss(take_added_loss)
+    layers.hook_add_loss(lambda *given: pytest.fail("it is hooked once, for good"))
+    layer, taken = keras.layers.Layer(), []
+    context = replica_context.ReplicaContext(
+        num_replicas=1, num_rows=1, rows=1, first_row=0, total_rows=1, adds=lambda _, *given: taken.append(given)
+    )
+    layer.add_loss(keras.ops.ones(()))
+    assert len(layer.losses) == 1 and not taken
+    with replica_context.use(context):
+        layer.add_loss(keras.ops.ones(()))
+    assert len(layer.losses) == 1 and taken[0][0] is layer
+
+
+def test_a_layer_becomes_one_of_another_class_within_its_graph():
+    class Doubled(keras.layers.Dense):
+        def call(self, inputs):
+            return 2 * super().call(inputs)
+
+    model = dense()
+    assert array(model(ONES)).tolist() == [[3, 3], [3, 3]]
+    layers.become(model.layers[0], Doubled)
+    assert array(model(ONES)).tolist() == [[6, 6], [6, 6]]
+
+
+def test_calls_of_a_layer_go_through_a_function():
+    model = dense()
+    bound = model.layers[0]
+    object.__setattr__(bound, "call", lambda inputs: inputs[:, :2] * 5)  # as users do
+    layers.call_through(bound, lambda layer, *args: 1 + layers.own_call(layer)(*args))
+    layers.call_through(bound, lambda layer, *args: pytest.fail("once, for good"))
+    assert array(bound(ONES)).tolist() == [[6, 6], [6, 6]]
+    own = keras.layers.Identity()
+    layers.call_through(own, lambda layer, *args: 1 + layers.own_call(layer)(*args))
+    assert array(own(ONES)).tolist() == (ONES + 1).tolist()
+
+
+def test_wrapped_calls():
+    model = dense()
+    with layers.wrapped_calls(model.layers, lambda layer, call: lambda inputs: call(inputs) + 1):
+        assert array(model(ONES))[0, 0] == 4
+    assert array(model(ONES))[0, 0] == 3
+    assert "call" not in vars(model.layers[0])
+
+
+def test_wrapped_regularizers():
+    model = dense(activity_regularizer="l1")
+    model(ONES)
+    before = [float(array(loss)) for loss in model.losses]
+    with layers.wrapped_regularizers(model.layers, lambda layer, regularizer: lambda output: keras.ops.sum(output) + 2):
+        model(ONES)
+        assert [float(array(loss)) for loss in model.losses] == [7]  # by the samples, as Keras does
+    model(ONES)
+    assert [float(array(loss)) for loss in model.losses] == before != [7]
+
+
+def test_a_variable_holds_what_it_is_given():
+    variable, other = keras.Variable(np.ones(2)), keras.ops.zeros(3)
+    layers.set_raw_value(variable, other)
+    assert layers.raw_value(variable) is other
+
+
+# Models
+
+
+def test_layers_that_share_a_name_are_put_into_one_model():
+    inputs = keras.Input((3,))
+    one, two = keras.layers.Dense(2, name="same"), keras.layers.Dense(2, name="same")
+    outputs = two(one(inputs))
+    with pytest.raises(ValueError, match="unique"):
+        keras.Model(inputs, outputs)
+    with models.distinct_names([one, two, two]):
+        keras.Model(inputs, outputs)
+    assert one.name == two.name == "same"
+
+
+def test_methods_of_all_models():
+    own, model = keras.Model.evaluate, dense()
+
+    class Calls(keras.Model):
+        def evaluate(self):
+            return super().evaluate()
+
+    with models.methods_through({"evaluate": lambda original: lambda model: (model, original)}):
+        assert model.evaluate() == (model, own)
+        assert Calls().evaluate()[1] is own
+    assert keras.Model.evaluate is own and "evaluate" not in vars(keras.Model)
+
+
+def test_step_functions_are_lent():
+    model = dense()
+    model.compile("sgd", "mse", steps_per_execution=1 if keras.backend.backend() == "torch" else 2)
+    batches, trained = [], []
+    lent = {
+        "train": lambda data: trained.append(1) or {"loss": 5.0},
+        "predict": lambda data: batches.append(data) or ONES,
+    }
+    with models.lent_functions(model, lent):
+        model.fit(ONES, ONES[:, :2], verbose=0)
+        assert trained == [1]
+        assert model.steps_per_execution == 1
+        assert model.predict(ONES, verbose=0).tolist() == ONES.tolist() and len(batches) == 1
+    assert model.train_function is None
+    assert model.predict(ONES, verbose=0).shape == (2, 2)
+
+
+def test_nothing_is_built_by_a_first_batch():
+    model = keras.Model(inputs := keras.Input((3,)), keras.layers.Dense(2)(inputs))
+    model.compile("sgd", "mse")
+    batches = iter([(1, 1, [(ONES, ONES[:, :2])])] * 3)
+    model.unused = keras.layers.Dense(3)
+    with models.building_nothing(model):
+        assert model.unused.built
+        model._symbolic_build(iterator=batches)
+    assert not model.unused.built and not model.optimizer.built
+    model._symbolic_build(iterator=batches)
+    assert model.optimizer.built and len(list(batches)) == 2
+
+
+@ON_TORCH
+@pytest.mark.parametrize("is_new", [False, True])
+def test_metrics_of_ranks_are_not_added_up(is_new, monkeypatch, tmp_path):
+    """As Keras 3.16 does with a process group, also where there is no training: here each rank's is that of all."""
+    import torch.distributed
+
+    trainer = keras.Model.__mro__[1]
+    if is_new:
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **_: tensor.mul_(2))
+    else:
+
+        def doubled(model):
+            return {name: 2 * value for name, value in super(trainer, model).get_metrics_result().items()}
+
+        monkeypatch.setattr(trainer, "get_metrics_result", doubled, raising=False)
+        monkeypatch.setattr(trainer, "_initialize_ddp", lambda model: pytest.fail("a wrapper"), raising=False)
+    if is_new and "get_metrics_result" not in vars(trainer):
+        pytest.skip("Keras 3.15 knows no process groups")
+
+    class Own(keras.Sequential):
+        def get_metrics_result(self):
+            return super().get_metrics_result() | {"own": 1}
+
+    model = Own([keras.Input((3,)), keras.layers.Identity()])
+    model.compile("sgd", "mse", metrics=[keras.metrics.TruePositives(name="hits")])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    lent = {"test": lambda data: model.test_step(data[0])}
+
+    def found():
+        with models.lent_functions(model, lent):
+            logs = model.evaluate(ONES, ONES, return_dict=True, verbose=0)
+        return logs["hits"], logs["own"]
+
+    try:
+        assert found() == (12, 1)
+        with models.metrics_of_ranks_as_they_are():
+            assert found() == (6, 1)
+            if hasattr(trainer, "_initialize_ddp"):
+                model.predict(ONES, verbose=0)
+        assert found() == (12, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_keras_whose_functions_are_elsewhere_is_named(monkeypatch):
+    """Not that of another backend, which would be changed without an effect."""
+    from keras.src import backend
+
+    other = types.SimpleNamespace(nn=types.ModuleType("keras.src.backend.numpy.nn"))
+    vars(other.nn)["sparse_categorical_crossentropy"] = vars(other.nn)["categorical_crossentropy"] = None
+    monkeypatch.setattr(backend, "ops", other, raising=False)
+    with pytest.raises(UserError, match="needs Keras 3.15 or 3.16"), numerics.same_on_all_backends():
+        pass
+
+
+def test_a_compiled_model_is_built_without_training():
+    """Also layers that are there in training alone."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.always, self.sometimes = keras.layers.Dense(1), keras.layers.Dense(1)
+
+        def call(self, inputs, training=False):
+            return self.always(inputs) + (self.sometimes(inputs) if training else 0)
+
+    model = Own()
+    model.compile("adam", "mse", metrics=["mae"])
+    assert models.compiled_metrics(model) == models.output_losses(model) == []
+    models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 1)), None))
+    assert model.sometimes.built and model.optimizer.built
+    assert len(models.compiled_metrics(model)) == len(models.output_losses(model)) == 1
+
+
+def test_what_compile_makes_is_made_again():
+    model = dense()
+    model.compile("sgd", "mae", metrics=["mse"])
+    before = models.made_by_compile(model)
+    model.compile("sgd", "mae", metrics=["mse"])
+    assert not {id(one) for one in before} & {id(one) for one in models.made_by_compile(model)}
+    assert float(array(models.compiled_loss(model)(ONES, 3 * ONES))) == 2
+    models.update_loss_metric(model, keras.ops.convert_to_tensor(4.0), 3)
+    models.update_loss_metric(model, keras.ops.convert_to_tensor(0.0), 1)
+    assert float(array(model.metrics[0].result())) == 3
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", ()), ("float64", ("float32",)), ("int32", ("float32",))])
+def test_models_convert_their_inputs(dtype, expected):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Identity()])
+    assert models.input_conversions(model, dtype, "float32") == expected
+
+
+# Losses and metrics of `compile`, and user-defined steps
+
+
+def test_losses_are_reduced_otherwise():
+    model, targets = dense(), ONES[:, :2]
+    models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 2)), None))
+    compiled = models.compiled_loss(model)
+    with own_rows.reducing_losses(
+        model, lambda loss, y_true, y_pred, weights: keras.ops.sum(loss.call(y_true, y_pred))
+    ):
+        assert float(array(compiled(targets, 3 * targets))) == 8
+    assert float(array(compiled(targets, 3 * targets))) == 4
+    assert isinstance(models.output_losses(model)[0], keras.losses.Loss)
+
+    def refuse(*_):
+        raise UserError("one line")
+
+    with pytest.raises(UserError, match="^one line$"), own_rows.reducing_losses(model, refuse):
+        compiled(targets, targets)
+
+
+def test_wrapped_losses():
+    loss = keras.losses.MeanSquaredError()
+    with own_rows.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
+        assert float(array(loss(ONES, 7 * ONES))) == 7
+    assert float(array(loss(ONES, 7 * ONES))) == 36
+
+
+def test_means_of_losses_are_multiplied():
+    class Two(keras.Model):
+        def call(self, inputs):
+            return inputs, inputs
+
+    model = Two()
+    model.compile("sgd", ["mse", "mse"])
+    zeros = np.zeros((2, 3), "float32")
+
+    def means():
+        return model.test_on_batch(ONES, [zeros, zeros], return_dict=True)
+
+    before = means()
+    with training.losses_of_whole_batch(3.0):
+        within = means()
+    assert before == means() == {"loss": 2, **{name: 1 for name in before if name != "loss"}}
+    assert within == {"loss": 2, **{name: 3 for name in before if name != "loss"}}
+
+
+def test_hooked_steps():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.optimizers = keras.metrics.Mean(), []
+
+        def step(self, optimizer, weight):
+            optimizer.apply([keras.ops.ones(2)], [weight])
+            self.mean.update_state(3.0)
+            return float(array(self.mean.result()))
+
+    model, weight, seen = Own(), keras.Variable(np.zeros(2, "float32")), []
+    step = functools.partial(model.step, keras.optimizers.SGD(1.0), weight)
+    with own_steps.hooked_steps(
+        model,
+        apply=lambda apply: lambda optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
+        update_mean=lambda update: lambda mean, value: update(mean, value + 1),
+        result=lambda metric, result: lambda: seen.append(metric) or result(),
+    ):
+        assert step() == 4
+        assert array(weight).tolist() == [-2, -2] and seen == [model.mean]
+    model.mean.reset_state()
+    assert step() == 3 and len(seen) == 1
+    assert array(weight).tolist() == [-3, -3]
+
+
+def test_optimizers_apply_once_through_loss_scaling():
+    """Each of the two has an `apply`: both are exchanged."""
+    weight = keras.Variable(np.zeros(2, "float32"))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1.0)
+    optimizer.build([weight])
+    names = []
+
+    def noting(apply):
+        return lambda one, *args, **kwargs: names.append(type(one).__name__) or apply(one, *args, **kwargs)
+
+    with optimizers.wrapped_apply(noting):
+        optimizer.apply([keras.ops.ones(2)], [weight])
+    assert names == ["LossScaleOptimizer", "SGD"] and array(weight).tolist() == [-1, -1]
+
+
+def test_plain_attributes_are_kept():
+    model = dense()
+    model.count = 1
+    with own_steps.plain_attributes_kept(model):
+        model.count, model.new = 2, 3
+    assert model.count == 1 and not hasattr(model, "new")
+
+
+# Optimizers
+
+
+def test_a_stage_updates_its_weights_alone():
+    one, other = keras.Variable(np.ones(2, "float32"), name="one"), keras.Variable(np.ones(2, "float32"), name="other")
+
+    def updated(context):
+        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(var_list=[one])
+        optimizer.build([one, other])
+        one.assign([1, 1])
+        with context(optimizer, [one]):
+            optimizer.apply([keras.ops.convert_to_tensor(np.float32([3, 4]))], [one])
+        assert (optimizer.global_clipnorm, optimizer.weight_decay) == (1, 0.5)
+        return array(one).tolist()
+
+    assert updated(optimizers.updating_some) == [-2, -3]
+    # On torch, Keras updates a list without entries.
+    with pytest.raises(Exception) if keras.backend.backend() == "torch" else contextlib.nullcontext():
+        assert updated(lambda *_: contextlib.nullcontext()) != [-2, -3]
+
+
+def test_what_does_not_decay_is_copied():
+    weights = dense().trainable_variables
+    optimizer, other = keras.optimizers.AdamW(), keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_list=weights[:1])
+    assert optimizers.weights_without_decay(other, weights) == []
+    optimizers.copy_decay_exclusions(optimizer, other)
+    assert optimizers.weights_without_decay(other, weights) == weights[:1]
+
+
+@ON_TORCH
+def test_an_optimizer_updates_variable_by_variable(monkeypatch):
+    weights = [keras.Variable(np.zeros(2, "float32")) for _ in range(3)]
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(weights)
+    updated = []
+    monkeypatch.setattr(keras.optimizers.SGD, "update_step", lambda one, gradient, weight, rate: updated.append(weight))
+    gradients = [keras.ops.ones(2)] * 3
+    optimizer.apply(gradients, weights)
+    assert not updated
+    with optimizers.updating_one_by_one(optimizer):
+        optimizer.apply(gradients, weights)
+    assert updated == weights
+
+
+@ON_TORCH
+def test_numbers_are_made_on_a_gpu_for_the_thread_that_trains(monkeypatch):
+    import torch
+
+    from kerasdp.backends.torch.waits import numbers_made_on
+
+    filled = []
+    monkeypatch.setattr(torch, "full", lambda *_, **__: filled.append(1) or torch.ones(()))
+    monkeypatch.setattr(torch, "as_tensor", lambda data, dtype=None, device=None: "sent")
+    with numbers_made_on(torch.device("cuda")), concurrent.futures.ThreadPoolExecutor(1) as other:
+        torch.as_tensor(1.0, device="cuda")
+        assert len(filled) == 1
+        assert other.submit(torch.as_tensor, 1.0, device="cuda").result() == "sent"
+        assert torch.as_tensor(1.0, device="cpu") == torch.as_tensor(1.0) == "sent"
+    assert torch.as_tensor(1.0, device="cuda") == "sent" and len(filled) == 1
+
+
+@ON_TORCH
+def test_loss_scaling_is_decided_on_the_device(monkeypatch):
+    """Without a question to the host, and as Keras decides: a step that counts, one that does not, one that grows."""
+    import torch
+
+    num_questions = []
+    ask = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: num_questions.append(1) or ask(tensor))
+
+    def updated(context):
+        weight = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.Adam(1.0), initial_scale=4.0, dynamic_growth_steps=2
+        )
+        optimizer.build([weight])
+        results = []
+        for gradient in (1.0, float("inf"), 2.0, 3.0):
+            num_questions.clear()
+            values = [(variable, keras.ops.copy(variable.value)) for variable in (*optimizer.variables, weight)]
+            with context(optimizer), optimizers.updating_one_by_one(optimizer), keras.StatelessScope(values) as scope:
+                optimizer.apply([torch.full((2,), gradient)], [weight])
+            for variable, _ in values:
+                variable.assign(scope.get_current_value(variable))
+            results.append([array(variable).tolist() for variable, _ in values])
+        return results, len(num_questions)
+
+    (usual, some), (patched, none) = updated(lambda _: contextlib.nullcontext()), updated(deciding_on_device)
+    np.testing.assert_equal(patched, usual)
+    assert some and not none
+
+
+# Random numbers and initial weights
+
+
+DRAWS = {
+    "uniform": lambda: keras.random.uniform((3,), seed=1),
+    "normal": lambda: keras.random.normal((3,), seed=1),
+    "truncated_normal": lambda: keras.random.truncated_normal((3,), seed=1),
+    "randint": lambda: keras.random.randint((9,), 0, 100, seed=1),
+    "dropout": lambda: keras.random.dropout(keras.ops.ones(30), 0.5, seed=1),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_are_wrapped(kind):
+    def draw():
+        return array(DRAWS[kind]()).tolist()
+
+    before = draw()
+    with portable_draws("a test"):
+        within = draw()
+    assert before == draw() != within
+
+
+@pytest.mark.parametrize("kind", ["beta", "binomial", "categorical", "gamma", "shuffle"])
+def test_draws_that_differ_are_wrapped(kind):
+    given = {"beta": ((2,), 1.0, 1.0), "binomial": ((2,), 1.0, 0.5), "categorical": (ONES, 1), "gamma": ((2,), 1.0)}
+    draw = functools.partial(getattr(keras.random, kind), *given.get(kind, (ONES,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        draw()
+    with portable_draws("a test"), pytest.warns(UserWarning, match=f"a test draws from keras.random.{kind}"):
+        draw()
+
+
+@pytest.mark.parametrize(
+    "kind", ["GlorotUniform", "RandomNormal", "TruncatedNormal", "RandomUniform", "Orthogonal", "HeNormal"]
+)
+def test_initial_weights_are_of_the_seed(kind):
+    def kernel():
+        layer = keras.layers.Dense(2, kernel_initializer=kind)
+        layer.build((None, 3))
+        return array(layer.kernel).tolist()
+
+    def of_seed(seed):
+        with initial_weights.portable(seed):
+            return kernel()
+
+    assert of_seed(3) == of_seed(3) != of_seed(4)
+    assert kernel() != kernel()
+
+
+def test_seeds_are_of_the_seed():
+    def seeds():
+        state = keras.layers.Dropout(0.5).seed_generator.state
+        return array(state).tolist(), keras.initializers.RandomNormal().seed
+
+    def of_seed(seed):
+        with initial_weights.portable(0), initial_weights.portable(seed):  # the innermost counts
+            return seeds()
+
+    for one, same, other, free, also in zip(of_seed(3), of_seed(3), of_seed(4), seeds(), seeds(), strict=True):
+        assert one == same != other and free != also
+
+
+def test_an_initializer_is_given_a_seed_for_a_while():
+    initializer = keras.initializers.RandomNormal()
+    drawn = initializer.seed
+    with random.seeded(initializer, 5):
+        assert array(initializer((2,))).tolist() == array(keras.initializers.RandomNormal(seed=5)((2,))).tolist()
+    assert initializer.seed == drawn and random.has_drawn_seed(initializer)
+
+
+def test_a_twin_shares_initializers():
+    layer = keras.layers.Dense(2)
+    twin = keras.layers.Dense.from_config(layer.get_config())
+    assert twin.kernel_initializer is not layer.kernel_initializer
+    random.share_initializers(layer, twin)
+    assert twin.kernel_initializer is layer.kernel_initializer
+
+
+def test_a_built_layer_takes_a_seed_generator():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    with pytest.raises(ValueError, match="new"):
+        layer.generator = keras.random.SeedGenerator()
+    random.give_seed_generator(layer)
+    generator = random.given_seed_generator(layer)
+    assert any(variable is generator.state for variable in layer.variables)
+    assert layers.has_seed_generators(layer) and len(layer.weights) == 2
+
+
+# Files
+
+
+def test_the_kits_layers_are_saved_as_those_of_keras():
+    class Own(keras.layers.Dropout):
+        pass
+
+    def saved(kind):
+        found = keras.saving.serialize_keras_object(kind(0.5))
+        return found["module"], found["class_name"]
+
+    assert saved(portable_layers.Dropout) == saved(keras.layers.Dropout) == ("keras.layers", "Dropout")
+    assert saved(Own)[0] == __name__
+
+
+@ON_TORCH
+def test_optimizers_are_saved_under_public_names():
+    model = dense()
+
+    def module():
+        return keras.saving.serialize_keras_object(model.optimizer)["module"]
+
+    assert module().startswith("keras.src.backend.torch")
+    with saving.public_optimizer_names(model):
+        assert module() == "keras.optimizers"
+    assert module().startswith("keras.src.backend.torch")
+
+
+def test_models_are_compiled_anew_where_they_are_loaded():
+    model = dense()
+
+    def saved():
+        return keras.saving.serialize_keras_object(model)["compile_config"]["jit_compile"]
+
+    assert saved() in (True, False)
+    with saving.plain_compile_arguments(model):
+        assert saved() == "auto"
+    assert saved() in (True, False)
+
+
+def test_nothing_of_a_file_is_code_whatever_the_script_allows():
+    text = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(lambda x: 2 * x)]).to_json()
+    kept = serialization_lib.in_safe_mode()
+    keras.config.enable_unsafe_deserialization()
+    try:
+        assert array(keras.models.model_from_json(text)(ONES))[0, 0] == 2
+        with saving.safe_deserialization(), pytest.raises(ValueError, match="unsafe|arbitrary code"):
+            keras.models.model_from_json(text)
+    finally:
+        global_state.set_global_attribute("safe_mode_saving", kept)
+
+
+# Settings of the process
+
+
+def test_errors_of_a_run_are_left_alone_in_a_call():
+    class Other(Exception):
+        pass
+
+    def message(kind):
+        def fail(x):
+            raise kind("one line")
+
+        with pytest.raises(kind) as caught:
+            keras.layers.Lambda(fail)(ONES)
+        return str(caught.value)
+
+    settings.keep_messages_of(RunError)
+    assert message(RunError) == "one line"
+    assert len(message(Other)) > len("one line")
+
+
+def test_results_are_of_64_bits():
+    double = keras.ops.convert_to_tensor(np.float64([1.0, 2.0]))
+
+    def dtype():
+        return keras.backend.standardize_dtype(keras.ops.var(double).dtype)
+
+    usual = dtype()
+    try:
+        settings.set_precision("float64")
+        assert dtype() == "float64"
+        assert keras.backend.standardize_dtype(keras.ops.add(double, double).dtype) == "float64"
+        assert keras.backend.standardize_dtype(keras.layers.Dense(1).variable_dtype) == "float64"
+    finally:
+        settings.set_precision("float32")
+    assert dtype() == usual == ("float64" if keras.backend.backend() == "tensorflow" else "float32")
+
+
+@pytest.mark.skipif("keras.backend.backend() == 'tensorflow'", reason="it is imported")
+def test_tensorflow_is_not_imported_beside_another_backend(monkeypatch):
+    asked = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "tensorflow":
+                asked.append(name)
+                raise ImportError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.setattr(module_utils.tensorflow, "_available", None)
+    with settings.without_tensorflow():
+        keras.utils.set_random_seed(1)
+    assert not asked
+    keras.utils.set_random_seed(1)
+    assert asked
+
+
+def test_a_monitor_decides_before_its_first_epoch():
+    callback = keras.callbacks.EarlyStopping(monitor="loss", min_delta=0.5)
+    callback.set_model(dense())
+    assert callback.monitor_op is None
+    training.set_monitor_direction(callback)
+    assert callback.monitor_op is not None and callback.min_delta == -0.5
+    training.set_monitor_direction(callback)
+    assert callback.min_delta == -0.5  # Keras turns the sign each time
