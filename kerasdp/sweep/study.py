@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,25 +60,25 @@ def run(
     except ImportError as error:
         raise UserError("a sweep needs Optuna, which is not installed: pip install 'kerasdp[optuna]'") from error
     settings, space = dataclasses.replace(settings or Config(), **changes), space or {}
-    with _folder_of(settings) as workdir:
-        _check_space(settings, workdir, space, is_grid=not num_trials)
-        grid = [] if num_trials else trials_of(settings, workdir, space)
-        study, storage = _opened(os.path.join(workdir, STUDY_FILE), settings, space, is_grid=not num_trials)
-        total, done = num_trials or len(grid), dict[str, Trial]()
+    workdir = settings.workdir
+    if workdir is None:
+        raise UserError("a sweep needs a folder for its runs, but none is set: add --workdir=FOLDER")
+    _check_space(settings, space, num_trials)
+    grid = [] if num_trials else trials_of(settings, workdir, space)
+    total, done = num_trials or len(grid), dict[str, Trial]()
+    with prepared_workdir(workdir, settings.resume), locked_workdir(workdir, settings.resume):
+        study, storage = _opened(workdir, settings, {"--sweep": str(space), "--trials": bool(num_trials)}, space)
         for number in range(total):
             study.sampler = _sampler(space, settings.seed, None if grid else number)
             asked = _asked(study, storage, number)
             trial = trial_of(settings, workdir, {name: _picked(asked, name, values) for name, values in space.items()})
-            line = f"run {number + 1} of {total}: {trial.name}"
-            if isinstance(asked, optuna.trial.FrozenTrial):
-                print(f"{line}: finished before", flush=True)
-                done.setdefault(trial.name, finished(trial, asked.user_attrs.get("error", "")))
-                continue
-            asked.set_user_attr("workdir", trial.folder)
+            is_over = isinstance(asked, optuna.trial.FrozenTrial)
+            print(f"run {number + 1} of {total}: {trial.name}{': finished before' * is_over}", flush=True)
             if trial.name not in done:  # else it was picked again
-                print(line, flush=True)
-                done[trial.name] = finished(trial, _error_of(train, trial))
-            _report(study, asked, done[trial.name])
+                reason = asked.user_attrs.get("error", "") if is_over else _error_of(train, trial)
+                done[trial.name] = finished(trial, reason)
+            if not is_over:
+                _report(study, asked, done[trial.name])
         trials = [done[trial.name] for trial in grid] or list(done.values())
         write_results(trials, workdir)
         if all(trial.error for trial in trials):
@@ -86,35 +86,49 @@ def run(
         return study
 
 
+def _check_space(settings: Config, space: dict[str, Any], num_trials: int | None) -> None:
+    """Raises `UserError` for a range that is none, and for values that cannot be used."""
+    require_choices(space)
+    for name, values in space.items():
+        if isinstance(values, tuple) and not (num_trials and len(values) == 2 and values[0] < values[1]):
+            raise UserError(
+                f"a range needs its least and its most, as 0.001..0.1, and a number of trials. Received: {name}"
+            )
+        for value in values:
+            dataclasses.replace(settings, **{name: value})
+
+
 def _opened(
-    path: str, settings: Config, space: dict[str, Any], *, is_grid: bool
+    workdir: str, settings: Config, choices: dict[str, Any], space: dict[str, Any]
 ) -> "tuple[optuna.Study, optuna.storages.BaseStorage]":
-    """Returns the study that is kept in a file, or a new one, and its storage.
+    """Returns the study that is kept in a folder, or a new one, and its storage.
 
     Raises:
-        UserError: if it is the study of other choices, or cannot be read.
+        UserError: if it is the study of another sweep, or cannot be read.
     """
     import optuna
     from optuna.storages import journal
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path = os.path.join(workdir, STUDY_FILE)
     try:
         storage = journal.JournalStorage(journal.JournalFileBackend(path))
-        study = optuna.create_study(storage=storage, study_name=STUDY, load_if_exists=True)
+        study = optuna.create_study(storage=storage, study_name=STUDY, load_if_exists=settings.resume)
+    except optuna.exceptions.DuplicatedStudyError:
+        reason = f"{workdir!r} holds the runs of an earlier sweep; continue it (--resume), or choose another folder"
+        raise UserError(f"--workdir: {reason}") from None
     except Exception as error:  # whatever Optuna raises of a file that is damaged, or not its own
         reason = f"expected Optuna's journal in {path}. Received: {error!r:.200}"
         raise UserError(f"--workdir: {reason}; choose another folder") from error
     shared = {name: value for name, value in settings.as_dict().items() if name not in (*_FREE, *space)}
-    sweep = {"--sweep": str(space), "--trials": "not given" if is_grid else "given"}
-    own = json.loads(json.dumps(sweep | shared))
-    saved = study.user_attrs.get("choices", {})
-    if not saved:
-        study.set_user_attr("choices", own)
-    for name in saved:
-        if own.get(name) != saved[name]:
+    own = json.loads(json.dumps(choices | shared))
+    saved = study.user_attrs.get("choices") or own
+    study.set_user_attr("choices", saved)
+    for name in own:
+        if own[name] != saved.get(name):
             raise UserError(
-                f"--resume: this sweep differs from the one in the workdir in {name}: expected {saved[name]}. "
-                f"Received: {own.get(name)}; repeat the choices of then, or choose another --workdir"
+                f"--resume: this sweep differs from the one in the workdir in {name}: expected {saved.get(name)}. "
+                f"Received: {own[name]}; repeat the choices of then, or choose another --workdir"
             )
     return study, storage
 
@@ -136,29 +150,21 @@ def _asked(study: "optuna.Study", storage: "optuna.storages.BaseStorage", number
     known = study.get_trials(deepcopy=False)[number:]
     if known and known[0].state.is_finished():
         return known[0]
-    if not known or known[0].state != optuna.trial.TrialState.RUNNING:
-        return study.ask()
-    study_id = storage.get_study_id_from_name(STUDY)
-    return optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
+    if known and known[0].state == optuna.trial.TrialState.RUNNING:
+        study_id = storage.get_study_id_from_name(STUDY)
+        return optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
+    return study.ask()
 
 
-def _report(study: "optuna.Study", asked: "optuna.Trial", trial: Trial) -> None:
-    """Tells the study how a trial ended."""
-    import optuna
-
-    loss = score(trial)
-    if trial.error:
-        asked.set_user_attr("error", trial.error)
-    try:
-        if trial.error or loss == float("inf"):
-            study.tell(asked, state=optuna.trial.TrialState.FAIL)
-        else:
-            study.tell(asked, loss)
-    except RuntimeError:
-        # After the last combination GridSampler (Optuna 5.0) stops `optimize`, which does not run here. What was told
-        # is kept by then.
-        if not isinstance(study.sampler, optuna.samplers.GridSampler):
-            raise
+def _picked(asked: Any, name: str, values: Any) -> Any:
+    """Returns the value that Optuna picks for a field; floats with four digits, so that folders have short names."""
+    if isinstance(values, list):
+        return asked.suggest_categorical(name, values)
+    least, most = values
+    is_log = least > 0 and most >= 10 * least
+    if isinstance(least, int) and isinstance(most, int):
+        return asked.suggest_int(name, least, most, log=is_log)
+    return min(max(float(f"{asked.suggest_float(name, least, most, log=is_log):.4g}"), least), most)
 
 
 def _error_of(train: Callable[..., Any], trial: Trial) -> str:
@@ -173,44 +179,17 @@ def _error_of(train: Callable[..., Any], trial: Trial) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _folder_of(settings: Config) -> Iterator[str]:
-    """Makes the folder of a sweep, and keeps other sweeps out.
+def _report(study: "optuna.Study", asked: "optuna.Trial", trial: Trial) -> None:
+    """Reports to the study how a trial ended."""
+    from optuna.trial import TrialState
 
-    Raises:
-        UserError: if there is none, or it holds another sweep.
-    """
-    workdir = settings.workdir
-    if workdir is None:
-        raise UserError("a sweep needs a folder for its runs, but none is set: add --workdir=FOLDER")
-    with prepared_workdir(workdir, settings.resume), locked_workdir(workdir, settings.resume):
-        if os.path.exists(os.path.join(workdir, STUDY_FILE)) and not settings.resume:
-            raise UserError(
-                f"--workdir: {workdir!r} holds the runs of an earlier sweep; continue it (--resume), or choose another "
-                "folder"
-            )
-        yield workdir
-
-
-def _check_space(settings: Config, workdir: str, space: dict[str, Any], *, is_grid: bool) -> None:
-    """Raises `UserError` for a range that is none, and for values that cannot be used."""
-    require_choices(space)
-    for name, values in space.items():
-        is_range = isinstance(values, tuple)
-        if is_range and is_grid:
-            raise UserError(f"the range of {name} needs num_trials=20, of which Optuna picks the values")
-        if is_range and not (len(values) == 2 and values[0] < values[1]):
-            raise UserError(f"a range needs its least and its most, as learning_rate=0.001..0.1. Received: {name}")
-        for value in values:
-            trial_of(settings, workdir, {name: value})
-
-
-def _picked(asked: Any, name: str, values: Any) -> Any:
-    """Returns the value that Optuna picks for a field; floats with four digits, so that folders have short names."""
-    if isinstance(values, list):
-        return asked.suggest_categorical(name, values)
-    least, most = values
-    is_log = least > 0 and most >= 10 * least
-    if isinstance(least, int) and isinstance(most, int):
-        return asked.suggest_int(name, least, most, log=is_log)
-    return min(max(float(f"{asked.suggest_float(name, least, most, log=is_log):.4g}"), least), most)
+    loss = score(trial)
+    asked.set_user_attr("workdir", trial.folder)
+    if trial.error:
+        asked.set_user_attr("error", trial.error)
+    # After the last combination GridSampler (Optuna 5.0) stops `optimize`, which does not run here. The state is kept.
+    with contextlib.suppress(RuntimeError):
+        if trial.error or loss == float("inf"):
+            study.tell(asked, state=TrialState.FAIL)
+        else:
+            study.tell(asked, loss)
