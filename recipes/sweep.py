@@ -6,11 +6,11 @@
     python recipes/sweep.py --sweep='learning_rate=0.001..0.1; model=mlp,lenet' --trials=20 --workdir=runs/search
     python recipes/sweep.py --help
 
-Each run has a folder of its own in the workdir. The second line continues where the first one was stopped, in the
-middle of a run; what is finished is not trained again. Optuna keeps its study in the workdir, too.
+Each run has a process and a folder of its own. With --resume a sweep continues where it was stopped, in the middle of a
+run; what is finished is not trained again. Optuna keeps its study in the workdir, too.
 
-Expected of the first: a table of four runs in a minute on two CPU cores, the best with a validation accuracy above
-0.93; sweep.csv and sweep.png in the workdir.
+Expected of the first sweep: a table of four runs in two minutes on two CPU cores, the best with a validation accuracy
+above 0.93; sweep.csv and sweep.png in the workdir.
 
 Copy this file and recipes/train.py into your project and change what you like.
 """
