@@ -75,9 +75,7 @@ def main() -> None:
         optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
         compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", **choices,
     )  # fmt: skip
-    if args.traffic:
-        traffic.prepare(args.backend)  # before jax makes its devices
-    count = functools.partial(traffic.bytes_a_step, args.backend, args.devices) if args.traffic else None
+    count = protocol.traffic_of(args, args.backend)  # before jax makes its devices
     kerasdp_program.run(config, args.steps, functools.partial(task, args), count)
 
 

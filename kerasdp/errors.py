@@ -122,7 +122,7 @@ class PreemptedError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint that cannot be used: corrupt, truncated, or of a newer format."""
+    """A checkpoint that cannot be used: corrupt or truncated."""
 
 
 class WorkerError(RunError):

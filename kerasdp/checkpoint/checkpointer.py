@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.checkpoint import callback_state, files, old_format
+from kerasdp.checkpoint import callback_state, files
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.architecture import architecture_of
 from kerasdp.checkpoint.fields import require
@@ -66,7 +66,7 @@ def newest(processes: Processes, folder: str) -> tuple[str, Checkpoint] | None:
 def resume(
     processes: Processes, model: keras.Model, identity: dict[str, Any], folder: str, found: tuple[str, Checkpoint]
 ) -> Checkpoint:
-    """Gives a model and its optimizer the values of the checkpoint that `newest` found; returns it in today's format.
+    """Gives a model and its optimizer the values of the checkpoint that `newest` found; returns it.
 
     Raises:
         UserError: if it is the checkpoint of another run.
@@ -74,7 +74,6 @@ def resume(
     """
     path, saved = found
     require(path, saved.state, *_NEEDED)
-    saved = old_format.converted(saved, model, identity)
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
         files.set_aside(folder, path)

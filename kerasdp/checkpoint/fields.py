@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kerasdp.data.sampling import ARGSORT, FEISTEL
 from kerasdp.errors import CheckpointError
 
 _MOST = 2**53  # beyond it a float, as ranks exchange them, is no longer exact
@@ -103,11 +102,10 @@ def _is_config(value: Any) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    """Returns whether a value is the place in the data of a reader: an order, or the state of an iterator."""
+    """Returns whether a value is the place in the data of a reader, as the state of an iterator."""
     if not isinstance(value, dict):
         return value is None
-    is_of_iterator = value.get("state") is None or _has(value, {"pass": _is_count, "rows": _is_count})
-    return is_of_iterator and value.get("order", FEISTEL) in (FEISTEL, ARGSORT)
+    return value.get("state") is None or _has(value, {"pass": _is_count, "rows": _is_count})
 
 
 def _is_callbacks(value: Any) -> bool:

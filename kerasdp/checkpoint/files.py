@@ -24,9 +24,7 @@ from kerasdp.checkpoint.in_use import Marker
 from kerasdp.checkpoint.storage import OutOfReachError, folder_at, is_left_over, is_url
 from kerasdp.errors import CheckpointError, UserError
 
-# Increased when the reader of before would misread, or wrongly refuse, what is written. 2: variables are named by their
-# place in the model, no longer by their number. 3: samples come in an order that the reader of before did not have.
-# 4: the checksum is of this number, too.
+# Increased when the reader of before would misread, or wrongly refuse, what is written. Only this one is read.
 FORMAT = 4
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _NAMES = re.compile(r"(step-\d{8,}|best)\.safetensors")
@@ -39,12 +37,10 @@ class Checkpoint:
     Args:
         arrays: by name; floats and whole numbers of any size.
         state: all else, as JSON can hold it; `step` is the number of updates made.
-        format: of the file that it was read from.
     """
 
     arrays: dict[str, np.ndarray]
     state: dict[str, Any]
-    format: int = FORMAT
 
 
 def path_of(folder: str, step: int) -> str:
@@ -66,7 +62,7 @@ def save(path: str, checkpoint: Checkpoint) -> None:
     """
     folder, name = os.path.split(path)
     state = json.dumps(checkpoint.state)
-    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(FORMAT, state, checkpoint.arrays)}
+    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(state, checkpoint.arrays)}
     try:
         with folder_at(folder).writing(name) as temporary:
             safetensors.numpy.save_file(checkpoint.arrays, temporary, metadata)
@@ -78,24 +74,25 @@ def load(path: str) -> Checkpoint:
     """Reads a checkpoint and checks every bit of it, and the kind of each field of its state.
 
     Raises:
-        CheckpointError: if it is not what was written, or was written by a newer kerasdp.
-        UserError: if nothing can be read there.
+        CheckpointError: if it is not what was written.
+        UserError: if nothing can be read there, or it is of another format.
     """
     folder, name = os.path.split(path)
     try:
         with folder_at(folder).reading(name) as local, safetensors.safe_open(local, framework="numpy") as file:
             metadata = file.metadata() or {}
             number = int(metadata["format"])
-            if number > FORMAT:
-                raise CheckpointError(
-                    f"{path} was written by a newer kerasdp (format {number}, this one reads up to {FORMAT})"
+            if number != FORMAT:
+                raise UserError(
+                    f"--resume: expected a checkpoint of format {FORMAT}. Received: format {number} in {path}; use the "
+                    "kerasdp that wrote it, or train anew in another --workdir or --checkpoint_dir"
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
-        if metadata["sha256"] != _checksum(number, metadata["state"], arrays):
+        if metadata["sha256"] != _checksum(metadata["state"], arrays):
             raise CheckpointError(f"{path} is corrupt: its checksum is wrong")
         state = check_fields(path, json.loads(metadata["state"]))
-        return Checkpoint(arrays=arrays, state=state, format=number)
-    except CheckpointError:
+        return Checkpoint(arrays=arrays, state=state)
+    except (CheckpointError, UserError):
         raise
     except PermissionError as error:
         raise UserError(f"--resume: cannot read {path} ({error.strerror or error})") from error
@@ -114,7 +111,7 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
         report: called with the reason for each one that cannot be used.
 
     Raises:
-        UserError: if none can be used, or nothing can be read there.
+        UserError: if none can be used, nothing can be read there, or one is of another format.
     """
     try:
         paths = paths_in(folder)
@@ -246,12 +243,11 @@ def _is_sound(name: str, array: np.ndarray) -> bool:
 
 def checksum_of(checkpoint: Checkpoint) -> str:
     """Returns a digest of all that is in a checkpoint."""
-    return _checksum(FORMAT, json.dumps(checkpoint.state), checkpoint.arrays)
+    return _checksum(json.dumps(checkpoint.state), checkpoint.arrays)
 
 
-def _checksum(number: int, state: str, arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(f"{number}\n".encode() if number > 3 else b"")
-    digest.update(state.encode())
+def _checksum(state: str, arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(f"{FORMAT}\n{state}".encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())

@@ -129,18 +129,10 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
 
 def _architecture(model: keras.Model) -> str:
     """Returns a digest of layers and their arguments, without what depends on precision, process and backend."""
-    return digest_of_layers(sorted(names_in(model).layers, key=lambda pair: pair[0]))
-
-
-def digest_of_layers(layers: Iterable[tuple[str, keras.layers.Layer]], *, with_lines: bool = False) -> str:
-    """Returns a digest of layers with their names and arguments.
-
-    `with_lines` is what format 1 had: a `lambda` is another one if its file or line is.
-    """
     parts = []
-    for name, layer in layers:
+    for name, layer in sorted(names_in(model).layers, key=lambda pair: pair[0]):
         arguments = {} if isinstance(layer, keras.Model) else arguments_of(layer)
-        parts.append([*([name] if name else []), type(layer).__name__, comparable(arguments, with_lines=with_lines)])
+        parts.append([*([name] if name else []), type(layer).__name__, comparable(arguments)])
     return _digest([np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")])
 
 

@@ -29,21 +29,19 @@ def arguments_of(thing: Any) -> dict[str, Any]:
         return {}
 
 
-def comparable(value: Any, *, with_lines: bool = False) -> Any:
+def comparable(value: Any) -> Any:
     """Returns the arguments in a config as JSON can hold them, without what depends on precision, process and backend.
 
     Args:
         value: a config, or a part of one.
-        with_lines: whether a `lambda` is another one if its file or line is.
     """
     if isinstance(value, dict):
-        if not with_lines and (function := _dumped_lambda(value)):
+        if function := _dumped_lambda(value):
             code, *bound = function
             return ["lambda", _code_in_words(code), comparable(bound)]
-        parts = value.items()
-        return {str(name): comparable(part, with_lines=with_lines) for name, part in parts if name not in _SKIPPED}
+        return {str(name): comparable(part) for name, part in value.items() if name not in _SKIPPED}
     if isinstance(value, (list, tuple)):
-        return [comparable(part, with_lines=with_lines) for part in value]
+        return [comparable(part) for part in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 

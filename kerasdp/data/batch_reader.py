@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from kerasdp.data.batch import Batch, BatchCheck, batch_of
-from kerasdp.data.sampling import Order, ordered_as
+from kerasdp.data.sampling import Order
 from kerasdp.data.sources import num_samples, weights_of_classes
 from kerasdp.data.split import Split
 from kerasdp.data.streams import END, unpacked
@@ -99,10 +99,6 @@ class BatchReader(abc.ABC):
             batch: its number.
             saved: what `saved_state` gave for that place.
         """
-
-    def follow_order(self, saved: dict[str, Any] | None) -> None:
-        """Takes the order that a checkpoint was written with, as `SampleReader`, unless the object has its own."""
-        return  # it has
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
         """Returns, in JSON, what `resume_at` needs to continue with a batch; None if that is nothing."""
@@ -249,14 +245,6 @@ class IndexedReader(BatchReader):
         for _ in range(epoch):
             self.batches.on_epoch_begin()
             self.batches.on_epoch_end()
-
-    def follow_order(self, saved: dict[str, Any] | None) -> None:
-        """See `BatchReader`."""
-        self._order = ordered_as(self._order, saved)
-
-    def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
-        """See `BatchReader`."""
-        return {"order": self._order.kind}
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`."""

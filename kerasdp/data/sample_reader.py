@@ -8,7 +8,7 @@ import numpy as np
 
 from kerasdp.data.batch import Batch, BatchCheck
 from kerasdp.data.device_cache import CachedRows, DeviceCache
-from kerasdp.data.sampling import Order, ordered_as
+from kerasdp.data.sampling import Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.data.split import Split
 
@@ -42,13 +42,8 @@ class SampleReader:
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """Does nothing: the order of an epoch depends on no other."""
 
-    def follow_order(self, saved: dict[str, Any] | None) -> None:
-        """Takes the order that a checkpoint was written with, from its `saved_state`; None: of before there was one."""
-        self.order = ordered_as(self.order, saved)
-
-    def saved_state(self, epoch: int, batch: int) -> dict[str, Any]:
-        """Returns how the samples are ordered; within that order a batch is known by its number."""
-        return {"order": self.order.kind}
+    def saved_state(self, epoch: int, batch: int) -> None:
+        """Returns None: a batch is known by its number."""
 
     def end_epoch(self, number: int) -> None:
         """Does nothing: a sample can be read at any time."""

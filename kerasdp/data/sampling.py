@@ -1,30 +1,25 @@
 """Decides which sample is in which row of which batch: pure NumPy, the same on every backend and device count."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from kerasdp.data.permutation import permuted, round_keys
 
-# How a pass is shuffled: by a permutation of numbers that needs no memory; or, in runs that were begun before there was
-# one, by sorting random numbers, one a sample.
-FEISTEL, ARGSORT = "feistel", "argsort"
 # So many samples of an order are computed at once, whatever the batch: of fewer, NumPy's calls are most of the time.
 _BLOCK = 4096
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the order of one epoch of a run that follows `ARGSORT`. Takes 16 bytes a sample.
+    """Returns an order of few samples, by sorting random numbers. Takes 16 bytes a sample.
 
     The raw stream of Philox (Salmon et al. 2011) is used, which NumPy promises never to change (NEP 19); its
     `Generator.permutation` carries no such promise.
 
     Args:
-        num_samples: samples of the data set.
-        seed: the run's seed.
+        num_samples: samples to be ordered.
+        seed: of a run, or of a data set.
         epoch: counted from 0.
 
     Returns:
@@ -68,7 +63,6 @@ class Order:
         shuffle: a new order each epoch, else the order of the data set.
         steps_per_epoch: batches of an epoch. None: one pass. Else each epoch begins where the last one
             ended, and each pass has an order of its own.
-        kind: how a pass is shuffled, `FEISTEL` or `ARGSORT`. A run keeps the one that it was begun with.
     """
 
     num_samples: int
@@ -76,7 +70,6 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     steps_per_epoch: int | None = None
-    kind: str = FEISTEL
 
     @property
     def batches_per_pass(self) -> int:
@@ -91,7 +84,7 @@ class Order:
     def batches(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
         """Yields the sample indices of each batch of an epoch from batch `start` on, int64, each of shape `(rows,)`.
 
-        With `FEISTEL`, neither memory nor the time to the first one grows with the number of samples or with `start`.
+        Neither memory nor the time to the first one grows with the number of samples or with `start`.
         """
         number, end = epoch * self.num_batches + start, (epoch + 1) * self.num_batches
         while number < end:
@@ -111,23 +104,7 @@ class Order:
         """Returns the samples at these places of a pass."""
         if not self.shuffle:
             return np.arange(first, last)
-        if self.kind == ARGSORT:
-            return _kept_order(self.num_samples, self.seed, data_pass)[first:last]
         return permuted(np.arange(first, last), self.num_samples, round_keys(self.seed, data_pass))
-
-
-def ordered_as(order: Order, saved: dict[str, Any] | None) -> Order:
-    """Returns an order of the kind that a checkpoint was written with.
-
-    Args:
-        order: of today.
-        saved: what the checkpoint holds of the data, with its `"order"`; None in those of before there was a choice.
-    """
-    return dataclasses.replace(order, kind=(saved or {}).get("order", ARGSORT))
-
-
-# Of a training and its validation, or of the end of a pass and the begin of the next.
-_kept_order = functools.lru_cache(maxsize=2)(epoch_order)
 
 
 class _Skipped:

@@ -35,11 +35,7 @@ class Item(NamedTuple):
 
 
 class Stream:
-    """The batches of an iterator; they may be looked at ahead, and given back.
-
-    Attributes:
-        num_taken: batches that were taken, and not given back.
-    """
+    """The batches of an iterator; they may be looked at ahead, and given back."""
 
     def __init__(self, batches: Any, state: Any = None):
         """Opens `batches`; with a state, as `Item` has it, after the batch of that state.
@@ -62,7 +58,6 @@ class Stream:
                 f"--resume: the {kind_of(batches)} cannot take the place that the checkpoint holds ({line:.300})"
             ) from error
         self._waiting: collections.deque[Item] = collections.deque()
-        self.num_taken = 0
 
     def peek(self) -> Any:
         """Returns the next batch without taking it; END if there is none."""
@@ -73,14 +68,11 @@ class Stream:
 
     def take(self) -> Any:
         """Takes the next `Item`; END if there is none."""
-        item = self._waiting.popleft() if self._waiting else self._next()
-        self.num_taken += item is not END
-        return item
+        return self._waiting.popleft() if self._waiting else self._next()
 
     def give_back(self, items: list[Item]) -> None:
         """Lets the items that were taken last come again."""
         self._waiting.extendleft(reversed(items))
-        self.num_taken -= len(items)
 
     def _next(self) -> Any:
         data = next(self._iterator, END)

@@ -141,10 +141,6 @@ def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
 
 
 def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
-    if saved.format == 1:
-        raise UserError(
-            f"--checkpoint: {path} is of an old format: resume its run once (--resume), which writes a new one"
-        )
     run, architecture = saved.state["config"], {} if request.model else saved.state.get("architecture") or {}
     if architecture:
         is_own, instead = spec.is_user_function(run["model"]), _WITH_MODEL

@@ -5,7 +5,6 @@ processes that train.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import tempfile
@@ -13,12 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kerasdp.config import HANG_TIMEOUT, Config
+from kerasdp.config import Config
 from kerasdp.launch import launch
 from kerasdp.runtime.sending import SentFunction, SentResult
+from kerasdp.sweep.trials import in_own_process
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-_NEVER = 1e9  # seconds
 
 
 def train_and_report(train: SentFunction, settings: Config, report: Callable[[dict[str, Any]], None]) -> SentResult:
@@ -32,8 +31,6 @@ def train_and_report(train: SentFunction, settings: Config, report: Callable[[di
     Raises:
         RunError: as `kerasdp.launch`.
     """
-    timeout = HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or _NEVER
-    settings = dataclasses.replace(settings, hang_timeout=timeout)  # whereby `launch` starts a process
     with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
         path = os.path.join(folder, "epochs.jsonl")
 
@@ -43,7 +40,7 @@ def train_and_report(train: SentFunction, settings: Config, report: Callable[[di
             return train(runner)
 
         with _followed(path, report):
-            return SentResult(launch(reporting, settings))
+            return SentResult(launch(reporting, in_own_process(settings)))
 
 
 def _report(path: str, line: dict[str, Any]) -> None:

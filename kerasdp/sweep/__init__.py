@@ -1,5 +1,5 @@
-"""Trains many runs that differ in some choices, one after the other: a grid, or a search by Optuna."""
+"""Trains many runs that differ in some choices, one after the other: an Optuna study that is kept in a file."""
 
-from kerasdp.sweep.search import grid, search
+from kerasdp.sweep.study import run
 
-__all__ = ["grid", "search"]
+__all__ = ["run"]

@@ -5,7 +5,7 @@ import itertools
 import os
 from typing import Any
 
-from kerasdp.config import Config
+from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.errors import UserError
 from kerasdp.reporting.comparison import Run, best_of, draw, read_history, rows_of, table, write_csv
 
@@ -13,6 +13,7 @@ from kerasdp.reporting.comparison import Run, best_of, draw, read_history, rows_
 _NOT_SWEPT = (
     "workdir", "checkpoint_dir", "resume", "max_restarts", "export", "hosts", "host_rank", "coordinator", "dry_run",
 )  # fmt: skip
+_NEVER = 1e9  # seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,12 @@ def trial_of(settings: Config, workdir: str, choices: dict[str, Any]) -> Trial:
         choices=choices,
         settings=dataclasses.replace(settings, **choices, **places),
     )
+
+
+def in_own_process(settings: Config) -> Config:
+    """Returns the choices with a limit for hanging, whereby `launch` starts a process."""
+    timeout = HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or _NEVER
+    return dataclasses.replace(settings, hang_timeout=timeout)
 
 
 def finished(trial: Trial, error: str = "") -> Trial:

@@ -79,8 +79,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
         identity: dict[str, Any] = {}
         found = newest(processes, checkpoints) if checkpoints and config.resume else None
-        if found is not None:  # before the identity, in which the first batch is that of the order
-            reader.follow_order(found[1].state.get("data"))
         if checkpoints:
             rows = None if strategy.stages is None else strategy.stages.micro_batch_rows(model)
             identity = training_state.identity(config, model, reader, rows)

@@ -41,11 +41,6 @@ class StepBytes:
     outputs: int = 0
     gathers_by_sums: bool = False
 
-    @property
-    def summed(self) -> int:
-        """Returns the bytes of all that is summed over the devices, in a device's own tensors."""
-        return self.gradients + self.metrics + self.statistics
-
     def in_ring(self, num_devices: int) -> dict[str, int]:
         """Returns the bytes that each of so many devices sends in a ring, by what they are; nothing of one device."""
         of_sum = 2 * (num_devices - 1) / num_devices

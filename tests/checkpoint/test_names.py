@@ -1,15 +1,13 @@
 """A variable is known by its place in the model, in whatever order Keras lists it."""
 
-import hashlib
 import json
 
 import keras
 import numpy as np
 import pytest
-import safetensors.numpy
 from keras import layers
 
-from kerasdp.checkpoint import callback_state, files, names, old_format, words
+from kerasdp.checkpoint import callback_state, names
 from kerasdp.checkpoint import state as training_state
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
@@ -159,61 +157,3 @@ def test_the_best_weights_that_a_callback_keeps():
     callback_state.restore_callbacks([restored], states, arrays, target)
     target.set_weights(restored.best_weights)
     np.testing.assert_array_equal(source.predict(X, verbose=0), target.predict(X, verbose=0))
-
-
-def as_format_1(path, model):
-    """Writes what the reader of format 1 wrote. This function stays as it is."""
-    import re
-
-    def to_numpy(variable):
-        return np.array(keras.ops.convert_to_numpy(variable))
-
-    arrays = {}
-    for group, variables in (
-        ("model", model.variables), ("optimizer", model.optimizer.variables), ("metrics", model.metrics_variables),
-    ):  # fmt: skip
-        for place, variable in enumerate(variables):
-            name = variable.path.rpartition("/")[2] if group == "optimizer" else variable.path
-            arrays[f"{group}/{place:04d} " + re.sub(r"_\d+(?=$|/|_)", "", name)] = to_numpy(variable)
-    parts = []
-    for layer in model._flatten_layers(include_self=False):
-        with without_tensorflow():
-            config = {} if isinstance(layer, keras.Model) else layer.get_config()
-        parts.append([type(layer).__name__, words.comparable(config, with_lines=True)])
-    text = np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")
-    digest = hashlib.sha256(f"{text.shape}".encode() + text.tobytes()).hexdigest()[:16]
-    state = json.dumps({"step": 2, "identity": {"model": digest, "--seed": 0}})
-    checksum = hashlib.sha256(state.encode())
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        checksum.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        checksum.update(array.reshape(-1).view("uint8").data)
-    metadata = {"format": "1", "state": state, "sha256": checksum.hexdigest()}
-    safetensors.numpy.save_file(arrays, path, metadata)
-
-
-def test_a_file_of_format_1(tmp_path):
-    def build():
-        # What format 1 could do: not two metrics of one place, nor layers without a config.
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(4, "tanh"), layers.Dropout(0.1), layers.Dense(1)])
-        model.add(layers.Lambda(lambda x: 2 * x))
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        return model
-
-    source, target = build(), build()
-    source.fit(X, X[:, :1], batch_size=8, verbose=0)
-    target.train_on_batch(X, X[:, :1])
-    path = str(tmp_path / "old.safetensors")
-    as_format_1(path, source)
-    identity = {"model": architecture(target), "--seed": 0}
-    read = old_format.converted(files.load(path), target, identity)
-    training_state.check_identity(read.state["identity"], identity)
-    training_state.restore(target, read.arrays, (*GROUPS, "metrics"))
-    expected, received = training_state.gather(source), training_state.gather(target)
-    assert expected.keys() == received.keys() == read.arrays.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(received[name], array)
-    target.layers[0].activation = keras.activations.relu
-    read = old_format.converted(files.load(path), target, identity)
-    with pytest.raises(UserError, match="in model: expected"):
-        training_state.check_identity(read.state["identity"], identity)

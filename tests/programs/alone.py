@@ -37,12 +37,12 @@ class Ranks:
     def fit(self, x=X, y=Y, epochs=2, **arguments):
         return self.runner.fit(self.model, x, y, batch_size=8, epochs=epochs, verbose=0, **arguments)
 
-    def trouble(self, what, ranks=(1,), batch=3):
+    def trouble(self, what, ranks=(1,)):
         """A callback that does something on some ranks alone."""
         import keras
 
         def on_train_batch_end(number, logs=None):
-            if number == batch and self.rank in ranks:
+            if number == 3 and self.rank in ranks:
                 self.begin()
                 what()
 
@@ -50,9 +50,6 @@ class Ranks:
 
     def begin(self):
         os.write(1, b"BEGIN %f\n" % time.time())  # whole lines, of two processes
-
-    def plain(self):
-        self.fit()
 
     def evaluates_last(self):
         self.fit()
@@ -179,14 +176,9 @@ class Ranks:
         self.begin()
         kerasdp.launch(train, backend=self.runner.config.backend, num_devices=1, device="cpu")
 
-    def ignores_a_failure(self):
-        if self.rank == 1:
-            self.fit(callbacks=self.trouble(self.raise_))
-        self.ignores_signals(batch=2)
-
-    def ignores_signals(self, batch=3):
+    def ignores_signals(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.fit(callbacks=self.trouble(lambda: time.sleep(1000), ranks=(0, 1), batch=batch))
+        self.fit(callbacks=self.trouble(lambda: time.sleep(1000), ranks=(0, 1)))
 
     def has_a_callback(self):
         self.begin()

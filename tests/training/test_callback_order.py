@@ -13,7 +13,7 @@ from kerasdp.checkpoint import files
 from kerasdp.config import Config
 from kerasdp.data.feed import Feed
 from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import ARGSORT, FEISTEL, SKIPPED, Order
+from kerasdp.data.sampling import SKIPPED, Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.data.split import Split
 from kerasdp.errors import NonFiniteLossError
@@ -60,12 +60,12 @@ def new_model():
     return model
 
 
-def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=(), kind=FEISTEL):
+def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
     """Goes through Keras' events with a model whose "training" adds the sum of a batch to its weights."""
     config = Config(backend="jax", workdir=str(folder), resume=resume, checkpoint_every="2", log_every=2, batch_size=4)
     config = dataclasses.replace(config, max_steps=stop_at)
     model, state, batches = new_model(), RunState(), []
-    source_order = Order(num_samples=20, batch_size=4, seed=1, kind=kind)
+    source_order = Order(num_samples=20, batch_size=4, seed=1)
     feed = Feed(SampleReader(ArraySource(X, Y), source_order, Split(1), (0, 1)), lambda batch: batch, state)
     state.begin_fit(batch_size=4, num_batches=NUM_BATCHES, epochs=EPOCHS, max_steps=config.max_steps)
     facts = Facts(
@@ -168,18 +168,3 @@ def test_what_a_callback_adds_to_the_logs_decides_which_checkpoint_is_best(tmp_p
     best = files.load(str(tmp_path / "run" / "checkpoints" / "best.safetensors"))
     assert best.state["epoch"] == 2
     assert best.state["best"] == {"name": "val_loss", "score": 1.0}
-
-
-def test_a_run_goes_on_in_the_order_that_it_was_begun_with(tmp_path):
-    """Checkpoints of before samples were ordered as they are today say nothing of their order."""
-    whole = train(tmp_path / "whole", USUAL, kind=ARGSORT)
-    first = train(tmp_path / "old", USUAL, kind=ARGSORT, stop_at=8)
-    for path in files.paths_in(tmp_path / "old" / "checkpoints"):
-        saved = files.load(path)
-        files.save(path, dataclasses.replace(saved, state={**saved.state, "data": None}))
-    # It stops once more: what it writes by then must say what its order is.
-    second = train(tmp_path / "old", USUAL, resume=True, stop_at=11)
-    third = train(tmp_path / "old", USUAL, resume=True)
-    assert first["batches"] + second["batches"] + third["batches"] == whole["batches"]
-    assert third["weights"] == whole["weights"] and left_in(tmp_path / "old") == left_in(tmp_path / "whole")
-    assert whole["batches"] != train(tmp_path / "today", USUAL)["batches"]

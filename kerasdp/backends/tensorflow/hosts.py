@@ -63,7 +63,6 @@ class HostGroup:
 
     def __init__(self, processes: Processes, device: str):
         self.rank, self.num_processes = processes.rank, processes.num_processes
-        self._device = device
         with tf.device(device):
             # Lets the collectives of a graph begin in the order in which they were made: NCCL's would wait for each
             # other for ever, if two processes began two of them in different orders.
