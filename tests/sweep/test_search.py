@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from kerasdp.cli.sweeps import parse_sweep
+from kerasdp.cli.parse import parse_sweep
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, run, start
 
