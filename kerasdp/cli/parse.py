@@ -98,10 +98,10 @@ def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | No
 
 def parse_from_scratch(arguments: list[str]) -> tuple[Config]:
     """Turns the command line of the lesson into what is trained."""
-    config = _config(read(arguments, RECIPES["from_scratch"]))
-    if config.precision not in ("float32", "float64"):
-        raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {config.precision!r}")
-    return (config,)
+    given = read(arguments, RECIPES["from_scratch"])
+    if given.get("precision", "float32") not in ("float32", "float64"):
+        raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {given['precision']!r}")
+    return (_config(given),)
 
 
 def parse_evaluation(arguments: list[str]) -> tuple[Config, Request]:

@@ -108,7 +108,7 @@ class Choice:
         text = self.help
         for only in self.only:
             if only.backends:
-                text += f" {f'{only.value} only' if only.value else 'Only'} with {' and '.join(only.backends)}."
+                text += f" {only.value or 'To be set'} with {' and '.join(only.backends)} only."
         return text
 
     @property

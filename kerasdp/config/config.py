@@ -46,8 +46,6 @@ TRAINING = "Training"
 OUTPUT = "Output"
 FAULTS = "Checkpoints and faults"
 
-# The text that errors of `--checkpoint_every` and its range share.
-_CHECKPOINT_TIMES = Range("epoch, never, steps (as 50) or minutes (as 10m)")
 NOT_JAX = ["torch", "tensorflow"]
 
 
@@ -71,9 +69,11 @@ class Config:
         "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices.",
         only=[Only("tpu", ["jax"], instead="another --device")])
     precision: str = choice("float32", DEVICES, one_of(*PRECISIONS),
-        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. Variables are float32, except with float64.")
+        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. Variables are float32, except with float64, "
+        "which tells round-off from mistakes.")
     gradient_precision: str = choice("float32", DEVICES, one_of("float32", "bfloat16"),
-        "Precision in which devices exchange gradients: float32, or bfloat16, which halves what they send.",
+        "Precision in which devices exchange gradients: float32, or bfloat16, which halves what they send (with "
+        "tensorflow on virtual CPU devices alone).",
         only=[Only("bfloat16", NOT_JAX, ["data"], "XLA adds up the gradients within a step's program")])
     reduce: str | None = choice(None, DEVICES, one_of("device", "host"),
         "Where the gradients of several devices are added: device, or host: in host memory, which is slower and leaves "
@@ -87,7 +87,8 @@ class Config:
         only=[Only(None, NOT_JAX, ["data"], "XLA gives each device equally many rows")])
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: in runs "
-        "with 1,000 of its kind or more. jax and tensorflow do as the model's jit_compile says.",
+        "with 1,000 of its kind or more. What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
+        "do as the model's jit_compile says.",
         only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "
@@ -116,7 +117,8 @@ class Config:
         Range("a number of machines, or the least and the most of them as 1:3", is_count_or_range),
         "Number of machines, or the least and the most as 1:3 (torch), while some leave and others join.",
         "what torchrun, mpirun, TF_CONFIG or srun say, else 1", convert=number_as_text)
-    host_rank: int | None = choice(None, MACHINES, FROM_0, "Number of this machine, from 0.", "$JOB_COMPLETION_INDEX")
+    host_rank: int | None = choice(None, MACHINES, Range("a whole number from 0", FROM_0.holds),
+        "Number of this machine, from 0.", "$JOB_COMPLETION_INDEX")
     coordinator: str | None = choice(None, MACHINES,
         Range("the address and port of host 0, as 10.0.0.1:29500", validation.is_address),
         "Where machine 0 listens for the others: ADDRESS:PORT.")
@@ -146,7 +148,8 @@ class Config:
     learning_rate: float | None = choice(None, TRAINING, POSITIVE, "Learning rate.", "that of --optimizer")
     schedule: str = choice("constant", TRAINING, NAME,
         "constant, or how the rate falls: cosine, linear (both to 0), step(every=10, factor=0.1), in epochs.")
-    warmup: int = choice(0, TRAINING, FROM_0, "Updates in which the rate rises to its full height.")
+    warmup: int = choice(0, TRAINING, Range("a whole number of updates, from 0", FROM_0.holds),
+        "Updates in which the rate rises to its full height.")
     ema: float | None = choice(None, TRAINING,
         Range("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
         "Decay of an exponential moving average of the weights, as 0.99: it is evaluated, and is what the training "
@@ -157,18 +160,20 @@ class Config:
         Range(f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
         f"Changes of images in training: some of {', '.join(AUGMENTATIONS)}, as 'flip, rotate(factor=0.1)'.", "none")
     early_stopping: int | None = choice(None, TRAINING, COUNT,
-        "Epochs without a lower validation loss after which the training ends, with the weights of the best.", "never")
+        "Epochs without a lower validation loss (else training loss) after which the training ends, with the weights "
+        "of the best.", "never")
     lr_base_batch: int | None = choice(None, TRAINING, COUNT,
         "Multiplies the learning rate by --batch_size over this number.", "the rate stays")
     kernel_initializer: str | None = choice(None, TRAINING, NAME,
-        "Keras initializer of every kernel of the built-in models, as 'random_normal(stddev=0.01)'.", "each layer's")
+        "Keras initializer of the convolution and dense kernels of built-in models, as 'random_normal(stddev=0.01)'.",
+        "each layer's")
     batch_norm: str = choice("sync", TRAINING, one_of(*validation.BATCH_NORMS),
         "Statistics over the global batch (sync) or over each replica's shard of it (replica).")
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
         "Seed of initial weights, sample order and dropout.")
     deterministic: bool = choice(False, TRAINING, SWITCH,
         "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it always is on the "
-        "CPU; slower.")
+        "CPU; slower. What the backend cannot do so ends the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
         "a new one in runs/; from Python none", convert=path_as_text)
@@ -185,7 +190,9 @@ class Config:
         Range("a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))),
         "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.", "none", convert=path_as_text)
 
-    checkpoint_every: str = choice("epoch", FAULTS, _CHECKPOINT_TIMES,
+    checkpoint_every: str = choice("epoch", FAULTS,
+        Range("epoch, never, steps (as 50) or minutes (as 10m)",
+              lambda text: text in ("epoch", "never") or is_count(text.removesuffix("m"))),
         "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.", convert=number_as_text)
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
@@ -256,7 +263,24 @@ class Config:
         Raises:
             UserError: if stages and devices do not go together.
         """
-        return validation.num_pipelines(self, num_devices)
+        stages = self.stages_on(num_devices)
+        if self.pipeline_schedule == "interleaved1f1b":
+            if stages % num_devices or stages == num_devices:
+                raise UserError(
+                    f"--stages: expected a multiple of the {num_devices} devices with "
+                    f"--pipeline_schedule=interleaved1f1b, several on each. Received: {stages}"
+                )
+            return 1
+        if num_devices % stages:
+            raise UserError(
+                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
+            )
+        if self.backend == "tensorflow" and num_devices > stages:
+            raise UserError(
+                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
+                f"device by device. Received: {num_devices}; use --backend=torch or jax"
+            )
+        return num_devices // stages
 
     def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
         """Returns the samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
@@ -296,10 +320,7 @@ class Config:
         text = self.checkpoint_every
         if text in ("epoch", "never"):
             return None, None
-        number = text.removesuffix("m")
-        if not number.isdecimal() or int(number) < 1:
-            raise UserError(f"--checkpoint_every: expected {_CHECKPOINT_TIMES.expected}. Received: {text!r}")
-        return (None, 60.0 * int(number)) if text.endswith("m") else (int(number), None)
+        return (None, 60.0 * int(text.removesuffix("m"))) if text.endswith("m") else (int(text), None)
 
     @property
     def keeps_checkpoints(self) -> bool:

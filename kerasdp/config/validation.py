@@ -64,7 +64,6 @@ def check_installed(config: Any) -> None:
 
 def _check_files(config: Any) -> None:
     """Raises if what is to be written or resumed from has no folder."""
-    config.checkpoint_interval()
     resumes = _flag_that_resumes(config)
     for flag, needs_workdir in (
         ("tracker", config.tracker),
@@ -199,30 +198,6 @@ def check_replicas(config: Any, num_replicas: int) -> None:
             f"--accumulate: {rows} samples, those of a device, cannot be cut into {config.accumulate} parts of one "
             f"size, but for the last; use {count}, or another --batch_size"
         )
-
-
-def num_pipelines(config: Any, num_devices: int) -> int:
-    """Returns how many pipelines share the batch.
-
-    Raises:
-        UserError: if stages and devices do not go together.
-    """
-    stages = config.stages_on(num_devices)
-    if config.pipeline_schedule == "interleaved1f1b":
-        if stages % num_devices or stages == num_devices:
-            raise UserError(
-                f"--stages: expected a multiple of the {num_devices} devices with --pipeline_schedule=interleaved1f1b, "
-                f"several on each. Received: {stages}"
-            )
-        return 1
-    if num_devices % stages:
-        raise UserError(f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}")
-    if config.backend == "tensorflow" and num_devices > stages:
-        raise UserError(
-            f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
-            f"device by device. Received: {num_devices}; use --backend=torch or jax"
-        )
-    return num_devices // stages
 
 
 def _check_shares(config: Any, num_replicas: int) -> None:

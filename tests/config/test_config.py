@@ -182,7 +182,7 @@ def test_where_a_choice_is_there(choice):
             with pytest.raises(UserError, match=f"{words}.*; use .*, or "):
                 Config(backend=backend, **{choice.name: value}, **more)
     Config(**{choice.name: value}, **more)
-    assert f"nly with {' and '.join(only.backends)}." in choice.meaning
+    assert f" with {' and '.join(only.backends)} only." in choice.meaning
 
 
 @pytest.mark.parametrize(
