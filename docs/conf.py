@@ -12,6 +12,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Kera
 
 import kerasdp  # noqa: E402
 from kerasdp.cli import flags  # noqa: E402
+from kerasdp.cli.recipes import RECIPES  # noqa: E402
+from kerasdp.config.choices import choices_of  # noqa: E402
 
 project, author, release = "kerasdp", "the authors of kerasdp", kerasdp.__version__
 project_copyright = "the authors of kerasdp, Apache-2.0"
@@ -32,18 +34,27 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def _flags() -> str:
-    """Returns the flags in their groups, as tables."""
+    """Returns the flags in their groups, as tables; those that few recipes have with these recipes."""
     lines = []
-    for group, names in flags.GROUPS.items():
+    for group, choices in flags.in_groups(flags.CHOICES).items():
         lines += [f"### {group}", "", "| flag | default | meaning |", "|---|---|---|"]
-        for name in names:
-            flag = flags.FLAGS[name]
-            default = "" if flag.default in (None, False) else f"`{flag.default}`"
-            text = re.sub(r"(?<![\w-])(--[a-z]\w+(?:=[\w.,]+)?)", r"`\1`", flag.help).replace("|", "\\|")
-            text = re.sub(r"(?<!`)\*", "\\\\*", text)
-            lines.append(f"| `--{name}` | {default} | {text} |")
+        for choice in choices:
+            names = ", ".join(f"`--{flag}`" for flag in reversed(choice.flags))
+            default, meaning = choice.default_text, choice.meaning
+            if default and choice.default is not None:
+                default = f"`{default}`"
+            if choice.name not in choices_of(kerasdp.Config):
+                recipes = [name for name, recipe in RECIPES.items() if choice in recipe.choices()]
+                meaning += f" (recipes: {', '.join(recipes)})"
+            lines.append(f"| {names} | {_cell(default)} | {_cell(meaning)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Returns a text as a cell of a table, its flags as code."""
+    text = re.sub(r"(?<![\w-])(--[a-z]\w+(?:=[\w.,]+)?)", r"`\1`", text).replace("|", "\\|")
+    return re.sub(r"(?<!`)\*", "\\\\*", text)
 
 
 def _api() -> str:

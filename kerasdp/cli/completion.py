@@ -1,6 +1,8 @@
 """Writes what shells need to complete the command `kerasdp`: its sub-commands, and the flags of each."""
 
-from kerasdp.cli.flags import FLAGS, GROUPS
+from kerasdp.cli import kit
+from kerasdp.cli.recipes import recipe_in
+from kerasdp.config.choices import Choice
 
 _BASH = """\
 # Completes the command kerasdp. Put this line into ~/.bashrc:  source <(kerasdp completion bash)
@@ -40,7 +42,7 @@ def script(shell: str, recipes: list[str], others: list[str]) -> str:
     """
     if shell == "fish":
         return _fish(recipes, others)
-    cases = [f'        {name}) flags="{" ".join(_as_typed(flag) for flag in _flags_of(name))}" ;;' for name in recipes]
+    cases = [f'        {name}) flags="{_as_typed(name)}" ;;' for name in recipes]
     bash = _BASH.format(commands=" ".join([*recipes, *others]), cases="\n".join(cases))
     return bash if shell == "bash" else _ZSH + bash.partition("\n")[2]
 
@@ -49,22 +51,22 @@ def _fish(recipes: list[str], others: list[str]) -> str:
     lines = ["# Completes the command kerasdp. In ~/.config/fish/config.fish:  kerasdp completion fish | source"]
     lines += [f"complete -c kerasdp -n __fish_use_subcommand -f -a {name}" for name in [*recipes, *others]]
     for name in recipes:
-        for flag in _flags_of(name):
-            takes = " -r" if _as_typed(flag).endswith("=") else ""
-            text = str(FLAGS[flag].help).partition(".")[0].replace("'", "")
-            lines.append(f"complete -c kerasdp -n '__fish_seen_subcommand_from {name}' -l {flag}{takes} -d '{text}'")
+        for choice in _choices(name):
+            takes = "" if bool in choice.kinds else " -r"
+            text = choice.help.partition(".")[0].replace("'", "")
+            for flag in choice.flags:
+                lines.append(
+                    f"complete -c kerasdp -n '__fish_seen_subcommand_from {name}' -l {flag}{takes} -d '{text}'"
+                )
     return "\n".join(lines)
 
 
-def _flags_of(recipe: str) -> list[str]:
-    """Returns the flags of a recipe: those of all recipes, and its own groups."""
-    return [
-        flag
-        for group, names in GROUPS.items()
-        for flag in names
-        if "recipes/" not in group or f"recipes/{recipe}.py" in group
-    ]
+def _choices(name: str) -> list[Choice]:
+    """Returns the choices that are flags of a recipe; none of a recipe that reads its command line by itself."""
+    found = recipe_in(kit.recipes()[name].path)
+    return found.choices() if found else []
 
 
-def _as_typed(flag: str) -> str:
-    return f"--{flag}" if FLAGS[flag].boolean else f"--{flag}="
+def _as_typed(name: str) -> str:
+    """Returns the flags of a recipe as the start of what is typed."""
+    return " ".join(f"--{flag}{'' if bool in c.kinds else '='}" for c in _choices(name) for flag in c.flags)

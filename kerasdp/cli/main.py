@@ -7,24 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kerasdp.cli.parse import parse, parse_benchmark, parse_comparison, parse_study
-from kerasdp.cli.parse_inference import parse_evaluation, parse_export, parse_from_scratch, parse_prediction
-from kerasdp.cli.parse_transfer import parse_transfer
-from kerasdp.cli.sweeps import parse_ray, parse_sweep
+from kerasdp.cli.parse import PARSERS, parse
 from kerasdp.errors import PreemptedError, RunError, from_command_line
 from kerasdp.launch import launch
-
-_PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
-    "parity": parse_comparison,
-    "pipeline": parse_study,
-    "benchmark": parse_benchmark,
-    "ray_train": parse_ray,
-    "sweep": parse_sweep,
-    "from_scratch": parse_from_scratch,
-    "export": parse_export,
-    "transfer": parse_transfer,
-}
-_PARSERS_OF_REQUESTS = {"evaluate": parse_evaluation, "predict": parse_prediction}
 
 
 def main(
@@ -58,10 +43,10 @@ def main(
         with from_command_line():
             if flags == "train":
                 launch(function, parse(sys.argv, defaults, unused))
-            elif flags in _PARSERS_OF_REQUESTS:
-                config, request = _PARSERS_OF_REQUESTS[flags](sys.argv)
+            elif flags in ("evaluate", "predict"):
+                config, request = PARSERS[flags](sys.argv)
                 launch(functools.partial(function, request=request), config)
-            elif function(*_PARSERS[flags](sys.argv)) is False:
+            elif function(*PARSERS[flags](sys.argv)) is False:
                 sys.exit(1)
     except PreemptedError as error:
         print(error, file=sys.stderr, flush=True)

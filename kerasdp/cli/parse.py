@@ -1,51 +1,24 @@
-"""Turns the command lines of the recipes into what they train."""
+"""Turns the command lines of the recipes into what they run. All functions have arguments and errors of `parse`."""
 
-import contextlib
 import dataclasses
 import datetime
-import difflib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-from absl import flags
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from kerasdp.benchmark.contenders import SHAPES
-from kerasdp.cli.flags import (
-    BENCHMARK,
-    COMPARISON,
-    EXPORT,
-    FLAGS,
-    GROUPS,
-    INFERENCE,
-    PREDICTION,
-    RAY,
-    SEARCH,
-    STUDY,
-    SWEEP,
-    TRANSFER,
-    help_text,
-)
+from kerasdp.cli.flags import define, read
+from kerasdp.cli.recipes import RECIPES, Own, recipe
 from kerasdp.config import Config
-from kerasdp.config.names import meant
+from kerasdp.config.choices import choices_of
+from kerasdp.config.request import Request
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.runtime.devices import choose_backend
 
-_RECIPES = {
-    COMPARISON: "parity", STUDY: "pipeline", BENCHMARK: "benchmark", RAY: "ray_train", INFERENCE: "predict",
-    PREDICTION: "predict", SWEEP: "sweep", SEARCH: "sweep", EXPORT: "export", TRANSFER: "transfer",
-}  # fmt: skip
-OF_MACHINES = dict.fromkeys(["hosts", "host_rank", "coordinator", "interface"], "it trains on this machine alone")
-OF_MACHINES["dry_run"] = "it tells of one run, of recipes/train.py"
-_NOT_COMPARED = [
-    "strategy", "accumulate", "gradient_precision", "reduce", "device_shares", "early_stopping", "tracker", "profile",
-]  # fmt: skip
-OF_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
-_NOT_MEASURED = [
-    "strategy", "accumulate", "stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule",
-    "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer", *OF_LEARNING,
-]  # fmt: skip
-_NOT_STUDIED = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
+T = TypeVar("T")
+
+_RANGE = re.compile(r"([^.\s]\S*?)\.\.([^.\s]\S*)")
 
 
 def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
@@ -60,189 +33,193 @@ def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: 
         UserError: if a flag is unknown or its value cannot be used.
         SystemExit: after `--help`.
     """
-    with other_defaults(defaults or {}):
-        read(arguments, without=of_other_recipes() | dict.fromkeys(unused, "this recipe has its own, or none"))
-        return config_of_flags()
+    return _config(read(arguments, recipe("train", defaults, unused)))
 
 
 def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
-    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts.
-
-    Args and errors as in `parse`.
-    """
-    read(
-        arguments,
-        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | dict.fromkeys(_NOT_COMPARED, "what is compared differs in backend and number of devices alone")
-        | of_other_recipes(COMPARISON)
-        | OF_MACHINES,
-    )
-    names, numbers = _backends(), _numbers("device_counts")
-    config = config_of_flags()
-    for number in numbers:
-        dataclasses.replace(config, num_devices=number)  # raises if there is no such number
-    return config, names, numbers
+    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts."""
+    given = read(arguments, RECIPES["parity"])
+    own = _record(Own, given)
+    backends, counts = _backends(own), _numbers(own, "device_counts")
+    return _config_on(counts, given), backends, counts
 
 
 def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
-    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions.
-
-    Args and errors as in `parse`.
-    """
-    read(
-        arguments,
-        without=of_other_recipes(STUDY)
-        | OF_MACHINES
-        | dict.fromkeys(["strategy", "accumulate"], "a study trains on one device, and as a pipeline")
-        | dict.fromkeys(["split_size", "micro_batches"], "use --split_sizes")
-        | dict.fromkeys(["epochs", "max_steps"], "use --repetitions")
-        | dict.fromkeys(OF_LEARNING, "a study measures times alone")
-        | dict.fromkeys(_NOT_STUDIED, "a study keeps nothing of what it trains"),
-    )
-    sizes = _numbers("split_sizes")
-    if value_of("repetitions") < 2:
-        raise UserError(f"--repetitions: expected at least 2, for a deviation. Received: {FLAGS['repetitions'].value}")
-    return config_of_flags(strategy="pipeline"), sizes, value_of("repetitions")
+    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions."""
+    given = read(arguments, RECIPES["pipeline"])
+    own = _record(Own, given)
+    return _config(given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
 
 
 def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
     """Turns the command line of a benchmark into what is trained, backends, device counts, peers, rounds, their steps.
 
-    None for backends or peers: all there are. Args and errors as in `parse`.
+    None for backends or peers: all there are.
     """
-    read(
-        arguments,
-        without=dict.fromkeys(["backend", "gpus"], "use --backends and --device_counts")
-        | of_other_recipes(COMPARISON, BENCHMARK)
-        | OF_MACHINES
-        | dict.fromkeys(_NOT_MEASURED, "all contenders train alike, with data parallelism and SGD")
-        | dict.fromkeys(["epochs", "max_steps"], "use --rounds and --steps_per_round")
-        | dict.fromkeys(_NOT_STUDIED, "a benchmark keeps nothing of what it trains"),
-    )
-    for flag in ("rounds", "steps_per_round"):
-        if value_of(flag) < 1:
-            raise UserError(f"--{flag}: expected a whole number of at least 1. Received: {value_of(flag)}")
-    counts = _numbers("device_counts") if FLAGS["device_counts"].present else [1]
-    # Which all contenders can train; and what the frameworks do by themselves.
-    defaults = {"model": "convnet", "batch_norm": "replica"}
-    config = config_of_flags(**{name: value for name, value in defaults.items() if not FLAGS[name].present})
-    if config.model in SHAPES and FLAGS["dataset"].present:
+    given = read(arguments, RECIPES["benchmark"])
+    own = _record(Own, given)
+    counts = _numbers(own, "device_counts")
+    config = _config_on(counts, given)
+    if config.model in SHAPES and "dataset" in given:
         raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
+    peers = None if own.peers is None else [name.strip() for name in own.peers.split(",") if name.strip() != "none"]
+    return config, _backends(own), counts, peers, own.rounds, own.steps_per_round
+
+
+def parse_sweep(arguments: list[str]) -> tuple[Config, dict[str, Any], int | None]:
+    """Turns the command line of a sweep into what all runs share, values or ranges by field, and the number of trials.
+
+    Without `--trials` that is None, and all combinations are trained.
+    """
+    given = read(arguments, RECIPES["sweep"])
+    own = _record(Own, given)
+    space = values_by_field(own.sweep)
+    if not space:
+        raise UserError("a sweep needs choices to try: add --sweep='learning_rate=0.01,0.1; batch_size=32,64'")
+    ranges = [name for name, values in space.items() if isinstance(values, tuple)]
+    if ranges and own.trials is None:
+        raise UserError(f"--sweep: the range of {ranges[0]} needs --trials=20, of which Optuna picks the values")
+    return _config(given), space, own.trials
+
+
+def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | None, dict[str, Any] | None]:
+    """Turns the command line of a run on Ray into what is trained, workers (fewest, most), cores of each, a grid."""
+    given = read(arguments, RECIPES["ray_train"])
+    if "sweep" in given and "workers" in given:
+        raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
+    own = _record(Own, given)
+    grid = values_by_field(own.sweep)
+    fewest, _, most = own.workers.partition(":")
+    for name, values in (grid or {}).items():
+        if isinstance(values, tuple):
+            raise UserError(f"--sweep: {name}: expected values, as 0.01,0.1; ranges are for recipes/sweep.py")
+    return _config(given), (int(fewest), int(most or fewest)), own.cpus_per_worker, grid
+
+
+def parse_from_scratch(arguments: list[str]) -> tuple[Config]:
+    """Turns the command line of the lesson into what is trained."""
+    given = read(arguments, RECIPES["from_scratch"])
+    if given.get("precision", "float32") not in ("float32", "float64"):
+        raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {given['precision']!r}")
+    return (_config(given),)
+
+
+def parse_evaluation(arguments: list[str]) -> tuple[Config, Request]:
+    """Turns the command line of an evaluation into the run's devices, and what is evaluated."""
+    return _request(read(arguments, RECIPES["evaluate"]))
+
+
+def parse_prediction(arguments: list[str]) -> tuple[Config, Request]:
+    """Turns the command line of a prediction into the run's devices, and what is predicted."""
+    return _request(read(arguments, RECIPES["predict"]))
+
+
+def parse_export(arguments: list[str]) -> tuple[Config, Request, str]:
+    """Turns the command line of an export into a backend, the model, and the file to write."""
+    given = read(arguments, RECIPES["export"])
+    config, request = _request(given)
+    to = _record(Own, given).to
+    if to is None:
+        raise UserError("--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel")
+    config = dataclasses.replace(config, num_devices=1, workdir=None, verbose=0)
+    return config, dataclasses.replace(request, workdir=".", activation="none"), to
+
+
+def parse_transfer(arguments: list[str]) -> tuple[Config, str, str, int, float]:
+    """Turns a command line into the run, the backbone, its weights, epochs of the first fit, rate of the second."""
+    given = read(arguments, RECIPES["transfer"])
+    own, dataset = _record(Own, given), given["dataset"]
+    if dataset == "images":
+        height, width = map(int, own.size.split(","))
+        dataset = f"images(size=({height},{width}))"
+    elif "size" in given:
+        raise UserError("--size has no effect here: it is that of the images of a folder (--data_dir)")
+    return _config(given, dataset=dataset), own.backbone, own.weights, own.head_epochs, own.fine_tuning_rate
+
+
+def values_by_field(text: str | None) -> dict[str, Any] | None:
+    """Returns the values of each field in `flag=value,value; flag=least..most`: a list, or the ends of a range.
+
+    Commas in brackets belong to a value. None if there is no text.
+
+    Raises:
+        UserError: if there is no such flag, or a value is none of it.
+    """
+    if text is None:
+        return None
+    found: dict[str, Any] = {}
+    known = define()
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, equals, values = map(str.strip, part.partition("="))
+        if not equals or name not in known:
+            raise UserError(
+                f"--sweep: expected flags with values, as 'learning_rate=0.01,0.1; batch_size=32'. Received: {part!r}"
+            )
+        parser = known[name].parser
+        ends = _RANGE.fullmatch(values) if parser.syntactic_help in ("an integer", "a number") else None
+        texts = ends.groups() if ends else re.split(r",(?![^(]*\))", values)
+        try:
+            parsed = [parser.parse(value.strip()) for value in texts]
+        except ValueError as error:
+            raise UserError(f"--sweep: {name}: {' '.join(str(error).split())}. Received: {values!r}") from error
+        found[FIELDS_OF_FLAGS.get(name, name)] = tuple(parsed) if ends else parsed
+    return found
+
+
+def _record(kind: type[T], given: dict[str, Any]) -> T:
+    """Returns a dataclass with what is given of its choices."""
+    return kind(**{name: given[name] for name in choices_of(kind) if name in given})
+
+
+def _config(given: dict[str, Any], **choices: Any) -> Config:
+    """Returns the choices of the run that are given, with a new workdir if none is. `choices` come before those."""
+    values = {name: given[name] for name in choices_of(Config) if name in given}
+    if values.get("workdir") is None and (values.get("checkpoint_dir") or not values.get("resume")):
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
+    return Config(**(values | choices))
+
+
+def _config_on(counts: list[int], given: dict[str, Any]) -> Config:
+    """Returns the choices of runs on several numbers of devices, which they must go together with."""
+    config = _config(given)
     for count in counts:
-        dataclasses.replace(config, num_devices=count)  # raises if there is no such number
-    peers = value_of("peers")
-    names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip() != "none"]
-    return config, _backends(), counts, names, value_of("rounds"), value_of("steps_per_round")
+        dataclasses.replace(config, num_devices=count)  # raises if they do not
+    return config
 
 
-@contextlib.contextmanager
-def other_defaults(values: dict[str, Any]) -> Iterator[None]:
-    """Gives flags other defaults within the `with` block, in `--help`, too."""
-    usual = {name: FLAGS[name].default for name in values}
+def _request(given: dict[str, Any]) -> tuple[Config, Request]:
+    if "inputs" in given and "dataset" in given:
+        raise UserError("--inputs and --dataset both name the data: leave out one of them")
+    config = _config(given)
+    return config, dataclasses.replace(_record(Request, given), workdir=str(config.workdir))
+
+
+def _backends(own: Own) -> list[str] | None:
+    return None if own.backends is None else [choose_backend(name.strip()) for name in own.backends.split(",")]
+
+
+def _numbers(own: Own, flag: str) -> list[int]:
+    text: str = getattr(own, flag)
     try:
-        for name, value in values.items():
-            FLAGS.set_default(name, value)
-        yield
-    finally:
-        for name, value in usual.items():
-            FLAGS.set_default(name, value)
-
-
-def of_other_recipes(*own: str) -> dict[str, str]:
-    """Returns the flags of the recipes' groups but for a recipe's own, each with the recipe that it belongs to."""
-    return {
-        name: f"it belongs to recipes/{recipe}.py"
-        for group, recipe in _RECIPES.items()
-        for name in GROUPS[group]
-        if group not in own
-    }
-
-
-def _backends() -> list[str] | None:
-    names = value_of("backends")
-    return None if names is None else [choose_backend(name.strip()) for name in names.split(",")]
-
-
-def _numbers(flag: str) -> list[int]:
-    try:
-        numbers = [int(number) for number in value_of(flag).split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError as error:
-        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {value_of(flag)!r}") from error
+        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {text!r}") from error
     if min(numbers) < 1:
         raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
     return numbers
 
 
-def read(arguments: list[str], without: dict[str, str]) -> None:
-    """Sets `FLAGS` from a command line, on which the flags `without` are refused, with what to do instead."""
-    _refuse_code_of_runs(arguments[1:])
-    FLAGS.unparse_flags()
-    for name in FLAGS:
-        FLAGS[name].present = 0
-    try:
-        rest = FLAGS(arguments, known_only=False)
-    except flags.UnrecognizedFlagError as error:
-        raise UserError(_unknown(error.flagname, without)) from error
-    except flags.Error as error:
-        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
-    if value_of("help"):
-        print(help_text(arguments[0]))
-        raise SystemExit(0)
-    if len(rest) > 1:
-        raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
-    for name, instead in without.items():
-        if FLAGS[name].present:
-            raise UserError(f"--{name} has no effect here: {instead}")
-
-
-def _refuse_code_of_runs(arguments: list[str]) -> None:
-    """Raises `UserError` for a flagfile in a run's folder that names code: whoever left the run chose it."""
-    for number, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name.lstrip("-") != "flagfile":
-            continue
-        path = os.path.expanduser((value or "".join(arguments[number + 1 : number + 2])).strip())  # as absl reads it
-        if not os.path.exists(os.path.join(os.path.dirname(path), "config.json")):
-            continue
-        try:
-            found = FLAGS.read_flags_from_files([f"--flagfile={path}"])
-        except (flags.Error, OSError, ValueError) as error:
-            raise UserError(f"--flagfile: cannot read {path!r} ({' '.join(str(error).split())})") from error
-        for flag, following in zip(found, [*found[1:], ""]):  # --name=value, or one after the other
-            name, _, value = flag.partition("=")
-            names_code = name.lstrip("-") in ("model", "dataset", "sweep") and ":" in (value or following)
-            if names_code or name.lstrip("-") == "trust_checkpoint":
-                raise UserError(
-                    f"--flagfile: {path} is in the folder of a run, and names code: {ascii(flag)[1:-1]:.200}; copy the "
-                    "file to another folder once you have read it, or write the flag yourself"
-                )
-
-
-def _unknown(name: str, without: dict[str, str]) -> str:
-    """Returns what to say of a flag that there is not."""
-    fields = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
-    field = meant(name)
-    near = [fields.get(field, field)] if field else difflib.get_close_matches(name, list(FLAGS), n=1)
-    instead = f"; did you mean --{near[0]}?" if near and near[0] not in without else "."
-    if near and near[0] in without:
-        instead = f", and --{near[0]} has no effect here: {without[near[0]]};"
-    return f"there is no flag --{name}{instead} --help lists all flags"
-
-
-def value_of(flag: str) -> Any:
-    """Returns the value of a flag that was read."""
-    return FLAGS[flag].value
-
-
-def config_of_flags(**choices: Any) -> Config:
-    """Returns the choices of the flags that were read, with a new workdir if none is given.
-
-    Args:
-        **choices: fields that are not to be read from their flags.
-    """
-    values = {name: value_of(name) for group, names in GROUPS.items() for name in names if group not in _RECIPES}
-    values = {FIELDS_OF_FLAGS.get(name, name): value for name, value in values.items()}
-    if values["workdir"] is None and (values["checkpoint_dir"] or not values["resume"]):
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
-    return Config(**(values | choices))
+# Of each recipe but `train`, which `parse` is for.
+PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
+    "parity": parse_comparison,
+    "pipeline": parse_study,
+    "benchmark": parse_benchmark,
+    "ray_train": parse_ray,
+    "sweep": parse_sweep,
+    "from_scratch": parse_from_scratch,
+    "evaluate": parse_evaluation,
+    "predict": parse_prediction,
+    "export": parse_export,
+    "transfer": parse_transfer,
+}

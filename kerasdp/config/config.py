@@ -1,172 +1,223 @@
-"""Defines `Config`: every choice of a run in one frozen record, checked when it is made."""
+"""Defines `Config`: every choice of a run in one frozen record, checked when it is made.
+
+This is the one place where a choice is written: its field's name, type and default, the group of its flag, what it may
+be, and what it means. Range checks, flags, `--help`, completion and the pages are made of it (`choices.py`).
+"""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
-from kerasdp.config import sharing, validation
+from kerasdp.config import validation
+from kerasdp.config.choices import (
+    COUNT,
+    FOLDER,
+    FROM_0,
+    NAME,
+    POSITIVE,
+    SWITCH,
+    Only,
+    Range,
+    check_ranges,
+    choice,
+    documented,
+    is_count,
+    is_count_or_range,
+    normalize,
+    number_as_text,
+    one_of,
+    path_as_text,
+    switch_as_number,
+)
+from kerasdp.config.validation import AUGMENTATIONS, BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
 
 # Seconds: as long as NCCL waits in a collective, so that no run ends by it that would have gone through on GPUs.
 HANG_TIMEOUT = 600.0
 
+# The groups of the flags.
+DEVICES = "Backend and devices"
+CUT = validation.CUT
+MACHINES = "Several machines (docs/many-machines.md)"
+DATA = "Model and data"
+TRAINING = "Training"
+OUTPUT = "Output"
+FAULTS = "Checkpoints and faults"
 
+NOT_JAX = ["torch", "tensorflow"]
+
+
+@documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Every choice of a run.
 
     `kerasdp.launch` reads the fields on devices, batch norm, precision, seed and output; the main job reads all.
 
-    Args:
-        backend: `"torch"`, `"jax"` or `"tensorflow"`. None: that of Keras if it is imported, else $KERAS_BACKEND,
-            else that of keras.json, else the first installed.
-        num_devices: devices of the run, or, on several hosts, of each. None: all GPUs or TPUs there are, or 1.
-        device: `"gpu"`, `"tpu"` (jax), `"cpu"`, or `"auto"`: GPUs or TPUs if there are any, else virtual CPU devices.
-        hosts: machines of the run: `"2"`, or, with torch, `"1:3"`: it begins with one to three, and continues when some
-            leave and others join. None: as many as the environment says (of torchrun, mpirun, srun, TF_CONFIG), or 1.
-        host_rank: number of this host, from 0. None: `JOB_COMPLETION_INDEX` of a Kubernetes Indexed Job.
-        coordinator: address and port at which host 0 listens for the others, as `"10.0.0.1:29500"`.
-        interface: network interface between the hosts. None: the one on the way to the coordinator.
-        dry_run: instead of training, says what would run where, for any `hosts` and `num_devices`; nothing is started.
-        strategy: what devices share: the batch (`"data"`), the model, cut into stages (`"pipeline"`), or each layer's
-            output channels (`"tensor"`, with jax).
-        num_stages: stages of a pipeline. None: one per device.
-        cut_at: layers after which a pipeline is cut, comma-separated. None: where the stages are balanced.
-        balance: what the stages of a pipeline have equal shares of: `"time"` (measured), `"flops"`, `"parameters"`.
-        split_size: samples per micro-batch of a pipeline, as a number, or `"auto"`: the fastest, by a short search.
-        micro_batches: instead of `split_size`: how many. None for both: twice as many as stages.
-        pipeline_schedule: which micro-batch a stage works on next: all forward passes first (`"gpipe"`), or backward
-            passes as soon as they can be (`"1f1b"`), also with several stages per device (`"interleaved1f1b"`).
-        model: a model of `kerasdp.models`, or a user-defined function (`file.py:function`).
-        dataset: a data set of `kerasdp.data`, or a user-defined function.
-        data_dir: folder of the data set's files. None: where Keras or the system keeps them.
-        data_on_device: whether inputs that are in memory stay on the devices while `fit` runs, so that a step sends
-            row indices only: `"on"`, `"off"`, or `"auto"`: on GPUs, up to 1 GiB. Each device then holds all.
-        batch_size: samples per step, over all devices: the global batch.
-        accumulate: micro-batches into which each device cuts its samples, one after the other, so that it holds the
-            activations of only one; the sum of their gradients is that of the global batch. Batch norm takes its
-            statistics from each micro-batch.
-        epochs: passes over the training data.
-        max_steps: updates after which the run ends. None: it ends after `epochs`.
-        optimizer: a Keras optimizer by name, with arguments: `sgd(momentum=0.9)`.
-        learning_rate: None: that of `optimizer`, its argument or its default.
-        schedule: how the rate falls in the course of the run: `"constant"`, `"cosine"` and `"linear"`, to 0,
-            `"step(every=10, factor=0.1)"`, every 10 epochs.
-        warmup: updates in which the rate rises to its full height.
-        ema: decay of an exponential moving average of the weights, which are evaluated, and are the weights when the
-            training ends: 0.99. None: no average.
-        label_smoothing: share of the target that all classes have alike: 0.1.
-        augment: changes of the images in training: `"flip, translate(factor=0.1)"`. None: none.
-        early_stopping: epochs without a lower validation loss (else training loss) after which the training ends, with
-            the weights of the best epoch. None: never.
-        lr_base_batch: if given, the rate is multiplied by `batch_size / lr_base_batch`.
-        kernel_initializer: a Keras initializer for every convolution and dense kernel of the built-in models,
-            as `random_normal(stddev=0.01)`. None: each layer's default.
-        batch_norm: statistics over the global batch (`"sync"`) or each replica's shard (`"replica"`).
-        precision: precision of the layers' arithmetic; variables stay in float32, except with `"float64"`, which is for
-            telling round-off from mistakes.
-        compile: whether a step of training, evaluation or prediction runs as one compiled graph, on torch: `"on"`,
-            `"off"`, or `"auto"`: where a run has at least 1,000 of its kind. What cannot be captured runs uncompiled,
-            with a warning. On jax and tensorflow the model's `jit_compile` decides, as in Keras.
-        gradient_precision: precision in which replicas exchange their gradients: `"bfloat16"` halves what they send
-            (torch; tensorflow on virtual CPU devices alone, since it sums no bfloat16 between GPUs).
-        reduce: where the gradients of several devices are added: on the devices (`"device"`), or in host memory
-            (`"host"`; torch, tensorflow): slower, and leaves device memory free. None: on the devices; on virtual CPU
-            devices, which are host memory, as is fastest.
-        device_shares: shares of the global batch that the devices get, as `"3,1"`, in the order of the ranks, for
-            devices of unequal speed (torch, tensorflow); `"auto"`: as measured when training begins. None: equal ones.
-        check: whether a run on several devices begins with a forward pass of a few samples, whole on one device and
-            split over all, and ends if they differ: `"first"`, before the first update, or `"off"`.
-        seed: seed of initial weights, sample order and dropout.
-        deterministic: whether a run repeated, or resumed, on GPUs of the same kind and number is equal bit by bit, as
-            it always is on the CPU; slower. What the backend cannot do so ends the run.
-        workdir: folder for what the run leaves. None: nothing is written.
-        log_every: steps between two lines of steps.jsonl.
-        verbose: 0 nothing, 1 progress bar, 2 a line per epoch, 3 also curves, as a figure in a notebook, as text in a
-            terminal; None: 1 in a terminal, 3 in a notebook, else 2.
-        tracker: where the numbers of the run go beside its files: some of `"tensorboard,wandb,mlflow"`. None: nowhere.
-        profile: steps that the backend's profiler records, as `"5:8"`, into the workdir. None: none.
-        checkpoint_every: when a checkpoint is written into the workdir: `"epoch"`, at the end of each; `"50"`, and
-            after every 50 steps; `"10m"`, and every 10 minutes; `"never"`, none at all.
-        checkpoint_dir: folder of the checkpoints, or a URL as `"s3://bucket/run"`, which fsspec writes to and reads
-            from. None: the folder `checkpoints` of the workdir.
-        keep: how many of the newest checkpoints stay. The best one, by validation loss (without validation data by
-            training loss), stays besides.
-        resume: resume from the newest checkpoint; without one, start from the beginning.
-        max_restarts: how often a run is restarted from its last checkpoint when a worker dies or hangs.
-        hang_timeout: seconds without a move in `fit`, `evaluate` or `predict` after which the run is ended; the first
-            call of each function with each shape, which may compile, has an hour. 0: never. None: 600 where ranks wait
-            for each other (torch on several devices); elsewhere a line then says where the run is.
-        export: file for the finished model, `.keras` or `.weights.h5`. None: none.
-
     Raises:
         UserError: if a value is out of its range.
     """
 
-    backend: str | None = None
-    num_devices: int | None = None
-    device: str = "auto"
-    hosts: str | None = None
-    host_rank: int | None = None
-    coordinator: str | None = None
-    interface: str | None = None
-    dry_run: bool = False
-    strategy: str = "data"
-    num_stages: int | None = None
-    cut_at: str | None = None
-    balance: str = "time"
-    split_size: int | str | None = None
-    micro_batches: int | None = None
-    pipeline_schedule: str = "gpipe"
-    model: str = "lenet"
-    dataset: str = "digits"
-    data_dir: str | None = None
-    data_on_device: str = "auto"
-    batch_size: int = 64
-    accumulate: int = 1
-    epochs: int = 20
-    max_steps: int | None = None
-    optimizer: str = "sgd(learning_rate=0.03, momentum=0.9)"
-    learning_rate: float | None = None
-    schedule: str = "constant"
-    warmup: int = 0
-    ema: float | None = None
-    label_smoothing: float = 0.0
-    augment: str | None = None
-    early_stopping: int | None = None
-    lr_base_batch: int | None = None
-    kernel_initializer: str | None = None
-    batch_norm: str = "sync"
-    precision: str = "float32"
-    compile: str = "auto"
-    check: str = "first"
-    gradient_precision: str = "float32"
-    reduce: str | None = None
-    device_shares: str | None = None
-    seed: int = 0
-    deterministic: bool = False
-    workdir: str | None = None
-    log_every: int = 10
-    verbose: int | None = None
-    tracker: str | None = None
-    profile: str | None = None
-    checkpoint_every: str = "epoch"
-    checkpoint_dir: str | None = None
-    keep: int = 3
-    resume: bool = False
-    max_restarts: int = 0
-    hang_timeout: float | None = None
-    export: str | None = None
+    # fmt: off
+    backend: str | None = choice(None, DEVICES, one_of(*BACKENDS), f"Framework that trains: {', '.join(BACKENDS)}.",
+        "that of Keras if it is imported, else $KERAS_BACKEND, else that of keras.json, else the first installed")
+    num_devices: int | None = choice(None, DEVICES, COUNT,
+        "Devices of each machine: GPUs, TPUs, or, where there are none, virtual CPU devices.", "all GPUs or TPUs, or 1")
+    device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
+        "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices.",
+        only=[Only("tpu", ["jax"], instead="another --device")])
+    precision: str = choice("float32", DEVICES, one_of(*PRECISIONS),
+        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. Variables are float32, except with float64, "
+        "which tells round-off from mistakes.")
+    gradient_precision: str = choice("float32", DEVICES, one_of("float32", "bfloat16"),
+        "Precision in which devices exchange gradients: float32, or bfloat16, which halves what they send (with "
+        "tensorflow on virtual CPU devices alone).",
+        only=[Only("bfloat16", NOT_JAX, ["data"], "XLA adds up the gradients within a step's program")])
+    reduce: str | None = choice(None, DEVICES, one_of("device", "host"),
+        "Where the gradients of several devices are added: device, or host: in host memory, which is slower and leaves "
+        "device memory free.", "device; on virtual CPU devices whatever is fastest",
+        only=[Only(engines=["data"]),
+              Only("host", NOT_JAX, why="XLA adds up the gradients on the devices, within a step's program")])
+    device_shares: str | None = choice(None, DEVICES,
+        Range("auto, or a whole number of at least 1 for each device, as 3,1", validation.are_shares),
+        "Shares of the global batch for devices of unequal speed, in the order of the ranks: 3,1, or auto, which "
+        "measures first.", "equal shards",
+        only=[Only(None, NOT_JAX, ["data"], "XLA gives each device equally many rows")])
+    compile: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
+        "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: in runs "
+        "with 1,000 of its kind or more. What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
+        "do as the model's jit_compile says.",
+        only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
+    check: str = choice("first", DEVICES, one_of("first", "off"),
+        "first: before the first update on several devices, a few samples go through the model whole and split over "
+        "all, and the run ends if they differ. Or off.")
+    data_on_device: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
+        "on, off, or auto: whether inputs in memory stay on every device; auto: on GPUs, up to 1 GiB.",
+        only=[Only("on", engines=["data"])])
+
+    strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
+        "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
+        "channels (tensor).", only=[Only("tensor", ["jax"], instead="--strategy=data or pipeline")])
+    num_stages: int | None = choice(None, CUT, COUNT, "Stages of a pipeline.", "one per device")
+    cut_at: str | None = choice(None, CUT, Range("names of layers in one string, comma-separated"),
+        "Layers after which to cut, comma-separated.", "where the stages are balanced")
+    balance: str = choice("time", CUT, one_of(*validation.BALANCES),
+        "What the stages get equal shares of: time (measured), flops, parameters.")
+    split_size: int | str | None = choice(None, CUT,
+        Range("auto, or a whole number of at least 1", lambda size: size == "auto" or is_count(str(size))),
+        "Samples per micro-batch, or auto: the fastest, by a short search.", "as --micro_batches says")
+    micro_batches: int | None = choice(None, CUT, COUNT, "Micro-batches, instead of --split_size.", "two per stage")
+    pipeline_schedule: str = choice("gpipe", CUT, one_of("gpipe", "1f1b", "interleaved1f1b"),
+        "gpipe: all forward passes first; 1f1b: backward passes as soon as possible; interleaved1f1b: several stages "
+        "per device.", only=[Only("interleaved1f1b", ["torch"], instead="another --pipeline_schedule")])
+
+    hosts: str | None = choice(None, MACHINES,
+        Range("a number of machines, or the least and the most of them as 1:3", is_count_or_range),
+        "Number of machines, or the least and the most as 1:3 (torch), while some leave and others join.",
+        "what torchrun, mpirun, TF_CONFIG or srun say, else 1", convert=number_as_text)
+    host_rank: int | None = choice(None, MACHINES, Range("a whole number from 0", FROM_0.holds),
+        "Number of this machine, from 0.", "$JOB_COMPLETION_INDEX")
+    coordinator: str | None = choice(None, MACHINES,
+        Range("the address and port of host 0, as 10.0.0.1:29500", validation.is_address),
+        "Where machine 0 listens for the others: ADDRESS:PORT.")
+    interface: str | None = choice(None, MACHINES, Range("a network interface, as eth0"),
+        "Network interface between the machines.", "the one on the way to --coordinator")
+    dry_run: bool = choice(False, MACHINES, SWITCH,
+        "Print what would run where, on any number of --hosts and --gpus, what it sends and holds; nothing is started.")
+
+    model: str = choice("lenet", DATA, NAME,
+        f"{', '.join(MODELS)}, or your own: path/to/file.py:function or package.module:function, called as "
+        "f(input_shape=, num_classes=), which returns a Keras model that gives logits.")
+    dataset: str = choice("digits", DATA, NAME,
+        f"{', '.join(DATASETS)}, or your own: file.py:function, which returns (x_train, y_train), (x_test, y_test). "
+        "Arguments: 'synthetic(shape=(32,32,3), num_classes=100)', 'images(size=(64,64))'.")
+    data_dir: str | None = choice(None, DATA, FOLDER,
+        "Folder of the data: IDX files for mnist, fashion_mnist and cifar10; for images a sub-folder per class.",
+        "where Keras or the system keeps them", convert=path_as_text)
+
+    batch_size: int = choice(64, TRAINING, COUNT, "Samples per step over all devices: the global batch.")
+    accumulate: int = choice(1, TRAINING, COUNT,
+        "Micro-batches into which each device cuts its samples, one after the other, for batches larger than its "
+        "memory. The gradient is the same; batch norm takes its statistics from each micro-batch.")
+    epochs: int = choice(20, TRAINING, COUNT, "Passes over the training data.")
+    max_steps: int | None = choice(None, TRAINING, COUNT, "Updates after which the run ends.", "it ends after --epochs")
+    optimizer: str = choice("sgd(learning_rate=0.03, momentum=0.9)", TRAINING, NAME,
+        "Any Keras optimizer: adam, 'sgd(momentum=0.9)', ...")
+    learning_rate: float | None = choice(None, TRAINING, POSITIVE, "Learning rate.", "that of --optimizer")
+    schedule: str = choice("constant", TRAINING, NAME,
+        "constant, or how the rate falls: cosine, linear (both to 0), step(every=10, factor=0.1), in epochs.")
+    warmup: int = choice(0, TRAINING, Range("a whole number of updates, from 0", FROM_0.holds),
+        "Updates in which the rate rises to its full height.")
+    ema: float | None = choice(None, TRAINING,
+        Range("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
+        "Decay of an exponential moving average of the weights, as 0.99: it is evaluated, and is what the training "
+        "leaves.", "no average")
+    label_smoothing: float = choice(0.0, TRAINING, Range("a number from 0, below 1, as 0.1", lambda x: 0 <= x < 1),
+        "Share of the target that all classes have alike, as 0.1.")
+    augment: str | None = choice(None, TRAINING,
+        Range(f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
+        f"Changes of images in training: some of {', '.join(AUGMENTATIONS)}, as 'flip, rotate(factor=0.1)'.", "none")
+    early_stopping: int | None = choice(None, TRAINING, COUNT,
+        "Epochs without a lower validation loss (else training loss) after which the training ends, with the weights "
+        "of the best.", "never")
+    lr_base_batch: int | None = choice(None, TRAINING, COUNT,
+        "Multiplies the learning rate by --batch_size over this number.", "the rate stays")
+    kernel_initializer: str | None = choice(None, TRAINING, NAME,
+        "Keras initializer of the convolution and dense kernels of built-in models, as 'random_normal(stddev=0.01)'.",
+        "each layer's")
+    batch_norm: str = choice("sync", TRAINING, one_of(*validation.BATCH_NORMS),
+        "Statistics over the global batch (sync) or over each replica's shard of it (replica).")
+    seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
+        "Seed of initial weights, sample order and dropout.")
+    deterministic: bool = choice(False, TRAINING, SWITCH,
+        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it always is on the "
+        "CPU; slower. What the backend cannot do so ends the run.")
+
+    workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
+        "a new one in runs/; from Python none", convert=path_as_text)
+    log_every: int = choice(10, OUTPUT, COUNT, "Steps between two lines of steps.jsonl.")
+    verbose: int | None = choice(None, OUTPUT, one_of(0, 1, 2, 3),
+        "0: nothing, 1: progress bar, 2: a line per epoch, 3: also the curve of the loss so far.",
+        "1 in a terminal, 3 in a notebook, else 2", convert=switch_as_number)
+    tracker: str | None = choice(None, OUTPUT,
+        Range(f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}),
+        f"Some of {', '.join(TRACKERS)}, comma-separated: where the numbers of the run go beside its files.", "nowhere")
+    profile: str | None = choice(None, OUTPUT, Range("a step, or the first and the last one as 5:8", is_count_or_range),
+        "Steps that the profiler of the backend records, as 5:8, into the workdir.", "none")
+    export: str | None = choice(None, OUTPUT,
+        Range("a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))),
+        "File for the finished model, as plain Keras: NAME.keras or NAME.weights.h5.", "none", convert=path_as_text)
+
+    checkpoint_every: str = choice("epoch", FAULTS,
+        Range("epoch, never, steps (as 50) or minutes (as 10m)",
+              lambda text: text in ("epoch", "never") or is_count(text.removesuffix("m"))),
+        "epoch; 50: also every 50 steps; 10m: also every 10 minutes; never: none.", convert=number_as_text)
+    checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
+        "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
+        "checkpoints in --workdir", convert=path_as_text)
+    keep: int = choice(3, FAULTS, COUNT,
+        "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.")
+    resume: bool = choice(False, FAULTS, SWITCH,
+        "Resume from the newest checkpoint, on any backend and number of devices; else start from the beginning.")
+    max_restarts: int = choice(0, FAULTS, FROM_0,
+        "How often to restart from the last checkpoint when a worker dies or hangs.")
+    hang_timeout: float | None = choice(None, FAULTS,
+        Range("a number of seconds, or 0 for never", lambda seconds: math.isfinite(seconds) and seconds >= 0),
+        "Seconds without a move after which the run is ended, or restarted; more than the longest step or callback "
+        "takes; what may compile has an hour. 0: never.",
+        "600 with torch on several devices, where ranks wait for each other; else a line says where")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name, value in validation.normalized(self).items():
-            object.__setattr__(self, name, value)
+        normalize(self)
+        check_ranges(self)
         validation.check(self)
 
     def check_replicas(self, num_replicas: int) -> None:
         """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
-        sharing.check_replicas(self, num_replicas)
+        validation.check_replicas(self, num_replicas)
 
     @property
     def host_range(self) -> tuple[int, int]:
@@ -212,7 +263,24 @@ class Config:
         Raises:
             UserError: if stages and devices do not go together.
         """
-        return sharing.num_pipelines(self, num_devices)
+        stages = self.stages_on(num_devices)
+        if self.pipeline_schedule == "interleaved1f1b":
+            if stages % num_devices or stages == num_devices:
+                raise UserError(
+                    f"--stages: expected a multiple of the {num_devices} devices with "
+                    f"--pipeline_schedule=interleaved1f1b, several on each. Received: {stages}"
+                )
+            return 1
+        if num_devices % stages:
+            raise UserError(
+                f"--gpus: expected a multiple of the {stages} stages, a device each. Received: {num_devices}"
+            )
+        if self.backend == "tensorflow" and num_devices > stages:
+            raise UserError(
+                f"--gpus: expected {stages}, one pipeline, with --backend=tensorflow, whose strategies copy a model "
+                f"device by device. Received: {num_devices}; use --backend=torch or jax"
+            )
+        return num_devices // stages
 
     def micro_batch_size(self, num_stages: int, num_pipelines: int) -> int:
         """Returns the samples of a full micro-batch of each pipeline, if `split_size` is not `"auto"`."""
@@ -232,6 +300,11 @@ class Config:
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
 
     @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Returns the numbers of `device_shares`; None if there are none, or they are to be measured."""
+        return None if self.device_shares in (None, "auto") else tuple(map(int, str(self.device_shares).split(",")))
+
+    @property
     def trackers(self) -> list[str]:
         """Returns the names in `tracker`."""
         return [name.strip() for name in self.tracker.split(",")] if self.tracker else []
@@ -247,10 +320,7 @@ class Config:
         text = self.checkpoint_every
         if text in ("epoch", "never"):
             return None, None
-        number = text.removesuffix("m")
-        if not number.isdecimal() or int(number) < 1:
-            raise UserError(f"--checkpoint_every: expected {validation.CHECKPOINT_TIMES}. Received: {text!r}")
-        return (None, 60.0 * int(number)) if text.endswith("m") else (int(number), None)
+        return (None, 60.0 * int(text.removesuffix("m"))) if text.endswith("m") else (int(text), None)
 
     @property
     def keeps_checkpoints(self) -> bool:

@@ -1,181 +1,56 @@
-"""What may be chosen for a run, and which choices go together."""
+"""What may be chosen for a run by name, and which choices go together."""
 
-import dataclasses
 import importlib.util
-import math
-import numbers
-import os
-import typing
-from collections.abc import Callable
 from typing import Any
 
-from kerasdp.config import sharing, spec
-from kerasdp.errors import FIELDS_OF_FLAGS, UserError
+from kerasdp.config import spec
+from kerasdp.config.choices import choices_of, is_count
+from kerasdp.errors import UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
-DEVICES = ("auto", "gpu", "tpu", "cpu")
-STRATEGIES = ("data", "pipeline", "tensor")
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
-CHECKS = ("first", "off")
-SWITCHES = ("auto", "on", "off")
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
-GRADIENT_PRECISIONS = ("float32", "bfloat16")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "backend": (None, *BACKENDS),
-    "device": DEVICES,
-    "strategy": STRATEGIES,
-    "pipeline_schedule": SCHEDULES,
-    "balance": BALANCES,
-    "batch_norm": BATCH_NORMS,
-    "precision": PRECISIONS,
-    "compile": SWITCHES,
-    "check": CHECKS,
-    "data_on_device": SWITCHES,
-    "gradient_precision": GRADIENT_PRECISIONS,
-    "reduce": sharing.REDUCES,
-    "verbose": (None, 0, 1, 2, 3),
-}
-_COUNTS = (
-    "num_devices", "batch_size", "accumulate", "epochs", "max_steps", "lr_base_batch", "log_every", "keep",
-    "num_stages", "micro_batches", "early_stopping",
-)  # fmt: skip
-_NAMES = ("model", "dataset", "optimizer", "kernel_initializer", "schedule")
 RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
 AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
 # The package of each; tensorboardX comes with kerasdp, the others with an extra of the tracker's name.
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-CHECKPOINT_TIMES = "epoch, never, steps (as 50) or minutes (as 10m)"
+# What is to be said of `reduce` on them.
+VIRTUAL = "virtual CPU devices are in host memory, so that it frees none"
+# Choices that have no effect with one device, and why.
+_OF_SEVERAL_DEVICES = {
+    "gradient_precision": "sends no gradients",
+    "reduce": "adds no gradients",
+    "device_shares": "has all of the batch",
+}
+# The group of the choices that data parallelism has no use for, but for `strategy` itself.
+CUT = "Models cut over several devices"
 
 
-def _is_split_size(size: int | str) -> bool:
-    return size == "auto" or (str(size).isdecimal() and int(size) > 0)
-
-
-def _is_count_or_range(text: str) -> bool:
-    numbers = [int(number) if number.isdecimal() else 0 for number in text.split(":")]
-    return len(numbers) <= 2 and numbers[0] >= 1 and numbers[-1] >= numbers[0]
-
-
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Returns whether a text is an address and a port."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
-# What the other fields may be: in words, and as a question to a value of the field's type that is not None.
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(_COUNTS, ("a whole number of at least 1", lambda number: number >= 1)),
-    "split_size": ("auto, or a whole number of at least 1", _is_split_size),
-    "max_restarts": ("a whole number of at least 0", lambda number: number >= 0),
-    "seed": ("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
-    "learning_rate": ("a number above 0", lambda number: math.isfinite(number) and number > 0),
-    "hang_timeout": ("a number of seconds, or 0 for never", lambda number: math.isfinite(number) and number >= 0),
-    "export": (
-        "a file name that ends in .keras or .weights.h5", lambda name: name.endswith((".keras", ".weights.h5"))
-    ),
-    # What else these must be is checked where they are parsed.
-    **dict.fromkeys(_NAMES, ("a name, or a name with arguments such as sgd(momentum=0.9)", lambda text: True)),
-    "hosts": ("a number of machines, or the least and the most of them as 1:3", _is_count_or_range),
-    "host_rank": ("a whole number from 0", lambda number: number >= 0),
-    "coordinator": ("the address and port of host 0, as 10.0.0.1:29500", _is_address),
-    "interface": ("a network interface, as eth0", lambda name: True),
-    "device_shares": ("auto, or a whole number of at least 1 for each device, as 3,1", sharing.are_shares),
-    "warmup": ("a whole number of updates, from 0", lambda number: number >= 0),
-    "ema": ("a number above 0 and below 1, as 0.99", lambda number: 0 < number < 1),
-    "label_smoothing": ("a number from 0, below 1, as 0.1", lambda number: 0 <= number < 1),
-    "augment": (f"some of {', '.join(AUGMENTATIONS)}, with arguments such as rotate(factor=0.1)", bool),
-    "tracker": (
-        f"some of {', '.join(TRACKERS)}", lambda text: {name.strip() for name in text.split(",")} <= {*TRACKERS}
-    ),
-    "profile": ("a step, or the first and the last one as 5:8", _is_count_or_range),
-    "cut_at": ("names of layers in one string, comma-separated", lambda text: True),
-    "checkpoint_every": (CHECKPOINT_TIMES, lambda text: True),
-    "workdir": ("a folder", lambda path: True),
-    "checkpoint_dir": ("a folder, or a URL as s3://bucket/folder", bool),
-    "data_dir": ("a folder", lambda path: True),
-    **dict.fromkeys(("deterministic", "dry_run", "resume"), ("True or False", lambda switch: True)),
-}  # fmt: skip
-_PATHS = ("workdir", "checkpoint_dir", "data_dir", "export")
-# Fields that data parallelism has no use for.
-_OF_PIPELINES = ("num_stages", "cut_at", "balance", "split_size", "micro_batches", "pipeline_schedule")
-
-
-def normalized(config: Any) -> dict[str, Any]:
-    """Returns the fields of a `Config` as the types that JSON can hold, where people in Python have others.
-
-    Those are paths, NumPy's numbers, the numbers of `checkpoint_every` and `hosts`, and True or False as `verbose`.
-    """
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for name, value in values.items():
-        if name in _PATHS and isinstance(value, os.PathLike):
-            values[name] = os.fspath(value)
-        elif isinstance(value, bool):
-            values[name] = int(value) if name == "verbose" else value
-        elif isinstance(value, numbers.Integral):
-            values[name] = str(int(value)) if name in ("checkpoint_every", "hosts") else int(value)
-        elif isinstance(value, numbers.Real):
-            values[name] = float(value)
-    return values
+def are_shares(text: str) -> bool:
+    """Returns whether a text is `auto`, or whole numbers of at least 1, as `3,1`."""
+    return text == "auto" or all(is_count(part.strip()) for part in text.split(","))
 
 
 def check(config: Any) -> None:
-    """Raises `UserError` if a choice is out of its range, or choices do not go together."""
-    _check_values(config)
-    config.checkpoint_interval()
-    for flag, needs_workdir in (
-        ("tracker", config.tracker),
-        ("profile", config.profile),
-        ("resume", config.resume and config.checkpoint_dir is None),
-        ("max_restarts", config.max_restarts and config.checkpoint_dir is None),
-    ):
-        if needs_workdir and config.workdir is None:
-            raise UserError(f"--{flag} needs the files of a run, but no folder is set: add --workdir=FOLDER")
-    if config.checkpoint_every == "never" and config.checkpoint_dir is not None:
-        raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never: leave out one of them")
-    if config.checkpoint_every == "never" and (config.resume or config.max_restarts):
-        flag = "resume" if config.resume else "max_restarts"
-        raise UserError(f"--{flag} resumes from a checkpoint, but --checkpoint_every=never keeps none")
-    for flag in _NAMES:
-        if getattr(config, flag) is not None:
-            name, _ = spec.parse(getattr(config, flag), flag)
-            known = {"model": MODELS, "dataset": DATASETS, "schedule": RATE_SCHEDULES}.get(flag)
-            if known and name not in known and (flag == "schedule" or not spec.is_user_function(name)):
-                instead = "" if flag == "schedule" else ", or file.py:function"
-                raise UserError(f"--{flag}: expected one of {', '.join(known)}{instead}. Received: {name!r}")
+    """Raises `UserError` if choices of a `Config` do not go together."""
+    _check_files(config)
+    _check_names(config)
     if config.ema is not None and config.early_stopping is not None:
         # Keras' EarlyStopping (3.15) brings back the weights of the best epoch, not the averages that were evaluated.
         raise UserError("--ema and --early_stopping do not go together: leave out one of them")
-    for name, _ in spec.parse_list(config.augment or "", "augment"):
-        if name not in AUGMENTATIONS:
-            raise UserError(f"--augment: expected some of {', '.join(AUGMENTATIONS)}. Received: {name!r}")
-    if config.strategy == "pipeline":
-        _check_pipeline(config)
-    elif any(getattr(config, name) != getattr(type(config), name) for name in _OF_PIPELINES):
-        flags = ", ".join(f"--{name.removeprefix('num_')}" for name in _OF_PIPELINES)
-        raise UserError(f"{flags} have an effect only with --strategy=pipeline")
-    if config.strategy == "tensor" and config.backend not in (None, "jax"):
-        raise UserError(
-            f"--strategy=tensor: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or "
-            "--strategy=data or pipeline"
-        )
-    if config.device == "tpu" and config.backend not in (None, "jax"):
-        raise UserError(
-            f"--device=tpu: there for --backend=jax only. Received: {config.backend}; use --backend=jax, or another "
-            "--device"
-        )
+    _check_strategy(config)
+    _check_where(config)
     _check_hosts(config)
-    _check_gradients(config)
-    sharing.check(config)
-    if config.data_on_device == "on" and config.engine != "data":
-        raise UserError(f"--data_on_device=on: not together with {_engine_flag(config)}; leave out one of them")
-    if config.compile != "auto" and (config.backend in ("jax", "tensorflow") or config.engine == "pipeline"):
-        raise UserError(
-            f"--compile: has an effect on torch alone, and not on a model in stages or --accumulate. Received: "
-            f"{config.compile}; leave it out (on jax and tensorflow the model's jit_compile decides)"
-        )
+    _check_sharing(config)
     if config.num_devices is not None:
         config.check_replicas(config.num_replicas(config.num_devices * config.host_range[1]))
 
@@ -187,30 +62,53 @@ def check_installed(config: Any) -> None:
             raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
 
 
-def _check_values(config: Any) -> None:
-    """Raises if a field is not of its type, or out of its range."""
-    flags = {field: flag for flag, field in FIELDS_OF_FLAGS.items()}
-    for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
-        kinds = typing.get_args(field.type) or (field.type,)
-        is_of_type = isinstance(value, (*kinds, int) if float in kinds else kinds)
-        is_of_type = is_of_type and (bool in kinds or not isinstance(value, bool))
-        if name in _CHOICES:
-            expected = f"one of {', '.join(str(choice) for choice in _CHOICES[name] if choice is not None)}"
-            is_right = is_of_type and value in _CHOICES[name]
-        else:
-            expected, is_in_range = _RANGES[name]
-            is_right = is_of_type and (value is None or is_in_range(value))
-        if not is_right:
-            received = " ".join(repr(value).split())  # an array has several lines
-            raise UserError(f"--{flags.get(name, name)}: expected {expected}. Received: {received:.200}")
+def _check_files(config: Any) -> None:
+    """Raises if what is to be written or resumed from has no folder."""
+    resumes = _flag_that_resumes(config)
+    for flag, needs_workdir in (
+        ("tracker", config.tracker),
+        ("profile", config.profile),
+        (resumes, resumes and config.checkpoint_dir is None),
+    ):
+        if needs_workdir and config.workdir is None:
+            raise UserError(f"--{flag} needs the files of a run, but no folder is set: add --workdir=FOLDER")
+    if config.checkpoint_every == "never" and config.checkpoint_dir is not None:
+        raise UserError("--checkpoint_dir has no effect with --checkpoint_every=never: leave out one of them")
+    if config.checkpoint_every == "never" and resumes:
+        raise UserError(f"--{resumes} resumes from a checkpoint, but --checkpoint_every=never keeps none")
 
 
-def _check_pipeline(config: Any) -> None:
+def _flag_that_resumes(config: Any) -> str | None:
+    return "resume" if config.resume else "max_restarts" if config.max_restarts else None
+
+
+def _check_names(config: Any) -> None:
+    """Raises if a name with arguments cannot be parsed, or there is nothing of that name."""
+    known = {"model": MODELS, "dataset": DATASETS, "schedule": RATE_SCHEDULES}
+    for flag in (*known, "optimizer", "kernel_initializer"):
+        if getattr(config, flag) is None:
+            continue
+        name, _ = spec.parse(getattr(config, flag), flag)
+        if name not in known.get(flag, (name,)) and (flag == "schedule" or not spec.is_user_function(name)):
+            instead = "" if flag == "schedule" else ", or file.py:function"
+            raise UserError(f"--{flag}: expected one of {', '.join(known[flag])}{instead}. Received: {name!r}")
+    for name, _ in spec.parse_list(config.augment or "", "augment"):
+        if name not in AUGMENTATIONS:
+            raise UserError(f"--augment: expected some of {', '.join(AUGMENTATIONS)}. Received: {name!r}")
+
+
+def _check_strategy(config: Any) -> None:
+    """Raises if choices of one strategy are made with another, or choices of a pipeline contradict each other."""
+    if config.accumulate > 1 and config.strategy != "data":
+        instead = "use --micro_batches" if config.strategy == "pipeline" else "leave one of them out"
+        raise UserError(f"--accumulate: there for --strategy=data only. Received: {config.strategy}; {instead}")
+    of_pipelines = [c for c in choices_of(type(config)).values() if c.group == CUT and c.name != "strategy"]
+    if config.strategy != "pipeline" and any(getattr(config, c.name) != c.default for c in of_pipelines):
+        flags = ", ".join(f"--{c.flags[-1]}" for c in of_pipelines)
+        raise UserError(f"{flags} have an effect only with --strategy=pipeline")
     if config.split_size is not None and config.micro_batches is not None:
         raise UserError("--split_size and --micro_batches say the same in two ways: give one of them")
-    if config.split_size == "auto" and (config.resume or config.max_restarts):
-        flag = "resume" if config.resume else "max_restarts"
+    if config.split_size == "auto" and (flag := _flag_that_resumes(config)):
         raise UserError(
             f"--split_size=auto may find another size each time, and --{flag} must resume with the same one; give the "
             "size that was found, which the first lines of a run say"
@@ -219,11 +117,25 @@ def _check_pipeline(config: Any) -> None:
         named = len(config.cut_at.split(",")) + 1
         if config.num_stages not in (None, named):
             raise UserError(f"--stages: --cut_at makes {named} of them. Received: {config.num_stages}; leave it out")
-    is_interleaved = config.pipeline_schedule == "interleaved1f1b"
-    if is_interleaved and config.backend not in (None, "torch"):
-        raise UserError(
-            f"--pipeline_schedule=interleaved1f1b: there for --backend=torch only. Received: {config.backend}"
-        )
+
+
+def _check_where(config: Any) -> None:
+    """Raises if a choice is not there for the backend, or the engine."""
+    for choice in choices_of(type(config)).values():
+        value = getattr(config, choice.name)
+        for only in choice.only:
+            if value == choice.default or only.value not in (None, value):
+                continue
+            what, one = f"--{choice.flags[-1]}={value}", len(only.backends) == 1
+            if only.backends and config.backend not in (None, *only.backends):
+                raise UserError(
+                    f"{what}: there for --backend={' and '.join(only.backends)}{' only' if one else ''}. Received: "
+                    f"{config.backend}{', where ' if only.why else ''}{only.why}; use "
+                    f"{f'--backend={only.backends[0]}' if one else 'one of those'}, or {only.instead}"
+                )
+            if only.engines and config.engine not in only.engines:
+                other = "accumulate" if config.accumulate > 1 else "strategy"
+                raise UserError(f"{what}: not together with --{other}={getattr(config, other)}; leave out one of them")
 
 
 def _check_hosts(config: Any) -> None:
@@ -237,26 +149,65 @@ def _check_hosts(config: Any) -> None:
             f"--hosts={config.hosts}: hosts leave and join with --backend=torch only. Received: {config.backend}; give "
             "one number"
         )
-
-
-def _check_gradients(config: Any) -> None:
-    if config.accumulate > 1 and config.strategy != "data":
-        instead = "use --micro_batches" if config.strategy == "pipeline" else "leave one of them out"
-        raise UserError(f"--accumulate: there for --strategy=data only. Received: {config.strategy}; {instead}")
-    if config.gradient_precision == "float32":
-        return
-    if config.backend == "jax":
+    if fewest < most and config.device_shares is not None:
         raise UserError(
-            f"--gradient_precision={config.gradient_precision}: there for --backend=torch and tensorflow. Received: "
-            "jax, where XLA adds up the gradients within a step's program; use one of those, or leave it out"
-        )
-    if config.engine != "data":
-        raise UserError(
-            f"--gradient_precision={config.gradient_precision}: not together with {_engine_flag(config)}; "
-            "leave out one of them"
+            f"--device_shares={config.device_shares}: not together with --hosts={config.hosts}, with which devices "
+            "leave and join; give one number of hosts, or leave it out"
         )
 
 
-def _engine_flag(config: Any) -> str:
-    """What on the command line asks for the engine."""
-    return f"--accumulate={config.accumulate}" if config.accumulate > 1 else f"--strategy={config.strategy}"
+def _check_sharing(config: Any) -> None:
+    """Raises if other choices do not go together with the shares of the devices, or where gradients are added."""
+    for flag in ("reduce", "device_shares"):
+        if config.dry_run and getattr(config, flag) is not None:
+            raise UserError(
+                f"--{flag}={getattr(config, flag)}: a dry run tells of equal shares, and of gradients that are added "
+                "on the devices; leave out one of them"
+            )
+    if config.reduce == "host" and config.compile == "on":
+        raise UserError(
+            "--reduce=host: not together with --compile=on, whose step is one graph on the GPU; leave out one of them"
+        )
+
+
+def check_replicas(config: Any, num_replicas: int) -> None:
+    """Raises `UserError` if so many replicas cannot share a batch, or add gradients, as asked."""
+    choices = choices_of(type(config))
+    for name, does in _OF_SEVERAL_DEVICES.items():
+        value = getattr(config, name)
+        if num_replicas == 1 and value != choices[name].default:
+            raise UserError(f"--{name}={value}: one device {does}; leave it out, or use --gpus=2 or more")
+    if config.shares is not None:
+        _check_shares(config, num_replicas)
+    if config.accumulate > 1 and num_replicas > 1 and config.backend == "tensorflow":
+        raise UserError(
+            f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
+            f"Received: {num_replicas}; use --backend=torch or jax"
+        )
+    if config.batch_size < num_replicas:
+        raise UserError(
+            f"--batch_size counts the samples of all devices together: expected at least {num_replicas} "
+            f"for {num_replicas} devices. Received: {config.batch_size}"
+        )
+    rows = config.replica_batch_size(num_replicas)
+    if config.accumulate > rows:
+        raise UserError(f"--accumulate: expected at most {rows}, a device's samples. Received: {config.accumulate}")
+    count = -(-rows // -(-rows // config.accumulate))
+    if count != config.accumulate:
+        raise UserError(
+            f"--accumulate: {rows} samples, those of a device, cannot be cut into {config.accumulate} parts of one "
+            f"size, but for the last; use {count}, or another --batch_size"
+        )
+
+
+def _check_shares(config: Any, num_replicas: int) -> None:
+    if len(config.shares) != num_replicas:
+        raise UserError(
+            f"--device_shares: expected {num_replicas} numbers, one for each device. Received: {len(config.shares)}, "
+            f"{config.device_shares}"
+        )
+    if config.batch_size * min(config.shares) < sum(config.shares):
+        raise UserError(
+            f"--device_shares={config.device_shares}: of a batch of {config.batch_size} samples a device would get "
+            "less than one; use a larger --batch_size, or other shares"
+        )

@@ -93,7 +93,7 @@ class Plan:
         size: rows of a micro-batch, over all pipelines.
         num_pipelines: that share a micro-batch.
         num_devices: of all of them together.
-        schedule: of `kerasdp.config.validation.SCHEDULES`.
+        schedule: as `pipeline_schedule` of `kerasdp.Config`.
         is_whole_model: whether the only stage is the model, for `Config.accumulate`.
     """
 

@@ -1,20 +1,31 @@
 """Flags become a Config; whatever is wrong with them is one line."""
 
 import contextlib
+import dataclasses
 import pathlib
+import re
 
 import pytest
 
 import kerasdp
-from kerasdp.cli.flags import GROUPS
-from kerasdp.cli.parse import parse, parse_comparison, parse_study
-from kerasdp.cli.parse_inference import parse_evaluation, parse_from_scratch, parse_prediction
+from kerasdp.cli.flags import CHOICES
+from kerasdp.cli.parse import (
+    PARSERS,
+    parse,
+    parse_comparison,
+    parse_evaluation,
+    parse_from_scratch,
+    parse_prediction,
+    parse_study,
+)
+from kerasdp.cli.recipes import RECIPES, recipe
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import PreemptedError, UserError
 from kerasdp.runtime.devices import is_installed
 
 FLAGFILES = sorted((pathlib.Path(__file__).parents[2] / "flags").glob("*.flags"))
+SWITCHES = [choice.name for choice in CHOICES if bool in choice.kinds]
 
 
 def parse_training(*flags):
@@ -22,8 +33,6 @@ def parse_training(*flags):
 
 
 def test_defaults_are_those_of_the_config():
-    import dataclasses
-
     settings = parse_training()
     assert settings.workdir.startswith("runs/")
     assert dataclasses.replace(settings, workdir=None) == Config()
@@ -73,20 +82,68 @@ def test_wrong_flags(flag, words):
     assert "\n" not in str(caught.value)
 
 
-def test_help_names_each_flag_in_a_group(capsys):
+def help_of(name, capsys):
+    """The text of `--help`, and the flags that it lists."""
     with pytest.raises(SystemExit) as stopped:
-        parse_training("--help")
+        PARSERS.get(name, parse)([f"recipes/{name}.py", "--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    for group, names in GROUPS.items():
-        assert f"\n{group}:\n" in text
-        assert all(f"\n  --{name}: " in text for name in names)
+    lists = re.findall(r"^  (--[^:]*): ", text, re.M)
+    return text, [name.removeprefix("--") for names in lists for name in names.split(", ")]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_names_the_flags_of_the_recipe_in_groups(name, capsys):
+    """Those that it takes, each once; any other is refused."""
+    text, listed = help_of(name, capsys)
+    assert text.startswith(f"usage: python recipes/{name}.py [")
+    assert sorted(listed) == sorted(RECIPES[name].flags()) and len(listed) == len(set(listed))
+    for choice in RECIPES[name].choices():
+        assert f"\n{choice.group}:\n" in text
     assert max(map(len, text.splitlines())) <= 100
+    for flag in {flag for choice in CHOICES for flag in choice.flags} - set(listed):
+        with pytest.raises(UserError, match=f"--{flag} has no effect here: .* "):
+            PARSERS.get(name, parse)(["", f"--{flag}=1" if flag not in SWITCHES else f"--{flag}"])
+
+
+def test_help_is_short_where_a_recipe_takes_little(capsys):
+    text, listed = help_of("predict", capsys)
+    assert {"checkpoint", "inputs", "output", "gpus"} <= set(listed)
+    assert not {"epochs", "optimizer", "hosts", "sweep", "backends"} & set(listed)
+    assert text.count("\n") < help_of("train", capsys)[0].count("\n") / 2
+
+
+def test_help_shows_zeros(capsys):
+    text = " ".join(help_of("train", capsys)[0].split())
+    for flag, default in [("seed", "0"), ("warmup", "0"), ("label_smoothing", "0.0"), ("max_restarts", "0")]:
+        assert re.search(rf"--{flag}: [^:]*\. Default: {re.escape(default)}\.( |$)", text), flag
+    assert not re.search(r"Default: (None|False|)\.", text)
+
+
+def test_help_shows_the_defaults_of_the_recipe(capsys):
+    text, _ = help_of("from_scratch", capsys)
+    assert "Default: fashion_mnist." in text and "Default: 0.3." in text
+    with pytest.raises(SystemExit):
+        parse(["text.py", "--help"], {"optimizer": "adam", "batch_size": 32}, ["model", "ema"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--optimizer: Any Keras optimizer: adam, 'sgd(momentum=0.9)', ... Default: adam." in text
+    assert "--batch_size: Samples per step over all devices: the global batch. Default: 32." in text
+    assert "--model:" not in text and "--ema:" not in text
+
+
+def test_recipes_name_fields():
+    """Of choices that there are, each once: a misspelled one would refuse or take nothing."""
+    fields = {choice.name for choice in CHOICES}
+    for known in RECIPES.values():
+        refused = [name for names in known.refused.values() for name in names]
+        assert {*known.own, *known.takes, *known.defaults} <= fields
+        assert set(refused) <= {field.name for field in dataclasses.fields(Config)} and len(refused) == len({*refused})
+    assert recipe("train", unused=["gpus"]).reason_against("num_devices") == "this recipe has its own, or none"
 
 
 def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
-    assert sorted(name for names in GROUPS.values() for name in names) == [
+    assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
         "accumulate", "activation", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
         "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every", "compile", "coordinator",
         "cpus_per_worker", "cut_at", "data_dir", "data_on_device", "dataset", "deterministic", "device",

@@ -11,7 +11,8 @@ import zipfile
 import pytest
 
 from kerasdp.cli import command, completion, environment, kit
-from kerasdp.cli.flags import GROUPS
+from kerasdp.cli.recipes import RECIPES as FLAGS_OF
+from kerasdp.cli.recipes import recipe_in
 from tests.helpers import BACKENDS, ROOT, make_images, run
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
@@ -167,7 +168,7 @@ def test_env_asks_the_frameworks(backend):
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_completion_is_read_by_its_shell(shell):
     text = completion.script(shell, ["train", "parity"], ["list"])
-    flags = [name for group, names in GROUPS.items() for name in names if "only)" not in group]
+    flags = {*FLAGS_OF["train"].flags(), *FLAGS_OF["parity"].flags()}
     assert len(flags) > 40 and all(f"--{name}" in text or f"-l {name}" in text for name in flags)
     if shutil.which(shell):
         done = subprocess.run([shell, "-n"], input=text, text=True, capture_output=True, check=False)
@@ -188,6 +189,7 @@ def test_bash_completes():
     assert completed("kerasdp", "train", "--learning") == ["--learning_rate="]
     assert completed("kerasdp", "parity", "--device_c") == ["--device_counts="]
     assert completed("kerasdp", "train", "--device_c") == []
+    assert completed("kerasdp", "parity", "--gpu") == [] and completed("kerasdp", "train", "--gpu") == ["--gpus="]
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +273,16 @@ def test_recipes_of_an_installed_wheel(wheel, tmp_path):
 
 def test_no_flag_is_completed_for_a_recipe_without_it():
     assert "--peers=" not in completion.script("bash", ["train"], [])
+    text = completion.script("bash", ["predict"], [])
+    assert "--checkpoint=" in text and "--trust_checkpoint " in text and "--epochs=" not in text
+    assert "--optimizer=" in completion.script("bash", ["text"], []) and "--ema=" not in completion.script(
+        "bash", ["text"], []
+    )
+
+
+def test_what_a_recipe_takes_is_read_from_its_file(tmp_path):
+    found = {path.stem: recipe_in(path) for path in (ROOT / "recipes").glob("*.py")}
+    assert {name for name, known in found.items() if known is None} == {"custom_model", "make_shards"}
+    for name, known in FLAGS_OF.items():
+        assert found[name].flags() == known.flags()
+    assert not {"model", "ema"} & set(found["text"].flags()) and found["text"].defaults["epochs"] == 8

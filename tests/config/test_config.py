@@ -1,14 +1,18 @@
 """Choices are checked when they are made, with one line that says what was expected."""
 
 import dataclasses
+import inspect
 import json
 import pathlib
 
 import numpy as np
 import pytest
 
-from kerasdp import config
+from kerasdp import config, errors
+from kerasdp.cli.recipes import Own
 from kerasdp.config import Config, validation
+from kerasdp.config.choices import choices_of
+from kerasdp.config.request import Request
 from kerasdp.errors import UserError
 
 
@@ -130,6 +134,55 @@ def test_a_config_is_frozen_and_fits_into_json():
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.seed = 3
     assert Config(**json.loads(json.dumps(settings.as_dict()))) == settings
+
+
+@pytest.mark.parametrize("record", [Config, Request, Own])
+def test_each_choice_is_written_once(record):
+    """With its field: default, meaning, range and flags. Defaults are in their ranges; the docstring is made of it."""
+    known = choices_of(record)
+    assert [field.name for field in dataclasses.fields(record) if field.name not in known] == (
+        ["workdir"] if record is Request else []
+    )
+    for name, choice in known.items():
+        assert choice.help.endswith((".", "...")) and choice.allowed.expected and choice.group
+        assert choice.default is None or isinstance(choice.default, choice.kinds)
+        assert choice.default in (None, "") or choice.allowed.holds(choice.default)
+        assert not choice.unset or choice.default is None
+        if record is not Own:
+            assert inspect.getdoc(record).count(f"\n    {name}: ") == 1
+            assert f"\n        {name}: " not in inspect.getsource(record), "its meaning is in the table"
+    if record is not Own:
+        text = inspect.getdoc(record)
+        assert text.index("\nArgs:\n") < text.index("\nRaises:\n") and "--" not in text
+
+
+def test_switches_are_those_that_messages_know():
+    """`errors` lies below the table, and names those that people in Python write as `resume=True`."""
+    known = choices_of(Config) | choices_of(Request)
+    assert {name for name, choice in known.items() if bool in choice.kinds} == set(errors._SWITCHES)
+    assert {choice.flags[-1]: name for name, choice in known.items() if choice.flags != [name]}.items() <= (
+        errors.FIELDS_OF_FLAGS.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "choice", [choice for choice in choices_of(Config).values() if any(only.backends for only in choice.only)],
+    ids=lambda choice: choice.name,
+)  # fmt: skip
+def test_where_a_choice_is_there(choice):
+    """Its backends take it; the others say in a line that it is there for those only, and help says so, too."""
+    only = next(only for only in choice.only if only.backends)
+    value = only.value or {"device_shares": "3,1", "compile": "on"}[choice.name]
+    more = {"strategy": "pipeline"} if choice.name == "pipeline_schedule" else {}
+    for backend in validation.BACKENDS:
+        if backend in only.backends:
+            Config(backend=backend, **{choice.name: value}, **more)
+        else:
+            words = f"--{choice.name}={value}: there for --backend={' and '.join(only.backends)}.* Received: {backend}"
+            with pytest.raises(UserError, match=f"{words}.*; use .*, or "):
+                Config(backend=backend, **{choice.name: value}, **more)
+    Config(**{choice.name: value}, **more)
+    assert f" with {' and '.join(only.backends)} only." in choice.meaning
 
 
 @pytest.mark.parametrize(

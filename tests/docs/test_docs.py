@@ -1,12 +1,13 @@
 """The pages say what is there: links lead somewhere, code compiles, commands parse, error texts are the code's."""
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
 
-from kerasdp.cli import flags, parse
-from kerasdp.cli import main as cli_main
+from kerasdp.cli import parse
+from kerasdp.cli.flags import CHOICES
 from kerasdp.errors import UserError
 from tests.helpers import ROOT
 
@@ -63,15 +64,13 @@ def refused(recipe, arguments):
     if "kerasdp.main(" not in source:
         return None
     named = re.search(r'flags="(\w+)"', source)
-    read = (cli_main._PARSERS | cli_main._PARSERS_OF_REQUESTS)[named[1]] if named else parse.parse
+    read = parse.PARSERS[named[1]] if named else parse.parse
     try:
         read(arguments)
     except SystemExit:  # --help
         return None
     except UserError as error:
         return str(error)
-    finally:
-        flags.FLAGS.unparse_flags()
     return None
 
 
@@ -117,6 +116,26 @@ def test_every_page_is_in_the_navigation():
     entries = [line for code in re.findall(r"```\{toctree\}\n(.*?)```", index, re.S) for line in code.splitlines()]
     listed = {path for entry in entries if entry and entry[0] != ":" for path in (ROOT / "docs").glob(f"{entry}.md")}
     assert listed == set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "index.md"}
+
+
+def test_the_table_of_flags():
+    """The site has a row for each flag, with its default, zeros as well, and the recipes of those that few have."""
+    spec = importlib.util.spec_from_file_location("conf_of_docs", ROOT / "docs" / "conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \| (.*) \|$", conf._flags(), re.M)
+    assert len(rows) == len(CHOICES)
+    cells = {names: (default, meaning) for names, default, meaning in rows}
+    for choice in CHOICES:
+        names = ", ".join(f"`--{flag}`" for flag in reversed(choice.flags))
+        assert choice.meaning.partition("--")[0].partition("*")[0] in cells[names][1]
+    defaults = {names: default for names, (default, _) in cells.items()}
+    assert [defaults[f"`--{flag}`"] for flag in ("seed", "warmup", "label_smoothing", "max_restarts", "epochs")] == [
+        "`0`", "`0`", "`0.0`", "`0`", "`20`",
+    ]  # fmt: skip
+    assert defaults["`--gpus`, `--devices`"] == "all GPUs or TPUs, or 1" and defaults["`--resume`"] == ""
+    assert cells["`--trials`"][1].endswith("(recipes: sweep)")
+    assert cells["`--checkpoint`"][1].endswith("(recipes: predict, evaluate, export)")
 
 
 def test_the_settings_of_the_site():

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kerasdp import Config, ray
-from kerasdp.cli.sweeps import parse_ray
+from kerasdp.cli.parse import parse_ray
 from kerasdp.errors import UserError
 from kerasdp.ray import reported
 

@@ -16,8 +16,7 @@ from kerasdp.checkpoint import callback_state, files
 from kerasdp.checkpoint.architecture import architecture_of, build_architecture, load_keras_file
 from kerasdp.checkpoint.state import gather
 from kerasdp.checkpoint.storage import folder_at
-from kerasdp.cli.parse import parse
-from kerasdp.cli.parse_inference import parse_evaluation, parse_export, parse_prediction
+from kerasdp.cli.parse import parse, parse_evaluation, parse_export, parse_prediction
 from kerasdp.config import Config
 from kerasdp.config.request import Request
 from kerasdp.errors import UserError

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from kerasdp import Config, sweep
-from kerasdp.cli.sweeps import parse_sweep
+from kerasdp.cli.parse import parse_sweep
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from kerasdp.sweep import study
 from tests.helpers import BACKENDS, ROOT, run, start

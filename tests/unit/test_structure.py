@@ -239,6 +239,7 @@ ASSIGNED_ELSEWHERE = {
     "backends/torch/devices.py": ("torch.backends.", "torch's own switches"),
     "backends/torch/graph_passes.py": ("setattr(module", "a graph that the kit has made"),
     "checkpoint/callback_state.py": ("setattr(callback", "a checkpoint gives a callback its state back"),
+    "config/choices.py": (("record.__doc__", "object.__setattr__(record"), "the kit's own"),
     "data/datasets.py": ("data.", "the kit's own"),
     "portability/loss_reduction.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
     "portability/row_search.py": ("axes.outputs", "the kit's own"),

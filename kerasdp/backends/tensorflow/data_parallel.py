@@ -24,7 +24,7 @@ from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_strategy
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
-from kerasdp.config.sharing import VIRTUAL, shares_of
+from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.split import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
@@ -52,7 +52,7 @@ class DataParallel(Strategy):
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices = self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
-        self.split = Split(devices.count, shares_of(config.device_shares))
+        self.split = Split(devices.count, config.shares)
         self.gradient_precision = config.gradient_precision
         self.must_be_deterministic = config.deterministic and devices.is_accelerator
         collectives.require_sum(config.gradient_precision, devices)

@@ -22,7 +22,7 @@ from kerasdp.backends.torch.distributed_model import distributed, pass_seconds, 
 from kerasdp.backends.torch.host_sums import HostSums
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
-from kerasdp.config.sharing import VIRTUAL, shares_of
+from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import SKIPPED
 from kerasdp.data.split import Split
 from kerasdp.portability.all_rows import gather_shards
@@ -56,7 +56,7 @@ class DataParallel(Strategy):
         self.is_gpu = self.device.type == "cuda"
         self.processes = join_processes(devices, self.device, timeout_of(config), config)
         self.shard = self.processes.rank, devices.count
-        self.split = Split(devices.count, shares_of(config.device_shares))
+        self.split = Split(devices.count, config.shares)
         # Where they are, gradients are added there.
         self.host_sums: HostSums | None = None
         if config.reduce == "host" and self.num_replicas > 1:

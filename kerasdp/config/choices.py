@@ -1,0 +1,205 @@
+"""Defines a choice of a run: it is written once, beside its field, and checks, flags, help and docs are made of it."""
+
+import dataclasses
+import inspect
+import math
+import numbers
+import os
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from kerasdp.errors import FIELDS_OF_FLAGS, UserError
+
+T = TypeVar("T")
+
+
+class Range(NamedTuple):
+    """What a choice may be.
+
+    Args:
+        expected: in words, for error messages.
+        holds: the same as a question to a value of the choice's type that is not None.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool] = lambda value: True
+
+
+def one_of(*values: Any) -> Range:
+    """Returns the range of a choice among a few values."""
+    return Range(f"one of {', '.join(str(value) for value in values)}", values.__contains__)
+
+
+def is_count(text: str) -> bool:
+    """Returns whether a text is a whole number of at least 1."""
+    return text.isdecimal() and int(text) >= 1
+
+
+def is_count_or_range(text: str) -> bool:
+    """Returns whether a text is a count, or the least and the most as `1:3`."""
+    counts = text.split(":")
+    return len(counts) <= 2 and all(map(is_count, counts)) and int(counts[-1]) >= int(counts[0])
+
+
+COUNT = Range("a whole number of at least 1", lambda number: number >= 1)
+FROM_0 = Range("a whole number of at least 0", lambda number: number >= 0)
+POSITIVE = Range("a number above 0", lambda number: math.isfinite(number) and number > 0)
+SWITCH = Range("True or False")
+FOLDER = Range("a folder")
+# What else a name must be is checked where it is parsed.
+NAME = Range("a name, or a name with arguments such as sgd(momentum=0.9)")
+
+
+class Only(NamedTuple):
+    """Which backends and engines have a choice.
+
+    Args:
+        value: the value of which this is said. None: all but the default.
+        backends: those that have it. Empty: all.
+        engines: those that have it (`Config.engine`). Empty: all.
+        why: what the other backends do.
+        instead: what to do, beside choosing another backend.
+    """
+
+    value: str | None = None
+    backends: Sequence[str] = ()
+    engines: Sequence[str] = ()
+    why: str = ""
+    instead: str = "leave it out"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is known of a choice.
+
+    Args:
+        group: title under which its flag is listed.
+        allowed: what it may be.
+        help: what it means, with its unit. Other choices stand in it as flags.
+        unset: what happens where it is None.
+        only: which backends and engines have it.
+        convert: makes a value of its type of what people in Python have instead.
+        name: its field.
+        kinds: its types.
+        default: its value if nothing is said.
+    """
+
+    group: str
+    allowed: Range
+    help: str
+    unset: str
+    only: Sequence[Only]
+    convert: Callable[[Any], Any]
+    name: str = ""
+    kinds: tuple[type, ...] = ()
+    default: Any = None
+
+    @property
+    def flags(self) -> list[str]:
+        """Returns its names on the command line; the last one stands in messages."""
+        return [flag for flag, field in FIELDS_OF_FLAGS.items() if field == self.name] or [self.name]
+
+    @property
+    def meaning(self) -> str:
+        """Returns its help, and which backends have it."""
+        text = self.help
+        for only in self.only:
+            if only.backends:
+                text += f" {only.value or 'To be set'} with {' and '.join(only.backends)} only."
+        return text
+
+    @property
+    def default_text(self) -> str:
+        """Returns its default in words; empty for switches, which are off, and where there is none."""
+        if self.default is None:
+            return self.unset
+        return "" if self.default is False else str(self.default)
+
+
+def choice(
+    default: T,
+    group: str,
+    allowed: Range,
+    help: str,
+    unset: str = "",
+    *,
+    only: Sequence[Only] = (),
+    convert: Callable[[Any], Any] = lambda value: value,
+) -> T:
+    """Makes a field of a dataclass that is a choice. Args as in `Choice`."""
+    known = Choice(group=group, allowed=allowed, help=help, unset=unset, only=only, convert=convert)
+    return dataclasses.field(default=default, metadata={"choice": known})
+
+
+_KNOWN: dict[type, dict[str, Choice]] = {}
+
+
+def choices_of(record: type) -> dict[str, Choice]:
+    """Returns the choices that a dataclass has as fields, by name."""
+    if record not in _KNOWN:
+        _KNOWN[record] = {
+            field.name: dataclasses.replace(
+                field.metadata["choice"],
+                name=field.name,
+                kinds=typing.get_args(field.type) or (field.type,),
+                default=field.default,
+            )
+            for field in dataclasses.fields(record)
+            if "choice" in field.metadata
+        }
+    return _KNOWN[record]
+
+
+def path_as_text(value: Any) -> Any:
+    """Returns a path as a text; other values as they are."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def number_as_text(value: Any) -> Any:
+    """Returns a whole number as a text; other values as they are."""
+    return value if isinstance(value, bool) or not isinstance(value, numbers.Integral) else str(int(value))
+
+
+def switch_as_number(value: Any) -> Any:
+    """Returns True as 1 and False as 0; other values as they are."""
+    return int(value) if isinstance(value, bool) else value
+
+
+def normalize(record: Any) -> None:
+    """Makes the choices of a record types that JSON can hold, where people in Python have others: paths, NumPy's."""
+    for name, known in choices_of(type(record)).items():
+        object.__setattr__(record, name, _as_python_number(known.convert(getattr(record, name))))
+
+
+def _as_python_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def check_ranges(record: Any) -> None:
+    """Raises `UserError` if a choice is not of its type, or out of its range."""
+    for name, known in choices_of(type(record)).items():
+        value = getattr(record, name)
+        is_right = isinstance(value, (*known.kinds, int) if float in known.kinds else known.kinds)
+        is_right = is_right and (bool in known.kinds or not isinstance(value, bool))
+        if not is_right or not (value is None or known.allowed.holds(value)):
+            received = " ".join(repr(value).split())  # an array has several lines
+            raise UserError(f"--{known.flags[-1]}: expected {known.allowed.expected}. Received: {received:.200}")
+
+
+def documented(record: type[T]) -> type[T]:
+    """Adds to the docstring of a dataclass what its choices mean."""
+    head, raises, tail = inspect.cleandoc(record.__doc__ or "").partition("\nRaises:")
+    lines = []
+    for name, known in choices_of(record).items():
+        unset = f" None: {known.unset}." if known.unset else ""
+        text = re.sub(r"--([a-z]\w*)", lambda flag: f"`{FIELDS_OF_FLAGS.get(flag[1], flag[1])}`", known.meaning + unset)
+        lines.append(textwrap.fill(f"{name}: {text}", 112, initial_indent="    ", subsequent_indent="        "))
+    record.__doc__ = "\n".join([f"{head}\nArgs:", *lines, f"{raises}{tail}"])
+    return record
