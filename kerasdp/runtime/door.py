@@ -120,7 +120,12 @@ class Door:
                     with contextlib.suppress(OSError, IndexError):
                         self._greeting[0].shutdown(socket.SHUT_RDWR)
                 name = str(address[0]) if address else ""
-                threading.Thread(target=self._greet, args=(connection, name), daemon=True, name="greeting").start()
+                try:
+                    threading.Thread(target=self._greet, args=(connection, name), daemon=True, name="greeting").start()
+                except RuntimeError:
+                    self._forget(connection)
+                    connection.close()
+                    raise
             except (OSError, RuntimeError):  # closed; or there are too many files or threads, for a moment
                 self._is_closed.wait(_SECONDS_BETWEEN_TRIES)
 

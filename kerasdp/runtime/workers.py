@@ -131,7 +131,7 @@ def run_workers(
         with signals.passed_on(workers.living), not_run_again():
             for process in workers.processes:
                 with signals.delayed():  # one whose start is cut short would run, and nobody would know of it
-                    process.start()
+                    _start(process)
             workers.wait()
         return outcome.read_result(places[0])
 
@@ -274,9 +274,21 @@ def _server(preload: list[str]) -> str:
         _server_state = state
         first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
         with not_run_again():
-            first.start()  # which waits for the imports
+            _start(first)  # which waits for the imports
         first.join()
+    with signals.held_back(), contextlib.suppress(OSError):  # one that has crashed is started again
+        multiprocessing.forkserver.ensure_running()
     return "forkserver" if _server_state == state else "spawn"
+
+
+def _start(process: Any) -> None:
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:
+        raise WorkerError(
+            f"{process.name} could not be started: the process that imports the framework for all workers has ended; "
+            "is the system short of memory?"
+        ) from error
 
 
 def _start_server(started: concurrent.futures.Future[None]) -> None:

@@ -1,6 +1,7 @@
 """Processes that are linked exchange values, and notice at once when one is gone; threads and processes on loopback."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pickle

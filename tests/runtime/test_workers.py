@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import re
@@ -198,6 +199,33 @@ def test_results_come_from_the_first():
     names = ["rank 0", "rank 1"]
     for preload in (None, ["kerasdp.errors"], ["kerasdp.errors"]):
         assert workers.run_workers(of_rank, (("one", "two"),), names=names, preload=preload) == "one"
+
+
+def test_a_server_that_was_killed_is_started_again():
+    """And holds back signals, as the one before: those to a group of processes would end it, and its workers."""
+    ways, names, preload = ("one", "two"), ["rank 0", "rank 1"], ["kerasdp.errors"]
+    assert workers.run_workers(of_rank, (ways,), names=names, preload=preload) == "one"
+    server = multiprocessing.forkserver._forkserver
+    os.kill(killed := server._forkserver_pid, signal.SIGKILL)
+    time.sleep(0.5)
+    assert workers.run_workers(of_rank, (ways,), names=names, preload=preload) == "one"
+    status = pathlib.Path(f"/proc/{server._forkserver_pid}/status").read_text()
+    assert server._forkserver_pid != killed
+    assert int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16) >> (signal.SIGTERM - 1) & 1
+
+
+def test_a_server_that_ends_while_it_imports_is_a_line(tmp_path):
+    (tmp_path / "ends.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    program = (
+        "from tests.runtime.test_workers import of_rank, workers\n"
+        "try:\n"
+        "    workers.run_workers(of_rank, (('one',),), names=['rank 0'], preload=['ends'])\n"
+        "except workers.WorkerError as error:\n"
+        "    print(error)"
+    )
+    env = environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert "could not be started: the process that imports the framework" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("preload", [None, ["kerasdp.errors"]])
