@@ -93,6 +93,7 @@ def test_flagfiles_run(file, idx_folder, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 
+@pytest.mark.proof  # quick counterpart: tests/cli runs each recipe, in CI from a wheel
 def test_parity(tmp_path):
     """The recipe: a table, a picture, what differs, and an exit code that says whether all trained alike."""
     names = BACKENDS[-2:]
@@ -201,6 +202,7 @@ def test_a_backend_that_is_missing_is_named(tmp_path):
     assert_one_line_and_exit_code_2(done, rf"{missing} is not installed .* pip install 'kerasdp\[{missing}\]'")
 
 
+@pytest.mark.proof  # quick counterpart: tests/cli runs each recipe, in CI from a wheel
 def test_pipeline_recipe(tmp_path):
     """The toy model in all ways: a line each, three pictures, the figures in JSON; the flagfiles parse elsewhere."""
     name = BACKENDS[len(BACKENDS) // 2]
@@ -223,6 +225,7 @@ def test_pipeline_recipe(tmp_path):
         assert (tmp_path / picture).stat().st_size > 10_000
 
 
+@pytest.mark.proof  # quick counterpart: tests/cli runs each recipe, in CI from a wheel
 def test_benchmark_recipe(tmp_path):
     """The kit and its peers on one backend: a table, ratios, the figures in JSON, pictures."""
     name = BACKENDS[len(BACKENDS) // 2]
