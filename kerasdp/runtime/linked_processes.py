@@ -150,11 +150,8 @@ def ending_together(cluster: Cluster | None) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise  # as at the end of a script, where all have come
-        if _link is None or cluster is None:
-            raise
-        if isinstance(error, RunError) and error.is_shared:
-            _link.leave(error)
-            raise
+        if _link is None or cluster is None or getattr(error, "is_shared", False):
+            raise  # such an error ends each process by itself, in order
         if not isinstance(error, RunError) and (reason := _link.reason(_SECONDS_TO_KNOW)) is not None:
             raise reason from error
         _link.fail(error)

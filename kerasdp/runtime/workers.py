@@ -23,6 +23,7 @@ from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import MEETING_PLACE
+from kerasdp.runtime.linked_processes import current_link
 from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.outcome import Outcome, Place
 from kerasdp.runtime.sending import sent
@@ -242,6 +243,8 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
         outcome.write_error(error)
         if not isinstance(error, RunError):
             time.sleep(_SECONDS_TO_STAY)
+        elif error.is_shared and place.num_workers > 1 and (link := current_link()) is not None:
+            link.leave(error)  # which the end of a process does by itself, but not this one
     sys.stdout.flush()
     sys.stderr.flush()
     if place.num_workers > 1:
