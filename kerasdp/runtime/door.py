@@ -37,6 +37,8 @@ _NONCE, _DIGEST, _MOST_WORDS = 32, 32, 4096
 # A whole greeting; those that are slower are sent away, the oldest first when there are too many.
 _SECONDS_TO_GREET, _MOST_GREETINGS = 10.0, 256
 _SECONDS_BETWEEN_TRIES = 0.2
+# Once may be a greeting that was corrupted on its way.
+_TIMES_REFUSED = 3
 
 
 def secret() -> bytes:
@@ -171,11 +173,15 @@ def connect(place: Place, words: dict[str, Any], seconds: float = addresses.SECO
     """
     begin = told = time.monotonic()
     name = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
+    num_refused = 0
     while True:
         try:
             return _connected(place, json.dumps(words).encode())
         except _OtherSecretError as error:
-            raise UserError(f"--coordinator: {name} knows another KERASDP_SECRET: set the same one") from error
+            num_refused += 1
+            if num_refused == _TIMES_REFUSED:
+                raise UserError(f"--coordinator: {name} knows another KERASDP_SECRET: set the same one") from error
+            reason = "it knows another KERASDP_SECRET"
         except OSError as error:
             reason = error.strerror or str(error)
         now = time.monotonic()

@@ -21,7 +21,7 @@ SECONDS_TO_NOTICE, STEPS_BEFORE, LOST = 20, 3, 1
 def start_on(host, folder, backend, num_hosts):
     fields = {"backend": backend, "hosts": str(num_hosts), "host_rank": host.number, "coordinator": "10.77.0.1:29500"}
     command = [PROGRAMS / "on_host.py", host.namespace, host.name, PROGRAMS / "large_batches.py", folder]
-    secret = "of these hosts"  # noqa: S105
+    secret = "of these three hosts"  # noqa: S105
     return start(*command, json.dumps(fields), backend=backend, PYTHONPATH=str(ROOT), KERASDP_SECRET=secret)
 
 

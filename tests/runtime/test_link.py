@@ -184,7 +184,8 @@ def test_strangers_leave_a_process_files_to_open(monkeypatch):
         assert first.stdout.readline() == "/dev/null\n"
         begin = time.monotonic()
         Link.among(1, 2, place, "127.0.0.1").leave()
-        assert time.monotonic() - begin < 3 and first.wait(20) == 0
+        # A second or two; it would be minutes if strangers had all the files.
+        assert time.monotonic() - begin < 20 and first.wait(20) == 0
     finally:
         first.kill()
         first.communicate()
