@@ -108,7 +108,10 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     rank, size = context.get_world_rank(), context.get_world_size()
     own = (_free_address(ray.util.get_node_ip_address()), secrets.token_hex(16)) if rank == 0 else None
     address, os.environ["KERASDP_SECRET"] = broadcast_from_rank_zero(own)  # by Ray's own channel
-    settings = dataclasses.replace(config["settings"], hosts=str(size), host_rank=rank, coordinator=address)
+    try:
+        settings = dataclasses.replace(config["settings"], hosts=str(size), host_rank=rank, coordinator=address)
+    except UserError as error:  # the global batch is too small for so many workers, say
+        return {"error": (type(error).__name__, str(error))}
     place = settings.checkpoints_of_fit(1)
 
     def report(metrics: dict[str, Any]) -> None:
