@@ -10,7 +10,7 @@ Each folder of `kerasdp.backends` has these names:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.data.batch import Batch
-    from kerasdp.data.feed import Feed
     from kerasdp.pipeline.plan import Plan
-    from kerasdp.runtime.run_state import RunState
+    from kerasdp.runtime.run_state import Detail, RunState
 
 T = TypeVar("T")
 # A torch, JAX or TensorFlow tensor.
@@ -51,16 +50,38 @@ class DeviceBatch(NamedTuple):
     indices: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepFunctions:
-    """What Keras' trainer calls for each batch, in place of the functions that it would make itself.
+class Trained(NamedTuple):
+    """What a training step gives. With several steps, `loss` and `learning_rate` have an entry a step.
 
-    Their arguments are those of the backend's trainer (keras/src/backend/*/trainer.py).
+    Attributes:
+        loss: of the global batch, a scalar tensor; None if the step does not tell it.
+        learning_rate: with which the weights were updated, a scalar tensor; None likewise.
+        logs: Keras' logs: the metrics of the epoch up to here.
+        observed: what `kerasdp.backends.observer.observed` recorded.
     """
 
-    train: Callable[..., Any]
-    test: Callable[..., Any]
-    predict: Callable[..., Any]
+    loss: Tensor | None
+    learning_rate: Tensor | None
+    logs: dict[str, Any]
+    observed: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFunctions:
+    """What `kerasdp.training.loop` calls for each batch of a model; the model's variables hold the state.
+
+    Attributes:
+        train: trains on a batch, and records as much as its second argument says.
+        test: updates the metrics; returns Keras' logs.
+        predict: returns the outputs of the global batch.
+        train_several: trains on several batches of one shape in one program, and gives the logs of the last; None if
+            the strategy takes no `steps_per_execution`.
+    """
+
+    train: Callable[[DeviceBatch, "Detail"], Trained]
+    test: Callable[[DeviceBatch], dict[str, Any]]
+    predict: Callable[[DeviceBatch], Structure]
+    train_several: Callable[[list[DeviceBatch]], Trained] | None = None
 
 
 class ShardPass(NamedTuple):
@@ -203,7 +224,7 @@ class Strategy(Protocol):
         num_replicas: of the model, over all processes.
         shard: of the inputs that this process reads: its number, and of how many.
         splits_batches: whether layers are run on a shard of the batch alone; else one program on all of it.
-        takes_several_steps: whether the step functions heed Keras' `steps_per_execution`.
+        takes_several_steps: whether several steps can be one program, as Keras' `steps_per_execution` asks for.
         stages: the models trained in stages, and their engines; None where a model is one program.
     """
 
@@ -231,16 +252,18 @@ class Strategy(Protocol):
         """Prepares a thread that is to read batches, and to call `shard_batch`, before it does."""
         return
 
-    def adapt(self, feed: "Feed") -> Iterable[Any]:
-        """Returns what Keras' `fit` is to iterate over in place of the feed."""
-        return feed
-
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:
-        """Returns the context around Keras' `fit`, `evaluate` and `predict`."""
+        """Returns the context around `fit`, `evaluate` and `predict`."""
         return nullcontext()
 
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
-        """Returns the step functions that train, test and predict with a built model on all devices."""
+        """Returns the step functions that train, test and predict with a built model on all devices.
+
+        `run_state` says how many steps there will be.
+        """
+
+    def set_training(self, model: "keras.Model", is_training: bool) -> None:
+        """Switches what knows a mode of training within a model, as torch's modules do; layers of Keras are told."""
 
     def in_replicas(self, function: Callable[[], None]) -> None:
         """Calls a function in each replica of this process, as its step would be."""

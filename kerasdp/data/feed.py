@@ -1,7 +1,6 @@
 """Brings batches to the devices: reads ahead in threads."""
 
 import collections
-import itertools
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -11,8 +10,6 @@ from typing import Any
 from kerasdp.data.batch import Batch
 from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import SKIPPED
-from kerasdp.keras_compat.training import DataAdapter
 from kerasdp.runtime.run_state import RunState
 
 Reader = SampleReader | BatchReader
@@ -35,7 +32,6 @@ class Feed:
         """
         self.reader, self.shard_batch, self._begin_thread = reader, shard_batch, begin_thread
         self.num_batches = reader.num_batches
-        # Keras makes iterators earlier than it uses them, so it is read at the first `next`.
         self.run_state = RunState() if run_state is None else run_state
         self._running: Generator[Any, None, None] | None = None
         self._is_left_in_order = False
@@ -54,7 +50,6 @@ class Feed:
 
     def _batches(self) -> Generator[Any, None, None]:
         start = self.run_state.num_skipped
-        yield from itertools.repeat(SKIPPED, start - self.run_state.num_uncounted)
         threads, number = _Threads(self.reader.num_threads, self._begin_thread), start
         ahead: collections.deque[Future[Any]] = collections.deque()
         try:
@@ -130,19 +125,3 @@ class _Threads:
                 future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
-
-
-class FeedAdapter(DataAdapter):
-    """Hands the feed to Keras' trainer, whichever kind of iterator it asks for."""
-
-    num_batches = None  # of the instance; Keras has a property in its place
-    batch_size = partial_batch_size = None  # not asked for
-    has_partial_batch = False
-
-    def __init__(self, batches: Any, num_batches: int | None):
-        self._batches, self.num_batches = batches, num_batches
-
-    def _get(self, **_: Any) -> Any:  # Keras 3.16 says how many steps a call takes: one
-        return self._batches
-
-    get_numpy_iterator = get_jax_iterator = get_torch_dataloader = get_tf_dataset = _get

@@ -105,10 +105,3 @@ class Order:
         if not self.shuffle:
             return np.arange(first, last)
         return permuted(np.arange(first, last), self.num_samples, round_keys(self.seed, data_pass))
-
-
-class _Skipped:
-    """Stands for a batch that was consumed before the point at which the run resumes."""
-
-
-SKIPPED = _Skipped()

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -124,38 +124,6 @@ def methods_through(wraps: dict[str, Callable[[Any], Any]]) -> contextlib.Abstra
     return wrapped(keras.Model, **wraps)
 
 
-def lent_functions(model: keras.Model, functions: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which Keras' `fit`, `evaluate` and `predict` work with step functions that are not Keras'.
-
-    Keras 3.15: `make_train_function` and its like leave a public `train_function`, `test_function`, `predict_function`
-    alone that is there. With several `steps_per_execution` it would give `predict_function` several batches. Unneeded
-    with a loop that is not Keras'.
-
-    Args:
-        model: compiled.
-        functions: by name: train, test, predict; None where a function is to be made anew.
-    """
-    values = {f"{name}_function": function for name, function in functions.items()}
-    return replaced(model, **values, **({"steps_per_execution": 1} if "predict" in functions else {}))
-
-
-@contextlib.contextmanager
-def building_nothing(model: keras.Model) -> Iterator[None]:
-    """Keeps `fit`, `evaluate` and `predict` from building the model by their first batch, whose leaves are no arrays.
-
-    They would if any layer is not built: one that the model's `call` never uses never is; or the compiled loss, which
-    a user-defined `compute_loss` need not use. Keras 3.15: they ask `Layer.built` of all of `_flatten_layers`,
-    and call `Trainer._symbolic_build`; under MirroredStrategy always, through `_maybe_symbolic_build`, which takes the
-    first batch, so that a generator gave one that nobody trained on. No public switch.
-    """
-    names = [name for name in ("_symbolic_build", "_maybe_symbolic_build") if hasattr(model, name)]
-    with (
-        replaced_in_each((layer, {"built": True}) for layer in all_layers(model) if not layer.built),
-        replaced(model, **{name: lambda *args, **kwargs: None for name in names}),
-    ):
-        yield
-
-
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
     """Returns the two objects that each `compile` makes anew, whatever it is given; Nones before the first.
 
@@ -220,6 +188,14 @@ def _takes_training(function: Callable[..., Any]) -> bool:
     return "training" in inspect.signature(function).parameters
 
 
+def flat_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Returns what `evaluate` gives without `return_dict`: a list in the order of the metrics, or one value.
+
+    Keras 3.15: `Trainer._flatten_metrics_in_order`; the public `metrics_names` does not have the names in the logs.
+    """
+    return model._flatten_metrics_in_order(logs)
+
+
 def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
     """Adds a batch to the mean that Keras reports as `loss`.
 
@@ -234,8 +210,8 @@ def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
 
     Keras 3.15 does not know of process groups. Keras 3.16 (keras-team/keras #23316) does wherever there is one: its
     trainer for torch, the first base of `keras.Model`, adds up all variables of metrics in `get_metrics_result`, in
-    training and in evaluation, and wraps the model in DistributedDataParallel in `_initialize_ddp` for functions that
-    are not lent, as those by which a callback predicts. Of the class: a model that overrides these finds them by
+    training and in evaluation, and wraps the model in DistributedDataParallel in `_initialize_ddp`, as when a callback
+    predicts. Of the class: a model that overrides these finds them by
     `super()`. No public switch.
     """
     trainer = keras.Model.__mro__[1]

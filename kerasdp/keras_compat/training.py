@@ -1,4 +1,4 @@
-"""Reaches what Keras' `fit` works with: data adapter, callbacks, losses under `tf.distribute`."""
+"""Reaches callbacks, and losses under `tf.distribute`."""
 
 import contextlib
 import contextvars
@@ -9,13 +9,7 @@ from typing import Any
 import keras
 from keras.src.losses import loss as loss_module
 
-# The base of what hands batches to `fit` untouched: Keras (3.15) asks whether data are an instance of it. Not
-# exported, though its comments speak of custom adapters.
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-
 from kerasdp.keras_compat.patches import wrap_for_good
-
-__all__ = ["DataAdapter", "losses_of_whole_batch", "set_monitor_direction"]
 
 # By what the losses of single outputs are multiplied for their means; None outside of `losses_of_whole_batch`.
 _factor: contextvars.ContextVar[float | None] = contextvars.ContextVar("kerasdp_factor", default=None)

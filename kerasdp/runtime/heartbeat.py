@@ -156,28 +156,19 @@ class Heartbeat:
 
         Args:
             name: `train`, `test` or `predict`.
-            function: gets as its last argument batches, or an iterator over them.
+            function: gets as its first argument a batch, or a list of them.
             step: returns how many steps are trained.
         """
 
-        def call(*args: Any) -> Any:
-            *rest, data = args
-            new = []
-
-            def look_at(batch: Any) -> Any:
-                if (shape := (id(function), _shapes_of(batch))) not in self._known_shapes:
-                    new.append(shape)
-                    self._move(COMPILING)
-                return batch
-
+        def call(data: Any, *args: Any) -> Any:
+            shape = id(function), *map(_shapes_of, data if isinstance(data, list) else [data])
             if name == "train":
                 self._step = step() + 1
             with self.event(name):
-                data = map(look_at, data) if hasattr(data, "__next__") else [look_at(batch) for batch in data]
-                result = function(*rest, data)
-                if name == "train":
-                    self._step = step()
-            self._known_shapes.update(new)
+                if shape not in self._known_shapes:
+                    self._move(COMPILING)
+                result = function(data, *args)
+            self._known_shapes.add(shape)
             return result
 
         return call

@@ -63,12 +63,10 @@ class RunState:
         num_batches: of an epoch; None if that is not known.
         epochs: after which the training ends.
         max_steps: after which it ends; None: nothing but the data ends it.
-        steps_per_call: steps that Keras asks for at once (its `steps_per_execution`).
         batch_size: rows of a full batch.
         epoch_images: rows trained in the current epoch.
         epoch_seconds: of the training part of each epoch that is over.
         epoch_rates: images a second, likewise.
-        skipped_logs: what Keras is told of a batch before the resume point.
         is_epoch_cut: whether the current epoch ended before its last batch.
     """
 
@@ -87,15 +85,12 @@ class RunState:
         num_batches: int | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
-        steps_per_call: int = 1,
     ) -> None:
         """Resets everything but observer, listeners and `evaluated`. Arguments: see the attributes."""
-        self.steps_per_call = steps_per_call
         self.batch_size, self.num_batches, self.epochs, self.max_steps = batch_size, num_batches, epochs, max_steps
         self.step = self.epoch = self.batch = self.epoch_images = 0
         self.epoch_seconds: list[float] = []
         self.epoch_rates: list[float] = []
-        self.skipped_logs: dict[str, Any] = {}
         self.is_epoch_cut = self.was_over = False
         self._resume_point = Position(0, 0)
         self._resume_images, self._resume_seconds = 0, 0.0
@@ -139,12 +134,8 @@ class RunState:
         self._resume_images, self._resume_seconds = 0, 0.0
         self._clock, self._seconds = time.perf_counter() - done, None
 
-    def set_skipped_logs(self, logs: dict[str, Any]) -> None:
-        """Sets what Keras is told of the batches before the resume point."""
-        self.skipped_logs = logs
-
     def after_step(self, loss: Any, indices: Any, seen: dict[str, Any], learning_rate: Any = None) -> None:
-        """Counts a step, and tells observer and listeners. Called by the step functions.
+        """Counts a step, and tells observer and listeners.
 
         Args:
             loss: of the global batch, a scalar tensor; None if the step does not tell it.
@@ -203,15 +194,6 @@ class RunState:
     def num_skipped(self) -> int:
         """Batches of the current epoch before the resume point."""
         return self._resume_point.batch if self.epoch == self._resume_point.epoch else 0
-
-    @property
-    def num_uncounted(self) -> int:
-        """Batches of the current epoch, at its begin, that Keras does not go through, and counts without.
-
-        Those of all calls before the one in which the run resumes: the time to resume does not grow with their number.
-        One batch before the resume point at least is left, since Keras takes what it says of an epoch from a call.
-        """
-        return max(self.num_skipped - 1, 0) // self.steps_per_call * self.steps_per_call
 
     @property
     def num_steps(self) -> int | None:

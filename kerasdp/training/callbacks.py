@@ -1,4 +1,4 @@
-"""Calls the callbacks of one `fit`, and decides which of them hear of a batch."""
+"""Calls the callbacks of one `fit`."""
 
 import os
 import sys
@@ -31,8 +31,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
     """The callbacks of one `fit`: the user's and built-in ones, in any order.
 
     What must come first and last is no callback: each event updates `RunState`, then calls the callbacks, then
-    synchronizes the ranks and writes the checkpoint that holds what the callbacks left. Batches before the resume point
-    call none.
+    synchronizes the ranks and writes the checkpoint that holds what the callbacks left.
 
     Attributes:
         recorder: of the run.
@@ -74,7 +73,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
         verbose = _verbosity(verbose, config)
         self.state, self._strategy, self._reader = state, strategy, reader
-        # Keras' own `self.model` brings back all values from the running step with jax, each time it is asked for.
         self._trained = model
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
         identity: dict[str, Any] = {}
@@ -141,33 +139,21 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state.begin_epoch(epoch)
         if self.checkpointer:
             self.checkpointer.begin_epoch()
-        if self.state.num_skipped:
-            # All that Keras asks of the skipped batches; those of a whole epoch need nothing more.
-            self.state.set_skipped_logs(self._trained.get_metrics_result())
         super().on_epoch_begin(epoch, logs)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tells of a batch that is trained. Of a resumed epoch Keras asks for one more than there are."""
-        batch += self.state.num_uncounted
-        if batch >= self.state.num_skipped and batch != self.state.num_batches:
-            super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that was trained, stops the training where it is to end, writes a checkpoint if it is due.
 
         With several steps a call, `batch` is the last one of the call.
         """
-        batch += self.state.num_uncounted
-        is_trained = batch >= self.state.num_skipped
         if self.state.is_at_last_step:
             self._trained.stop_training = True
-        if is_trained:
-            signals.leave_if_asked()
-            self._call_listening("on_train_batch_end", batch, logs)
-            if self._rank_sync:
-                self._rank_sync.after_step(self._trained)
+        signals.leave_if_asked()
+        self._call_listening("on_train_batch_end", batch, logs)
+        if self._rank_sync:
+            self._rank_sync.after_step(self._trained)
         self.state.after_batch(is_stopping=self._trained.stop_training)
-        if is_trained and self.checkpointer:
+        if self.checkpointer:
             self.checkpointer.after_step()
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar, cast
 import keras
 
 from kerasdp.backends.base import Strategy
-from kerasdp.data.feed import FeedAdapter
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import methods_through
 from kerasdp.runtime.heartbeat import Heartbeat
@@ -25,7 +24,7 @@ class CalledRunner(Protocol):
 
     Attributes:
         strategy: how the devices share the work.
-        steps: know whether Keras' own methods run.
+        steps: know whether one of its methods runs.
         heartbeat: lets all ranks begin a call together.
         num_model_calls: calls of models' own methods that came to the runner.
     """
@@ -96,17 +95,10 @@ def model_calls_through(runner: CalledRunner) -> contextlib.AbstractContextManag
     """Returns the context in which the methods of all models mean those of a runner.
 
     They would train on one device, or on each one by itself, with random numbers of the backend's, and nobody would
-    notice. While the runner runs Keras' own, they are Keras' own.
+    notice. While the runner trains, those that a callback calls are Keras' own, but for `evaluate`.
     """
     names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
     return methods_through({name: functools.partial(_through_runner, runner, name) for name in names})
-
-
-def _is_of_callback(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a callback evaluates on data of its own; what the runner evaluates on is a feed."""
-    if name != "evaluate":
-        return False
-    return not isinstance(inspect.signature(original).bind(*args, **kwargs).arguments.get("x"), FeedAdapter)
 
 
 def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +106,7 @@ def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any
 
     @functools.wraps(original)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if runner.steps.num_running and not _is_of_callback(name, original, (model, *args), kwargs):
+        if runner.steps.num_running and name != "evaluate":
             return original(model, *args, **kwargs)
         if name in ("train_on_batch", "test_on_batch"):
             raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")

@@ -1,21 +1,21 @@
-"""Lends models the step functions of a run, for Keras' `fit`, `evaluate` and `predict`."""
+"""Keeps the step functions of the models of a run."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
-from kerasdp.backends.base import StepFunctions, Strategy
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
 from kerasdp.backends.steps import TrainedWeights
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.models import building_nothing, lent_functions, made_by_compile
+from kerasdp.keras_compat.models import made_by_compile
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import ModelCache
-from kerasdp.runtime.run_state import Evaluated, RunState
+from kerasdp.runtime.run_state import Detail, Evaluated, RunState
 
 
 class ModelSteps:
@@ -23,33 +23,24 @@ class ModelSteps:
 
     def __init__(self, strategy: Strategy, state: RunState, heartbeat: Heartbeat):
         """`strategy` makes the functions, which tell `state` of each training step; their calls are marked."""
-        # Calls of Keras' `fit`, `evaluate` and `predict` that have not returned.
         self._strategy, self._state, self._heartbeat = strategy, state, heartbeat
+        # Calls of the runner's `fit`, `evaluate` and `predict` that have not returned.
         self.num_running = 0
         self._functions: ModelCache[tuple[tuple[Any, ...], StepFunctions]] = ModelCache()
 
     @contextlib.contextmanager
-    def running(self, model: keras.Model, *names: str, evaluated: Evaluated | None = None) -> Iterator[None]:
-        """Gives the model this run's step functions, and takes them back, so that it is a plain Keras model afterwards.
+    def running(self, model: keras.Model, evaluated: Evaluated | None = None) -> Iterator[StepFunctions]:
+        """Yields the step functions of a model, in the context in which they may be called.
 
-        Args:
-            model: of which they are the steps.
-            names: which of `train`, `test` and `predict`; the others stay Keras' own, for callbacks that use them.
-            evaluated: what `test` or `predict` get; None: nothing.
+        `evaluated`: what `test` or `predict` get; None: nothing.
         """
         functions = self._functions_of(model)
         self.num_running += 1
         evaluated, self._state.evaluated = self._state.evaluated, evaluated
         try:
             # Where models are made, user-defined initializers draw portably; layers say which of them do.
-            with (
-                lent_functions(model, {name: getattr(functions, name) for name in names}),
-                self._strategy.running(model),
-                same_on_all_backends(),
-                building_nothing(model),
-                portable_draws(UNNAMED),
-            ):
-                yield
+            with self._strategy.running(model), same_on_all_backends(), portable_draws(UNNAMED):
+                yield functions
         finally:
             self.num_running -= 1
             self._state.evaluated = evaluated
@@ -71,9 +62,16 @@ class ModelSteps:
         return known[1]
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
-        names = [field.name for field in dataclasses.fields(functions)]
-        mark = self._heartbeat.step_function
-        return StepFunctions(**{name: mark(name, getattr(functions, name), lambda: self._state.step) for name in names})
+        def mark(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            return self._heartbeat.step_function(name, function, lambda: self._state.step)
+
+        several = functions.train_several
+        return StepFunctions(
+            train=mark("train", functions.train),
+            test=mark("test", functions.test),
+            predict=mark("predict", functions.predict),
+            train_several=several and mark("train", several),
+        )
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
@@ -81,12 +79,12 @@ def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> 
     weights = TrainedWeights(model)
     key = weights.key()
 
-    def train(*args: Any) -> Any:
+    def train(batch: DeviceBatch, detail: Detail) -> Trained:
         if weights.key() != key:
             raise UserError(
                 f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline or "
                 "accumulation cannot heed: call model.compile again"
             )
-        return functions.train(*args)
+        return functions.train(batch, detail)
 
     return dataclasses.replace(functions, train=train)

@@ -1,7 +1,6 @@
 """Chooses how the data that a user gives to `fit`, `evaluate` or `predict` is read."""
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.batch_reader import IndexedReader
-from kerasdp.data.feed import Feed, FeedAdapter, Reader
+from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, weights_of_classes
@@ -129,21 +128,11 @@ def _reader_of_batches(
 
 
 @contextlib.contextmanager
-def fed(strategy: Strategy, *readers: Reader | None, state: RunState | None = None) -> Iterator[list[Any]]:
-    """Returns a context in which Keras may read the batches of readers; the first one's from where `state` says."""
-    feeds = [
-        None
-        if reader is None
-        else Feed(reader, strategy.shard_batch, None if place else state, strategy.begin_reading_thread)
-        for place, reader in enumerate(readers)
-    ]
-    with warnings.catch_warnings():
-        if any(feed and feed.num_batches is None for feed in feeds) or (state is not None and state.num_uncounted):
-            # Keras (3.15) says so of each epoch whose length it is not told, and of one that is resumed.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-        yield [feed and FeedAdapter(strategy.adapt(feed), feed.num_batches) for feed in feeds]
-    for feed in filter(None, feeds):
-        feed.close()  # not after a failure, when other processes may be gone
+def feeding(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
+    """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
+    feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread)
+    yield feed
+    feed.close()  # not after a failure, when other processes may be gone
 
 
 def _is_of_arrays(x: Any) -> bool:

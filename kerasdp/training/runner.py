@@ -1,4 +1,4 @@
-"""Runs Keras' `fit`, `evaluate` and `predict` on all devices, for a `train` function."""
+"""Trains, evaluates and predicts on all devices, for a `train` function."""
 
 import contextlib
 import dataclasses
@@ -9,11 +9,11 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.feed import Reader
+from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
-from kerasdp.keras_compat.models import metrics_of_ranks_as_they_are
+from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
@@ -31,10 +31,11 @@ from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
+from kerasdp.training.loop import Loop
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
-from kerasdp.training.readers import FitNumbers, fed, make_reader
+from kerasdp.training.readers import FitNumbers, feeding, make_reader
 
 
 class Runner:
@@ -119,7 +120,7 @@ class Runner:
         validation_batch_size: int | None = None,
         validation_freq: int | list[int] = 1,
     ) -> keras.callbacks.History:
-        """Trains a model with Keras' `fit` on all devices. The arguments are those of `keras.Model.fit`.
+        """Trains a model on all devices. The arguments are those of `keras.Model.fit`.
 
         Args that mean more than in Keras:
             x: also a `kerasdp.data.sources.Source`. Batches of tf.data, a DataLoader, a generator and the like are read
@@ -136,6 +137,8 @@ class Runner:
             ReplicasDifferError: if the replicas do not hold equal weights at the end.
         """
         batch_size = batch_size or self.config.batch_size
+        epochs = min(epochs, keras.config.max_epochs() or epochs)
+        steps_per_epoch = min(filter(None, [steps_per_epoch, keras.config.max_steps_per_epoch()]), default=None)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         number = self._fit_numbers.next(model, initial_epoch)
@@ -147,18 +150,11 @@ class Runner:
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self._training(model, run_callbacks, reader, *validation) as data:
-            history = keras.Model.fit(
-                model,
-                data[0],
-                callbacks=run_callbacks,
-                validation_data=data[1],
-                validation_freq=validation_freq,
-                **{"initial_epoch": initial_epoch, "epochs": epochs, "shuffle": False, "verbose": 0},
-            )
+        with self._training(model, run_callbacks, reader, *validation) as (loop, feed, evaluated):
+            loop.fit(feed, run_callbacks, range(initial_epoch, epochs), evaluated, validation_freq)
         self.strategy.gather_variables(model)
         self.check_replicas(model)
-        return history
+        return model.history
 
     def _validation(
         self, model: keras.Model, data: Any, batch_size: int, steps: int | None, epochs: int
@@ -189,7 +185,6 @@ class Runner:
             num_batches=reader.num_batches,
             epochs=epochs,
             max_steps=self.config.max_steps,
-            steps_per_call=model.steps_per_execution,
         )
         if self.strategy.stages is not None:
             with self.heartbeat.compiling():
@@ -228,13 +223,11 @@ class Runner:
         callbacks: list[keras.callbacks.Callback] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Evaluates with Keras' `evaluate` on all devices: each sample counts exactly once. Arguments as in `fit`."""
-        batch_size = batch_size or self.config.batch_size
-        reader = self._reader(x, y, sample_weight, batch_size, steps=steps)
-        evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, "test_step"))
-        with self.steps.running(model, "test", evaluated=evaluated), fed(self.strategy, reader) as (batches,):
-            verbose = verbose if self.is_chief else 0
-            return keras.Model.evaluate(model, batches, verbose=verbose, callbacks=callbacks, return_dict=return_dict)
+        """Evaluates on all devices: each sample counts exactly once. Arguments as in `fit` and in Keras."""
+        reader = self._reader(x, y, sample_weight, batch_size or self.config.batch_size, steps=steps)
+        with self._evaluating(model, reader, "test_step", callbacks, verbose) as (loop, *data):
+            logs = loop.evaluate(*data)
+        return logs if return_dict else flat_metrics(model, logs)
 
     @through_model
     def predict(
@@ -246,12 +239,29 @@ class Runner:
         steps: int | None = None,
         callbacks: list[keras.callbacks.Callback] | None = None,
     ) -> Any:
-        """Predicts with Keras' `predict` on all devices; each process gets the outputs of all samples, in order."""
-        batch_size = batch_size or self.config.batch_size
-        reader = self._reader(x, None, None, batch_size, steps=steps)
-        evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, "predict_step"))
-        with self.steps.running(model, "predict", evaluated=evaluated), fed(self.strategy, reader) as (batches,):
-            return keras.Model.predict(model, batches, verbose=verbose if self.is_chief else 0, callbacks=callbacks)
+        """Predicts on all devices; each process gets the outputs of all samples, in order. Arguments as in Keras."""
+        reader = self._reader(x, None, None, batch_size or self.config.batch_size, steps=steps)
+        with self._evaluating(model, reader, "predict_step", callbacks, verbose) as (loop, *data):
+            return loop.predict(*data)
+
+    @contextlib.contextmanager
+    def _evaluating(
+        self,
+        model: keras.Model,
+        reader: Reader,
+        step: str,
+        callbacks: list[keras.callbacks.Callback] | None,
+        verbose: str | int,
+    ) -> Iterator[tuple[Loop, Feed, keras.callbacks.CallbackList]]:
+        """Prepares a step of the model, and yields what goes through the reader's batches, these, and the callbacks."""
+        evaluated = Evaluated(reader.num_batches, self._prepare(model, reader, step))
+        verbose = verbose if self.is_chief else 0
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = keras.callbacks.CallbackList(
+                callbacks, add_progbar=verbose != 0, verbose=verbose, epochs=1, steps=reader.num_batches, model=model
+            )
+        with self.steps.running(model, evaluated) as functions, feeding(self.strategy, reader) as feed:
+            yield Loop(model, self.strategy, self.state, functions), feed, callbacks
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
@@ -280,22 +290,22 @@ class Runner:
     def _training(
         self, model: keras.Model, callbacks: RunCallbacks, reader: Reader,
         validation: Reader | None, evaluated: Evaluated | None,
-    ) -> Iterator[list[Any]]:  # fmt: skip
+    ) -> Iterator[tuple[Loop, Feed, Feed | None]]:  # fmt: skip
         """Checks the first step, waits for signals if there is something to save, and closes the files at the end.
 
-        Yields what Keras may read: the batches of the two readers.
+        Yields what trains, and the batches of the two readers.
         """
         checkpointer = callbacks.checkpointer
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
-        running = self.steps.running(model, "train", "test", evaluated=evaluated)
-        with running, contextlib.closing(callbacks), waiting:
+        with self.steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
             try:
                 with self.heartbeat.compiling():
                     if self.config.device_shares == "auto":
                         choose_shares(model, self.strategy, reader, callbacks.resumed, self._say)
                     check_first_step(model, self.config, self.strategy, reader)
-                with fed(self.strategy, reader, validation, state=self.state) as batches:
-                    yield batches
+                evaluating = feeding(self.strategy, validation) if validation else contextlib.nullcontext()
+                with feeding(self.strategy, reader, self.state) as feed, evaluating as validation_feed:
+                    yield Loop(model, self.strategy, self.state, functions), feed, validation_feed
             except NonFiniteLossError as found:
                 error = explained(found, reader, self.state)
                 if checkpointer is None or not self.is_chief:

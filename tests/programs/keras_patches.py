@@ -14,7 +14,6 @@ from keras import ops
 
 from kerasdp.keras_compat import optimizers, settings, training
 from kerasdp.keras_compat.layers import set_raw_value
-from kerasdp.keras_compat.models import building_nothing
 from kerasdp.keras_compat.numerics import same_on_all_backends
 
 BACKEND = keras.backend.backend()
@@ -228,11 +227,6 @@ def on_tensorflow():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
 
-    def taken():
-        batches = iter([(np.ones((2, 1)), np.ones((2, 1)))] * 3)
-        model._maybe_symbolic_build(iterator=[(0, 1, batches)])
-        return len(list(batches))
-
     return {
         "no_gradient_sum": both(optimizers.no_gradient_sum, reduced, [-1.0, -2]),
         "losses_of_whole_batch": both(whole, means, 1.0),
@@ -240,7 +234,6 @@ def on_tensorflow():
         "taking_dense": both(taking_dense, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
         "rebind_weights": both(bound, with_others, [[2.0, 2], [0.5, 0.5]]),
         "set_precision": both(exact, lambda: ops.cast(0.1, "float64"), 0.1),
-        "building_nothing": both(lambda: building_nothing(model), taken, 3),
         "clipping_means": both(
             lambda: clipping_means(lambda gradients: [gradient / 2 for gradient in gradients]),
             lambda: tf.clip_by_global_norm([tf.constant([3.0, 4.0])], 100.0)[1],

@@ -8,12 +8,12 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.backends.base import SingleProcess
+from kerasdp.backends.base import SingleProcess, StepFunctions, Trained
 from kerasdp.checkpoint import files
 from kerasdp.config import Config
 from kerasdp.data.feed import Feed
 from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import SKIPPED, Order
+from kerasdp.data.sampling import Order
 from kerasdp.data.sources import ArraySource
 from kerasdp.data.split import Split
 from kerasdp.errors import NonFiniteLossError
@@ -21,6 +21,7 @@ from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import RunState
 from kerasdp.training.callbacks import RunCallbacks
+from kerasdp.training.loop import Loop
 
 X, Y = np.arange(40.0, dtype="float32").reshape(20, 2), np.arange(20)
 NUM_BATCHES, EPOCHS = 5, 3
@@ -32,6 +33,9 @@ class OneDevice:
     processes, stages, num_devices, split = SingleProcess(), None, 1, Split(1)
 
     def gather_variables(self, model):
+        pass
+
+    def set_training(self, model, is_training):
         pass
 
     def description(self, model):
@@ -61,7 +65,7 @@ def new_model():
 
 
 def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
-    """Goes through Keras' events with a model whose "training" adds the sum of a batch to its weights."""
+    """Trains a model whose step adds the mean of a batch to its weights."""
     config = Config(backend="jax", workdir=str(folder), resume=resume, checkpoint_every="2", log_every=2, batch_size=4)
     config = dataclasses.replace(config, max_steps=stop_at)
     model, state, batches = new_model(), RunState(), []
@@ -76,28 +80,18 @@ def train(folder, order, *, stop_at=None, resume=False, nan_at=None, extra=()):
         config, OneDevice(), state, model, feed.reader, [SumOfBatches(), *extra], facts=facts, fit=1, verbose=2,
     )  # fmt: skip
     callbacks.callbacks = [callbacks.callbacks[place] for place in order]
-    model.stop_training = False
+
+    def train_step(batch, detail):
+        batches.append(batch.indices.tolist())
+        kernel = model.layers[0].kernel
+        kernel.assign_add(np.full((2, 1), batch.inputs.mean()))
+        loss = float("nan") if state.step + 1 == nan_at else float(keras.ops.sum(kernel))
+        model.metrics[0].update_state(loss)
+        return Trained(loss, 0.5, {"loss": loss}, {})
+
+    functions = StepFunctions(train=train_step, test=None, predict=None)
     try:
-        callbacks.on_train_begin()
-        for epoch in range(state.epoch, EPOCHS):
-            callbacks.on_epoch_begin(epoch)
-            for place, batch in enumerate(feed):
-                callbacks.on_train_batch_begin(place)
-                logs = state.skipped_logs
-                if batch is not SKIPPED:
-                    batches.append(batch.indices.tolist())
-                    kernel = model.layers[0].kernel
-                    kernel.assign_add(np.full((2, 1), batch.inputs.mean()))
-                    loss = float("nan") if state.step + 1 == nan_at else float(keras.ops.sum(kernel))
-                    state.after_step(loss, batch.indices, {}, 0.5)
-                    logs = {"loss": loss}
-                callbacks.on_train_batch_end(place, logs)
-                if model.stop_training:
-                    break
-            callbacks.on_epoch_end(epoch, {"loss": float(keras.ops.sum(model.layers[0].kernel))})
-            if model.stop_training:
-                break
-        callbacks.on_train_end()
+        Loop(model, OneDevice(), state, functions).fit(feed, callbacks, range(state.epoch, EPOCHS), None, 1)
     finally:
         callbacks.close()
     total = next(callback.total for callback in callbacks.callbacks if isinstance(callback, SumOfBatches))

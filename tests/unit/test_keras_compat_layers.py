@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.data.feed import FeedAdapter
 from kerasdp.keras_compat.layers import (
     has_mask,
     has_seed_generators,
@@ -22,7 +21,6 @@ from kerasdp.keras_compat.random import (
     seed_of,
 )
 from kerasdp.keras_compat.settings import kept_by_clear_session
-from kerasdp.keras_compat.training import DataAdapter
 
 
 def test_schedule():
@@ -66,13 +64,6 @@ def test_calls_of_layers_are_seen():
     keras.layers.Lambda(lambda x: seen.append(is_in_layer_call()) or x)(np.zeros(2, "float32"))
     assert seen == [True]
     assert not is_in_layer_call()
-
-
-@pytest.mark.parametrize("name", ["get_numpy_iterator", "get_jax_iterator", "get_torch_dataloader", "get_tf_dataset"])
-def test_data_adapters_have(name):
-    assert hasattr(DataAdapter, name)
-    several = {"super_batch": None} if name == "get_jax_iterator" else {}  # of Keras 3.16
-    assert getattr(FeedAdapter("batches", 1), name)(**several) == "batches"
 
 
 def test_clear_session_keeps_what_a_run_has_chosen():

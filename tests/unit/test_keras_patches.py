@@ -69,7 +69,7 @@ def test_patches_of_a_backend(backend):
         found = keras_patches.outcomes()
     else:
         found = result_of(run(PROGRAMS / "keras_patches.py", backend=backend, KERAS_BACKEND=backend))
-    assert len(found) >= {"torch": 2, "jax": 8, "tensorflow": 20}[backend]
+    assert len(found) >= {"torch": 2, "jax": 8, "tensorflow": 19}[backend]
     for name, (without, patched, right) in found.items():
         np.testing.assert_allclose(patched, right, rtol=1e-14, err_msg=name)
         assert isinstance(without, str) or np.abs(np.subtract(without, right)).max() > 1e-12, name
@@ -192,36 +192,6 @@ def test_methods_of_all_models():
     assert keras.Model.evaluate is own and "evaluate" not in vars(keras.Model)
 
 
-def test_step_functions_are_lent():
-    model = dense()
-    model.compile("sgd", "mse", steps_per_execution=1 if keras.backend.backend() == "torch" else 2)
-    batches, trained = [], []
-    lent = {
-        "train": lambda data: trained.append(1) or {"loss": 5.0},
-        "predict": lambda data: batches.append(data) or ONES,
-    }
-    with models.lent_functions(model, lent):
-        model.fit(ONES, ONES[:, :2], verbose=0)
-        assert trained == [1]
-        assert model.steps_per_execution == 1
-        assert model.predict(ONES, verbose=0).tolist() == ONES.tolist() and len(batches) == 1
-    assert model.train_function is None
-    assert model.predict(ONES, verbose=0).shape == (2, 2)
-
-
-def test_nothing_is_built_by_a_first_batch():
-    model = keras.Model(inputs := keras.Input((3,)), keras.layers.Dense(2)(inputs))
-    model.compile("sgd", "mse")
-    batches = iter([(1, 1, [(ONES, ONES[:, :2])])] * 3)
-    model.unused = keras.layers.Dense(3)
-    with models.building_nothing(model):
-        assert model.unused.built
-        model._symbolic_build(iterator=batches)
-    assert not model.unused.built and not model.optimizer.built
-    model._symbolic_build(iterator=batches)
-    assert model.optimizer.built and len(list(batches)) == 2
-
-
 @ON_TORCH
 @pytest.mark.parametrize("is_new", [False, True])
 def test_metrics_of_ranks_are_not_added_up(is_new, monkeypatch, tmp_path):
@@ -248,11 +218,10 @@ def test_metrics_of_ranks_are_not_added_up(is_new, monkeypatch, tmp_path):
     model = Own([keras.Input((3,)), keras.layers.Identity()])
     model.compile("sgd", "mse", metrics=[keras.metrics.TruePositives(name="hits")])
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    lent = {"test": lambda data: model.test_step(data[0])}
+    model.test_function = lambda data: model.test_step(data[0])  # not one that Keras makes, which asks ranks itself
 
     def found():
-        with models.lent_functions(model, lent):
-            logs = model.evaluate(ONES, ONES, return_dict=True, verbose=0)
+        logs = model.evaluate(ONES, ONES, return_dict=True, verbose=0)
         return logs["hits"], logs["own"]
 
     try:

@@ -70,14 +70,14 @@ class DataParallel(Strategy):
         return without_distribution()
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes jitted train, test and predict functions for Keras' `fit`, each one program on all devices."""
+        """Makes jitted train, test and predict functions, each one program on all devices."""
 
         def everywhere(tensor: Tensor) -> Tensor:
             return jax.lax.with_sharding_constraint(tensor, self._mesh.copied)
 
         several = self.num_replicas > 1
         context = ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere) if several else None
-        return make_step_functions(model, run_state, self._mesh.copied, context)
+        return make_step_functions(model, self._mesh.copied, context)
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""

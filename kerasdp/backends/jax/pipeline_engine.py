@@ -66,8 +66,8 @@ class Pipeline:
                     set_raw_value(variable, jax.device_put(raw_value(variable), program.copied))
         self.last_state = None
 
-    def train_step(self, state: Any, batch: DeviceBatch) -> tuple[Any, Any, Any]:
-        """Trains on the global batch; returns its loss, Keras' logs, and the new state."""
+    def train_step(self, state: Any, batch: DeviceBatch) -> tuple[tuple[Any, Any], Any]:
+        """Trains on the global batch; returns its loss with Keras' logs, and the new state."""
         if state is not self.last_state:  # a callback has set variables, which then are on the first device
             state = self._on_stage_devices(state)
         step = self._passes(state, batch, [("update", 0)])
@@ -79,7 +79,7 @@ class Pipeline:
         penalties = [values[3] for values in step.updated]
         loss, logs, metrics = self.programs[-1].measure(step.outputs(), penalties, batch, metrics)
         self.last_state = trainable, non_trainable, slots, metrics
-        return loss, logs, self.last_state
+        return (loss, logs), self.last_state
 
     def gather_variables(self) -> None:
         """See `kerasdp.backends.base.PipelineEngine`: the one process has them all."""

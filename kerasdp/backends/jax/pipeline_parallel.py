@@ -1,19 +1,18 @@
 """JAX: trains models in stages, in one process with one thread per stage."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy, Trained
 from kerasdp.backends.jax.devices import differing_variables, peak_memory_by_device, start_jax
 from kerasdp.backends.jax.pipeline_engine import Pipeline
-from kerasdp.backends.steps import require_device_batch
+from kerasdp.backends.jax.train_step import ModelState, model_states
 from kerasdp.config import Config
-from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     import keras
@@ -52,21 +51,23 @@ class PipelineParallel(Strategy):
         yield
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
+        """Makes train, test and predict functions that work on all stages."""
         pipeline = self.stages.engine_of(model)
+        training, testing, predicting = model_states(model)
 
-        def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            if (batch := next(iterator)) is SKIPPED:
-                return run_state.skipped_logs, state
-            data = require_device_batch(batch)
-            loss, logs, state = pipeline.train_step(state, data)
-            run_state.after_step(loss, data.indices, {})
-            return logs, state
+        def run(step: Callable[..., tuple[Any, Any]], state: ModelState, batch: DeviceBatch) -> Any:
+            outputs, values = step(state.take(), batch)
+            state.give(values)
+            return outputs
+
+        def train(batch: DeviceBatch, _: Detail) -> Trained:
+            loss, logs = run(pipeline.train_step, training, batch)
+            return Trained(loss, None, logs, {})
 
         return StepFunctions(
-            train=train_function,
-            test=lambda state, iterator: pipeline.test_step(state, require_device_batch(next(iterator))),
-            predict=lambda state, iterator: pipeline.predict_step(state, require_device_batch(next(iterator))),
+            train=train,
+            test=lambda batch: run(pipeline.test_step, testing, batch),
+            predict=lambda batch: run(pipeline.predict_step, predicting, batch),
         )
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:

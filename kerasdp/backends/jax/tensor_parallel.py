@@ -96,7 +96,7 @@ class TensorParallel(Strategy):
         )
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes jitted train, test and predict functions for Keras' `fit`, split by XLA as the variables are.
+        """Makes jitted train, test and predict functions, split by XLA as the variables are.
 
         Raises:
             UserError: if no weight can be cut, so that each device would do all of the work.
@@ -106,7 +106,7 @@ class TensorParallel(Strategy):
                 f"--strategy=tensor: expected kernels whose last axes divide by the {self.num_devices} devices; "
                 f"{model.name} has none, so each device would do all of the work: use fewer --gpus, or --strategy=data"
             )
-        return make_step_functions(model, run_state, self._copied, None)
+        return make_step_functions(model, self._copied, None)
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""

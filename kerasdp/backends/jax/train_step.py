@@ -2,82 +2,105 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions
-from kerasdp.backends.steps import (
-    TrainedWeights,
-    all_variables,
-    learning_rate,
-    next_batches,
-    require_device_batch,
-    train_on_next_batches,
-)
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
+from kerasdp.backends.steps import TrainedWeights, learning_rate
 from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
     import keras
 
 
-def make_step_functions(
-    model: "keras.Model", run_state: RunState, copied: NamedSharding, context: ReplicaContext | None
-) -> StepFunctions:
-    """Makes jitted train, test and predict functions for Keras' `fit`, again for each set of weights that is trained.
+class ModelState:
+    """The values of lists of variables, as a function of JAX takes and gives them; the variables always hold theirs."""
+
+    def __init__(self, *variables: "list[keras.Variable]"):
+        self._variables = variables
+        self._last: Any = None
+
+    def shardings(self, copied: NamedSharding) -> tuple[list[NamedSharding], ...]:
+        """Returns the shardings of all, `copied` of those without.
+
+        For a value that is on one device without having been sent there, as that of a new variable or a reset metric,
+        JAX (0.10.2) compiles another program: it would compile the first training step three times.
+        """
+
+        def of(variable: "keras.Variable") -> NamedSharding:
+            sharding = variable.value.sharding
+            return sharding if isinstance(sharding, NamedSharding) else copied
+
+        return tuple([of(variable) for variable in variables] for variables in self._variables)
+
+    def take(self) -> Any:
+        """Returns the values: the same lists that were given last, unless somebody has set a variable since."""
+        from kerasdp.keras_compat.layers import raw_value
+
+        values = tuple([raw_value(variable) for variable in each] for each in self._variables)
+        if self._last is None or any(a is not b for new, old in zip(values, self._last) for a, b in zip(new, old)):
+            self._last = values
+        return self._last
+
+    def give(self, values: Any) -> None:
+        """Sets the variables to the values that a function has given. Those that it took are not there any more."""
+        from kerasdp.keras_compat.layers import set_raw_value
+
+        for variables, new in zip(self._variables, values):
+            for variable, value in zip(variables, new):
+                set_raw_value(variable, value)
+        self._last = values
+
+
+def model_states(model: "keras.Model") -> tuple[ModelState, ModelState, ModelState]:
+    """Returns the states of a training step, of an evaluation and of a prediction, with the lists of Keras' steps."""
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
+    slots = [] if optimizer is None else optimizer.variables
+    return ModelState(*weights, slots, metrics), ModelState(*weights, metrics), ModelState(*weights)
+
+
+def make_step_functions(model: "keras.Model", copied: NamedSharding, context: ReplicaContext | None) -> StepFunctions:
+    """Makes jitted train, test and predict functions, again for each set of weights that is trained.
 
     Args:
         model: built and compiled.
-        run_state: of the run.
         copied: the sharding of variables that have none yet.
         context: that of the layers in a training step.
     """
     made: dict[tuple[bool, ...], StepFunctions] = {}
     weights = TrainedWeights(model)
-    # What no process has the whole of, none can read.
-    results = None if copied.is_fully_addressable else copied
-    # Now: within `fit`, Keras takes the values out of the variables.
-    shardings = {id(variable): _sharding_of(variable, copied) for variable in all_variables(model)}
 
     def functions() -> StepFunctions:
         key = weights.key()
         if key not in made:
-            made[key] = _for_trained_weights(model, run_state, shardings, context, results)
+            made[key] = _for_trained_weights(model, copied, context)
         return made[key]
 
     return StepFunctions(
-        train=lambda state, iterator: functions().train(state, iterator),
-        test=lambda state, iterator: functions().test(state, iterator),
-        predict=lambda state, iterator: functions().predict(state, iterator),
+        train=lambda batch, detail: functions().train(batch, detail),
+        train_several=lambda batches: functions().train_several(batches),  # type: ignore[misc]
+        test=lambda batch: functions().test(batch),
+        predict=lambda batch: functions().predict(batch),
     )
 
 
-def _for_trained_weights(
-    model: "keras.Model",
-    run_state: RunState,
-    shardings: dict[int, NamedSharding],
-    context: ReplicaContext | None,
-    results: NamedSharding | None,
-) -> StepFunctions:
+def _for_trained_weights(model: "keras.Model", copied: NamedSharding, context: ReplicaContext | None) -> StepFunctions:
     """Makes jitted train, test and predict functions for the weights that are trained now.
 
     Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
     padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
     itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
-
-    Args:
-        shardings: of all variables, by their id.
-        results: the sharding of logs and outputs; None: whatever JAX chooses. Others: see `make_step_functions`.
     """
     from kerasdp.keras_compat.own_steps import own_steps
 
     own = own_steps(model)
-    state_shardings = _in_order_of_state(model, shardings)
-    trainable, non_trainable, _, metrics = state_shardings
+    training, testing, predicting = model_states(model)
 
     def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
         with use(context):
@@ -86,35 +109,13 @@ def _for_trained_weights(
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, _cut(data), detail)
 
-    jit = functools.partial(_jit, model, results)
-    jitted_train_steps = jit(_several(functools.partial(train_step, Detail.NOTHING)), state_shardings)
-    jitted_train_step = {detail: jit(functools.partial(train_step, detail), state_shardings) for detail in Detail}
-    jitted_test_step = jit(functools.partial(_test_step, model), (trainable, non_trainable, metrics))
-    jitted_predict_step = jit(functools.partial(_predict_step, model), (trainable, non_trainable))
-
-    def train_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-        def train_one(detail: Detail, batch: DeviceBatch) -> Any:
-            nonlocal state
-            outputs, state = jitted_train_step[detail](state, batch)
-            return outputs
-
-        def train_several(batches: list[DeviceBatch]) -> Any:
-            nonlocal state
-            outputs, state = jitted_train_steps(state, batches)
-            return outputs
-
-        logs = train_on_next_batches(iterator, model, run_state, train_one, train_several)
-        return logs, state
-
-    def test_function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-        for batch in next_batches(iterator, model):
-            logs, state = jitted_test_step(state, batch)
-        return logs, state
-
+    train = {detail: _jit(model, copied, functools.partial(train_step, detail), training) for detail in Detail}
+    several = _jit(model, copied, _several(functools.partial(train_step, Detail.NOTHING)), training)
     return StepFunctions(
-        train=train_function,
-        test=test_function,
-        predict=lambda state, iterator: jitted_predict_step(state, require_device_batch(next(iterator))),
+        train=lambda batch, detail: Trained(*train[detail](batch)),
+        train_several=lambda batches: Trained(*several(batches)),
+        test=_jit(model, copied, functools.partial(_test_step, model), testing),
+        predict=_jit(model, copied, functools.partial(_predict_step, model), predicting),
     )
 
 
@@ -128,43 +129,30 @@ def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tu
 
 
 def _jit(
-    model: "keras.Model", results: NamedSharding | None, step: Callable[..., Any], state_shardings: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """Compiles a step by JAX's own compiler, or leaves it eager, as Keras decides for its own functions."""
-    if not model.run_eagerly and model.jit_compile:
-        step = jax.jit(step, donate_argnums=0, out_shardings=(results, state_shardings))
-    last_state = None  # the state after the last step, which Keras hands back as it is
+    model: "keras.Model", copied: NamedSharding, step: Callable[..., Any], state: ModelState
+) -> Callable[[Any], Any]:
+    """Compiles a step by JAX's own compiler, or leaves it eager, as Keras decides for its own functions.
 
-    def run(state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-        nonlocal last_state
-        if state is not last_state:  # the first one; or a callback has set variables
-            state = jax.device_put(state, state_shardings)
-        outputs, last_state = step(state, data)
-        return outputs, last_state
+    Returns:
+        A function of the data, which gives the outputs of the step and changes the model's variables.
+    """
+    # The results that no process has the whole of, none can read; None: whatever JAX chooses.
+    results = None if copied.is_fully_addressable else copied
+    shardings = state.shardings(copied)
+    if not model.run_eagerly and model.jit_compile:
+        step = jax.jit(step, donate_argnums=0, out_shardings=(results, shardings))
+    last = None
+
+    def run(data: Any) -> Any:
+        nonlocal last
+        values = state.take()
+        if values is not last:  # the first ones; or a callback has set variables
+            values = jax.device_put(values, shardings)
+        outputs, last = step(values, data)
+        state.give(last)
+        return outputs
 
     return run
-
-
-def _sharding_of(variable: "keras.Variable", copied: NamedSharding) -> NamedSharding:
-    """Returns the sharding of a variable.
-
-    For a value that is on one device without having been sent there, as that of a new variable or a reset metric,
-    JAX (0.10.2) compiles another program: it would compile the first training step three times.
-    """
-    sharding = variable.value.sharding
-    return sharding if isinstance(sharding, NamedSharding) else copied
-
-
-def _in_order_of_state(model: "keras.Model", shardings: dict[int, NamedSharding]) -> tuple[list[NamedSharding], ...]:
-    """Returns the shardings of a model's variables, in the four lists of Keras' state."""
-    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
-    lists = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        [] if optimizer is None else optimizer.variables,
-        model.metrics_variables,
-    )
-    return tuple([shardings[id(variable)] for variable in variables] for variables in lists)
 
 
 def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +165,7 @@ def _several(train_step: Callable[..., Any]) -> Callable[..., Any]:
     def train_steps(state: Any, batches: list[DeviceBatch]) -> tuple[Any, Any]:
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
         state, (losses, rates, logs) = jax.lax.scan(step, state, stacked)
-        return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs)), state
+        return (losses, rates, jax.tree.map(lambda leaf: leaf[-1], logs), {}), state
 
     return train_steps
 

@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure, Trained
 from kerasdp.backends.hosts import processes_of
-from kerasdp.backends.steps import (
-    TrainedWeights,
-    all_variables,
-    next_batches,
-    require_device_batch,
-    train_on_next_batches,
-)
+from kerasdp.backends.steps import TrainedWeights, all_variables
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.batch_shards import shard_batch
 from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device
-from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_strategy
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
@@ -38,7 +31,6 @@ if TYPE_CHECKING:
 
     from kerasdp.backends.tensorflow.train_step import ReplicaSteps
     from kerasdp.data.batch import Batch
-    from kerasdp.data.feed import Feed
 
 
 class DataParallel(Strategy):
@@ -88,10 +80,6 @@ class DataParallel(Strategy):
         """Splits a batch over the devices: lists with an entry a device."""
         return shard_batch(self, batch)
 
-    def adapt(self, feed: "Feed") -> FeedDataset:
-        """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
-        return FeedDataset(feed)
-
     def gather(self, outputs: Structure, num_rows: int) -> Structure:
         """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
 
@@ -129,11 +117,11 @@ class DataParallel(Strategy):
         )
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions for Keras' `fit` that run on all replicas."""
+        """Makes train, test and predict functions that run on all replicas."""
         from kerasdp.backends.tensorflow.train_step import ReplicaSteps
 
         steps = ReplicaSteps(self, model)
-        run_test_step, run_predict_step = (
+        test, predict = (
             self._function(model, self._on_all(model, steps, name, step))
             for name, step in (("test_step", steps.test), ("predict_step", steps.predict))
         )
@@ -141,27 +129,13 @@ class DataParallel(Strategy):
             detail: self._on_all(model, steps, "train_step", functools.partial(steps.train, detail), detail)
             for detail in Detail
         }
-        run_train_step = {detail: self._function(model, step) for detail, step in train_step.items()}
-        run_train_steps = self._function(model, several(self.mirrored, train_step[Detail.NOTHING]))
-
-        def train_function(iterator: Iterator[Any]) -> Any:
-            return train_on_next_batches(
-                iterator,
-                model,
-                run_state,
-                lambda detail, batch: run_train_step[detail](batch),
-                lambda batches: run_train_steps(*batches),
-            )
-
-        def test_function(iterator: Iterator[Any]) -> Any:
-            for batch in next_batches(iterator, model):
-                logs = run_test_step(batch)
-            return logs
-
+        train = {detail: self._function(model, step) for detail, step in train_step.items()}
+        train_several = self._function(model, several(self.mirrored, train_step[Detail.NOTHING]))
         return StepFunctions(
-            train=train_function,
-            test=test_function,
-            predict=lambda data: run_predict_step(require_device_batch(data[0])),
+            train=lambda batch, detail: Trained(*train[detail](batch)),
+            train_several=lambda batches: Trained(*train_several(*batches)),
+            test=test,
+            predict=predict,
         )
 
     def _on_all(
@@ -272,7 +246,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
-        """Returns the context of Keras' `fit`, `evaluate` and `predict`.
+        """Returns the context of `fit`, `evaluate` and `predict`.
 
         Here every replica keeps metrics of the WHOLE batch, so reading one means reading one copy. Outside, in Keras'
         own functions, each keeps those of its shard, and reading one sums them.

@@ -6,27 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy, Structure
-from kerasdp.backends.steps import require_device_batch
+from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy, Structure, Trained
 from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import (
     device_names,
     peak_memory_by_device,
     put_on_device,
 )
-from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
 from kerasdp.config import Config
-from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     import keras
 
     from kerasdp.data.batch import Batch
-    from kerasdp.data.feed import Feed
 
 
 class PipelineParallel(Strategy):
@@ -55,17 +51,13 @@ class PipelineParallel(Strategy):
         rest = (batch.targets, batch.sample_weight, batch.indices)
         return DeviceBatch(inputs, *put_on_device(rest, self.device_names[-1]))
 
-    def adapt(self, feed: "Feed") -> FeedDataset:
-        """Wraps the feed: Keras' `fit` takes only a dataset of `tf.distribute` as it is."""
-        return FeedDataset(feed)
-
     def _make_engine(self, model: "keras.Model") -> Pipeline:
         """Makes an engine for a model."""
         kind = Accumulation if self.config.accumulate > 1 else Pipeline
         return kind(model, self.config, self.device_names, self.processes)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
+        """Makes train, test and predict functions that work on all stages."""
         pipeline = self.stages.engine_of(model)
         pipeline.build_programs()
         train_step, watched_step, test_step, predict_step = (
@@ -73,18 +65,12 @@ class PipelineParallel(Strategy):
             for step in (pipeline.train_step, pipeline.train_step, pipeline.test_step, pipeline.predict_step)
         )
 
-        def train_function(iterator: Iterator[Any]) -> Any:
-            if (batch := next(iterator)) is SKIPPED:
-                return run_state.skipped_logs
-            data = require_device_batch(batch)
-            loss, logs = (train_step if pipeline.timeline is None else watched_step)(*data)
-            run_state.after_step(loss, data.indices, {})
-            return logs
+        def train(batch: DeviceBatch, _: Detail) -> Trained:
+            loss, logs = (train_step if pipeline.timeline is None else watched_step)(*batch)
+            return Trained(loss, None, logs, {})
 
         return StepFunctions(
-            train=train_function,
-            test=lambda iterator: test_step(*require_device_batch(next(iterator))),
-            predict=lambda data: predict_step(*require_device_batch(data[0])),
+            train=train, test=lambda batch: test_step(*batch), predict=lambda batch: predict_step(*batch)
         )
 
     def _graph(self, model: "keras.Model", step: Callable[..., Any]) -> Callable[..., Any]:

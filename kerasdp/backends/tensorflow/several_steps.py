@@ -11,7 +11,7 @@ from kerasdp.backends.base import Structure
 def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Callable[..., Any]:
     """Trains on several batches of one shape; returns their losses and rates, and the last one's logs."""
 
-    def run(num_rows: int, *batches: Any) -> tuple[Any, Any, Any]:
+    def run(num_rows: int, *batches: Any) -> tuple[Any, ...]:
         rest = mirrored.run(_stacked, args=batches[1:])
         loss, rate, logs, _ = step(num_rows, batches[0])
         # A user-defined step may give no loss, and gives no rate; a loop has no place for None.
@@ -29,7 +29,7 @@ def several(mirrored: tf.distribute.Strategy, step: Callable[..., Any]) -> Calla
         )
         stacked = iter([array.stack() for array in arrays])
         losses, rates = (None if value is None else next(stacked) for value in (loss, rate))
-        return losses, rates, logs
+        return losses, rates, logs, {}
 
     return run
 

@@ -1,4 +1,4 @@
-"""PyTorch: trains a replica in each process, with DistributedDataParallel under Keras' `fit`."""
+"""PyTorch: trains a replica in each process, with DistributedDataParallel."""
 
 import functools
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy
-from kerasdp.backends.steps import TrainedWeights, learning_rate, require_device_batch
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Trained
+from kerasdp.backends.steps import TrainedWeights
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.devices import (
     begin_thread,
@@ -18,17 +18,16 @@ from kerasdp.backends.torch.devices import (
     put_batch,
     timeout_of,
 )
-from kerasdp.backends.torch.distributed_model import distributed, pass_seconds, reduce_others
+from kerasdp.backends.torch.distributed_model import distributed, pass_seconds
 from kerasdp.backends.torch.host_sums import HostSums
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
-from kerasdp.data.sampling import SKIPPED
 from kerasdp.data.split import Split
 from kerasdp.portability.all_rows import gather_shards
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     from kerasdp.backends.torch.train_step import ShardSteps
@@ -118,14 +117,14 @@ class DataParallel(Strategy):
         return keras.tree.map_structure(gather, outputs)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions for Keras' `fit` that work on all replicas.
+        """Makes train, test and predict functions that work on all replicas.
 
         Args:
             model: a built Keras model.
-            run_state: gets each training step.
+            run_state: says how many steps there will be, and of how many rows: whether compiling pays off.
         """
         from kerasdp.backends.torch.compiled_step import CompiledTraining
-        from kerasdp.backends.torch.train_step import ShardSteps
+        from kerasdp.backends.torch.train_step import ShardSteps, train_step
         from kerasdp.keras_compat.own_steps import own_steps
 
         if self.is_gpu:
@@ -134,37 +133,36 @@ class DataParallel(Strategy):
         steps, weights = ShardSteps(model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
 
-        def train_function(data: Any) -> dict[str, Any]:
+        def train(batch: DeviceBatch, detail: Detail) -> Trained:
             nonlocal parallel, parallel_for, compiled
-            if data[0] is SKIPPED:
-                return run_state.skipped_logs
-            batch = require_device_batch(data[0])
             if "train_step" in own:
                 with numbers_made_on(self.device), updating_on(self.device, model.optimizer):
                     logs = self._own_step(model, "train_step", batch)
-                run_state.after_step(to_host(logs.get("loss")), batch.indices, {})
-                return logs
+                return Trained(to_host(logs.get("loss")), None, logs, {})
             done = None
             if self._compiles(model, run_state.num_steps, len(batch.indices) == run_state.batch_size):
                 compiled = compiled or CompiledTraining(self, model, steps)
-                done = compiled(batch, run_state.detail)
+                done = compiled(batch, detail)
             if done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
                     parallel = None
                     parallel, parallel_for = distributed(self, model, batch), trained
                 with numbers_made_on(self.device):
-                    done = self._train_eagerly(model, parallel, steps, batch, run_state.detail)
+                    done = train_step(self, model, parallel, steps, batch, detail)
             loss, rate, logs, seen = done
-            run_state.after_step(to_host(loss), batch.indices, seen, to_host(rate))
-            return logs
+            return Trained(to_host(loss), to_host(rate), logs, seen)
 
-        evaluations = {name: self._evaluation_function(name, model, run_state, steps) for name in ("test", "predict")}
-        return StepFunctions(train=train_function, **evaluations)
+        test, predict = (self._evaluation_function(name, model, run_state, steps) for name in ("test", "predict"))
+        return StepFunctions(train=train, test=test, predict=predict)
+
+    def set_training(self, model: Any, is_training: bool) -> None:
+        """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
+        model.train(is_training)
 
     def _evaluation_function(
         self, name: str, model: Any, run_state: RunState, steps: "ShardSteps"
-    ) -> Callable[[Any], Any]:
+    ) -> Callable[[DeviceBatch], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
         from kerasdp.keras_compat.own_steps import own_steps
@@ -173,9 +171,9 @@ class DataParallel(Strategy):
         compiled = None
 
         @torch.no_grad()
-        def evaluate(data: Any) -> Any:
+        def evaluate(batch: DeviceBatch) -> Any:
             nonlocal compiled
-            batch, evaluated = require_device_batch(data[0]), run_state.evaluated
+            evaluated = run_state.evaluated
             num_rows, result = len(batch.indices), None
             if f"{name}_step" in own:
                 with numbers_made_on(self.device):
@@ -220,42 +218,6 @@ class DataParallel(Strategy):
     def try_own_step(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""
         return self._on_own_rows(model, "train_step", batch, is_trial=True)[1]
-
-    def _train_eagerly(
-        self, model: Any, parallel: Any, steps: "ShardSteps", batch: DeviceBatch, detail: Any
-    ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-        """Trains a step layer by layer; returns loss, learning rate, Keras' logs and what `observed` recorded."""
-        from kerasdp.backends.observer import forward_pass, observed, watched_layers
-        from kerasdp.backends.torch.private import all_reduce_async, wait
-        from kerasdp.backends.torch.train_step import flat, unflat
-
-        variables = model.trainable_weights[:]
-        context = self.context(model, len(batch.indices))
-        with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-            outputs = steps.forward(parallel, batch.inputs, context, training=True)
-        for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
-            variable.value.grad = None
-        whole = steps.global_batch(batch, outputs, context, training=True)
-        with torch.no_grad():
-            whole.share_metrics()
-        shared = flat(whole.shared)
-        shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
-        if variables:
-            model.optimizer.scale_loss(whole.loss).backward()
-            if self.host_sums is not None:
-                self.host_sums.mean(variables)
-            elif self.num_replicas > 1:
-                reduce_others(parallel, variables)
-        gradients = [variable.value.grad for variable in variables]
-        with torch.no_grad():
-            loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
-            whole.move_statistics()
-            seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
-            rate = learning_rate(model.optimizer)
-            with updating_on(self.device, model.optimizer):
-                model.optimizer.apply(gradients, variables)
-            logs = whole.update_metrics(loss)
-        return loss, rate, logs, seen
 
     def _compiles(self, model: Any, num_steps: int | None, is_full: bool) -> bool:
         """Returns whether one of so many steps is compiled; None: not known. That of a smaller last batch is not.

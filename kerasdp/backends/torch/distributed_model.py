@@ -87,19 +87,6 @@ def pass_seconds(strategy: Any, model: Any, batch: DeviceBatch) -> float:
     return statistics.median(times[_UNMEASURED:])
 
 
-def reduce_others(parallel: Any, variables: list[Any]) -> None:
-    """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
-
-    Those of weights that the first batch's loss did not depend on: a part of the model may come into use later.
-    """
-    known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
-    for variable in variables:
-        gradient = variable.value.grad
-        if id(variable.value) not in known and gradient is not None:
-            torch.distributed.all_reduce(gradient)
-            gradient /= torch.distributed.get_world_size()
-
-
 class TrainedModel(torch.nn.Module):
     """Calls a model, and has the weights that are trained as parameters: each once, and no others.
 

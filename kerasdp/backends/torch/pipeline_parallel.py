@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy
-from kerasdp.backends.steps import require_device_batch
+from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy, Trained
 from kerasdp.backends.torch.devices import (
     begin_thread,
     device_of_process,
@@ -21,9 +20,8 @@ from kerasdp.backends.torch.devices import (
 from kerasdp.backends.torch.pipeline_engine import Pipeline
 from kerasdp.backends.torch.waits import numbers_made_on, to_host
 from kerasdp.config import Config
-from kerasdp.data.sampling import SKIPPED
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.run_state import RunState
+from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
@@ -68,7 +66,7 @@ class PipelineParallel(Strategy):
 
     @contextlib.contextmanager
     def running(self, model: Any) -> Iterator[None]:
-        """Returns the context around Keras' `fit`, `evaluate` and `predict`: what Keras makes is on the device.
+        """Returns the context around `fit`, `evaluate` and `predict`: what Keras makes is on the device.
 
         The training function, in which they are called, has that of `scope`, in which Keras computes on the CPU.
         """
@@ -88,29 +86,29 @@ class PipelineParallel(Strategy):
         return device_batch if is_first else device_batch._replace(inputs=None)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
-        """Makes train, test and predict functions for Keras' `fit` that work on all stages."""
+        """Makes train, test and predict functions that work on all stages."""
         pipeline = self.stages.engine_of(model)
 
-        def train_function(data: Any) -> dict[str, Any]:
-            if data[0] is SKIPPED:
-                return run_state.skipped_logs
-            batch = require_device_batch(data[0])
+        def train(batch: DeviceBatch, _: Detail) -> Trained:
             with numbers_made_on(self.device):
                 loss, rate, logs = pipeline.train_step(batch)
-            run_state.after_step(to_host(loss), batch.indices, {}, to_host(rate))
-            return logs
+            return Trained(to_host(loss), to_host(rate), logs, {})
 
         @torch.no_grad()
-        def test_function(data: Any) -> dict[str, Any]:
+        def test(batch: DeviceBatch) -> dict[str, Any]:
             with numbers_made_on(self.device):
-                return pipeline.test_step(require_device_batch(data[0]))
+                return pipeline.test_step(batch)
 
         @torch.no_grad()
-        def predict_function(data: Any) -> Any:
+        def predict(batch: DeviceBatch) -> Any:
             with numbers_made_on(self.device):
-                return pipeline.predict_step(require_device_batch(data[0]))
+                return pipeline.predict_step(batch)
 
-        return StepFunctions(train=train_function, test=test_function, predict=predict_function)
+        return StepFunctions(train=train, test=test, predict=predict)
+
+    def set_training(self, model: Any, is_training: bool) -> None:
+        """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
+        model.train(is_training)
 
     def diverged_variables(self, model: Any) -> list[str]:
         """Names of the variables that are not bit-equal in all pipelines."""

@@ -5,13 +5,65 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kerasdp.backends.base import DeviceBatch, ShardPass
+from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
+from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.torch.private import all_reduce_async, wait
+from kerasdp.backends.torch.waits import updating_on
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
 if TYPE_CHECKING:
     from kerasdp.portability.global_batch import GlobalBatch
+
+
+def train_step(
+    strategy: Any, model: Any, parallel: Any, steps: "ShardSteps", batch: DeviceBatch, detail: Detail
+) -> Trained:
+    """Trains on the global batch, of which this rank has its shard, layer by layer. `CompiledTraining` does the same.
+
+    The numbers are those of docs/internals/same-learning.md.
+
+    Args:
+        strategy: `DataParallel`.
+        model: that is trained.
+        parallel: the model, in DistributedDataParallel if there are other ranks.
+        steps: of the model.
+        batch: this rank's rows, with padding (1).
+        detail: what to record.
+    """
+    from kerasdp.backends.observer import forward_pass, observed, watched_layers
+
+    variables = model.trainable_weights[:]
+    context = strategy.context(model, len(batch.indices))
+    # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
+    with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+        outputs = steps.forward(parallel, batch.inputs, context, training=True)
+    for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
+        variable.value.grad = None
+    # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
+    whole = steps.global_batch(batch, outputs, context, training=True)
+    with torch.no_grad():
+        whole.share_metrics()
+    shared = flat(whole.shared)
+    shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
+    # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
+    if variables:
+        model.optimizer.scale_loss(whole.loss).backward()
+        if strategy.host_sums is not None:
+            strategy.host_sums.mean(variables)
+        elif strategy.num_replicas > 1:
+            reduce_others(parallel, variables)
+    gradients = [variable.value.grad for variable in variables]
+    with torch.no_grad():
+        # Loss and metrics of the global batch (3); moving statistics (5).
+        loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
+        whole.move_statistics()
+        seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
+        # The update, the same on each rank.
+        rate = learning_rate(model.optimizer)
+        with updating_on(strategy.device, model.optimizer):
+            model.optimizer.apply(gradients, variables)
+        return Trained(loss, rate, whole.update_metrics(loss), seen)
 
 
 class ShardSteps:
@@ -75,6 +127,19 @@ def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None)
         layers |= added_losses_by_name(model, len(layers))
     leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
     return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
+
+
+def reduce_others(parallel: Any, variables: list[Any]) -> None:
+    """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
+
+    Those of weights that the first batch's loss did not depend on: a part of the model may come into use later.
+    """
+    known = {id(value) for value in parallel.module.weights} if hasattr(parallel, "module") else set()
+    for variable in variables:
+        gradient = variable.value.grad
+        if id(variable.value) not in known and gradient is not None:
+            torch.distributed.all_reduce(gradient)
+            gradient /= torch.distributed.get_world_size()
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:

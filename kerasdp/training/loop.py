@@ -1,0 +1,154 @@
+"""Goes through epochs and batches: calls the step functions and callbacks in the order of Keras' own `fit`."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.callbacks import CallbackList
+
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy
+from kerasdp.backends.steps import DeviceScalar
+from kerasdp.data.feed import Feed
+from kerasdp.reporting import report
+from kerasdp.reporting.progress import as_numbers
+from kerasdp.runtime.run_state import RunState
+
+Logs = dict[str, Any]
+
+
+class Loop:
+    """Trains, evaluates and predicts with one model, a batch of a feed after the other.
+
+    A test compares the events of callbacks, their logs and the history with those of Keras' own methods
+    (keras/src/backend/*/trainer.py).
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy, state: RunState, functions: StepFunctions):
+        """`functions` are those of the model; `state` knows where a resumed run begins, and is told of each step."""
+        self.model, self.strategy, self.state, self.functions = model, strategy, state, functions
+
+    def fit(
+        self,
+        feed: Feed,
+        callbacks: CallbackList,
+        epochs: range,
+        validation: Feed | None,
+        validation_freq: int | list[int],
+    ) -> None:
+        """Trains the epochs, and evaluates on `validation` after those that `validation_freq` names, as in Keras."""
+        model = self.model
+        logs: Logs = {}
+        model.stop_training = False
+        callbacks.on_train_begin()
+        for epoch in epochs:
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            logs = self._train_epoch(feed, callbacks)
+            if validation is not None and _is_due(epoch, validation_freq):
+                logs |= {f"val_{name}": value for name, value in self.evaluate(validation, callbacks).items()}
+            callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        # Averaged weights (`use_ema`) take the place of those that were trained.
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs)
+
+    def _train_epoch(self, feed: Feed, callbacks: CallbackList) -> Logs:
+        """Trains the batches of an epoch, in a resumed one the rest of them; returns Keras' logs of all."""
+        model, number = self.model, self.state.num_skipped
+        logs = model.get_metrics_result() if number else {}
+        self.strategy.set_training(model, True)
+        for batches in _calls(iter(feed), number, model.steps_per_execution):
+            callbacks.on_train_batch_begin(number)
+            logs = self._train(batches[: self.state.steps_left()])
+            number += len(batches)
+            # Keras' number of a call's last step, also where the data ends before it.
+            callbacks.on_train_batch_end(number - 1 + -number % model.steps_per_execution, logs)
+            if model.stop_training:
+                break
+        else:
+            self._warn_if_short(feed, number)
+        self.strategy.set_training(model, False)
+        return self._epoch_logs(logs)
+
+    def _train(self, batches: list[DeviceBatch]) -> Logs:
+        """Trains on the batches of one call, in one program if that can be; returns Keras' logs after the last."""
+        state, functions = self.state, self.functions
+        logs: Logs = {}
+        is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
+        if len(batches) > 1 and functions.train_several and state.observer is None and is_even:
+            losses, rates, logs, _ = functions.train_several(batches)
+            for batch, loss, rate in zip(batches, *(DeviceScalar.each(each, len(batches)) for each in (losses, rates))):
+                state.after_step(loss, batch.indices, {}, rate)
+            return logs
+        for batch in batches:
+            loss, rate, logs, observed = functions.train(batch, state.detail)
+            state.after_step(loss, batch.indices, observed, rate)
+        return logs
+
+    def evaluate(self, feed: Feed, callbacks: CallbackList) -> Logs:
+        """Evaluates all batches; returns the logs, as numbers."""
+        model, number, logs = self.model, 0, {}
+        self.strategy.set_training(model, False)
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        for batches in _calls(iter(feed), 0, model.steps_per_execution):
+            callbacks.on_test_batch_begin(number)
+            for batch in batches:
+                logs = self.functions.test(batch)
+            number += model.steps_per_execution
+            callbacks.on_test_batch_end(number - 1, logs)
+            if model.stop_evaluating:
+                break
+        logs = as_numbers(self._epoch_logs(logs))
+        callbacks.on_test_end(logs)
+        return logs
+
+    def predict(self, feed: Feed, callbacks: CallbackList) -> Any:
+        """Predicts all batches; returns the outputs as arrays, of the structure that the model gives."""
+        model, outputs = self.model, []
+        last: Any = None
+        self.strategy.set_training(model, False)
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        for number, batch in enumerate(feed):
+            callbacks.on_predict_batch_begin(number)
+            last, before = self.functions.predict(batch), last
+            if number:  # copied while the device computes the next one
+                outputs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, before))
+            callbacks.on_predict_batch_end(number, {"outputs": last})
+            if model.stop_predicting:
+                break
+        outputs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, last))
+        callbacks.on_predict_end()
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _epoch_logs(self, logs: Logs) -> Logs:
+        """Returns the model's metrics, unless a user-defined step gave other logs: then these, of the last batch."""
+        metrics = self.model.get_metrics_result()
+        return dict(metrics if metrics.keys() == logs.keys() else logs)
+
+    def _warn_if_short(self, feed: Feed, number: int) -> None:
+        if feed.num_batches is not None and number < feed.num_batches and self.strategy.processes.rank == 0:
+            report.warn(
+                f"epoch {self.state.epoch + 1}: expected {feed.num_batches} batches (steps_per_epoch). The data ran "
+                f"out after {number}; give more, or repeat it"
+            )
+
+
+def _calls(batches: Iterator[DeviceBatch], number: int, per_call: int) -> Iterator[list[DeviceBatch]]:
+    """Yields the batches of each call: `per_call`, fewer at the end of the data, and where a resumed epoch begins."""
+    while taken := list(itertools.islice(batches, per_call - number % per_call)):
+        yield taken
+        number += len(taken)
+
+
+def _is_due(epoch: int, validation_freq: int | list[int]) -> bool:
+    """Returns whether to evaluate after an epoch, from 0: after every n-th one, or those of a list, from 1."""
+    if isinstance(validation_freq, int):
+        return (epoch + 1) % validation_freq == 0
+    return epoch + 1 in validation_freq

@@ -1,0 +1,152 @@
+"""Records the events of callbacks: `events.py keras` of Keras' own `fit`, `events.py kerasdp` of the run's.
+
+Writes for each case the events with their logs, the history, what `evaluate` and `predict` return, and the weights.
+"""
+
+import json
+import sys
+
+import numpy as np
+
+X = np.sin(np.arange(88.0)).reshape(22, 4).astype("float32")
+Y = np.cos(np.arange(44.0)).reshape(22, 2).astype("float32")
+BATCH = {"batch_size": 5}
+
+
+def batches(count=None):
+    """The batches of an iterator: all of an epoch again and again, or so many."""
+    place = 0
+    while count is None or place < count:
+        first = 5 * (place % 4)
+        yield X[first : first + 5], Y[first : first + 5]
+        place += 1
+
+
+def recorder(stop_at=None):
+    import keras
+
+    class Recorder(keras.callbacks.Callback):
+        """Notes each event; ends training, evaluation or prediction at the one that it was told."""
+
+        def __init__(self):
+            super().__init__()
+            self.found = []
+
+        def note(self, name, place, logs):
+            logs = dict(logs or {})
+            if "outputs" in logs:
+                logs["outputs"] = float(np.sum(keras.ops.convert_to_numpy(logs["outputs"])))
+            self.found.append([name, place, {key: float(logs[key]) for key in sorted(logs)}])
+            if [name, place] == stop_at:
+                self.model.stop_training = self.model.stop_evaluating = self.model.stop_predicting = True
+
+    def event(name, has_place):
+        if has_place:
+            return lambda self, place, logs=None: self.note(name, place, logs)
+        return lambda self, logs=None: self.note(name, None, logs)
+
+    for kind in ("train", "test", "predict"):
+        for at in ("begin", "end"):
+            for name in (f"on_{kind}_{at}", f"on_{kind}_batch_{at}"):
+                setattr(Recorder, name, event(name, "batch" in name))
+    for at in ("begin", "end"):
+        setattr(Recorder, f"on_epoch_{at}", event(f"on_epoch_{at}", True))
+    return Recorder()
+
+
+def make(own_step=False, averaged=True, **compiled):
+    import keras
+
+    class OwnStep(keras.Sequential):
+        """Gives logs that are no metrics."""
+
+        def train_step(self, *args):
+            if keras.backend.backend() == "jax":
+                logs, state = super().train_step(*args)
+                return {"own": logs["loss"] * 2}, state
+            return {"own": super().train_step(*args)["loss"] * 2}
+
+    kind = OwnStep if own_step else keras.Sequential
+    model = kind([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
+    model.set_weights(
+        [np.sin(np.arange(weight.size, dtype="float32")).reshape(weight.shape) for weight in model.get_weights()]
+    )
+    optimizer = keras.optimizers.Adam(0.1, use_ema=averaged, ema_momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"], **compiled)
+    return model
+
+
+def fitted(model, fit, evaluate, predict, stop_at=None, **options):
+    record = recorder(stop_at)
+    if "x" not in options:
+        options |= {"x": X, "y": Y, **BATCH}
+    history = fit(model, callbacks=[record], shuffle=False, verbose=0, **options)
+    return {
+        "events": record.found,
+        "history": history.history,
+        "epoch": history.epoch,
+        "weights": [np.sum(weight, dtype="float64").item() for weight in model.get_weights()],
+    }
+
+
+def used(model, fit, evaluate, predict, stop_at=None):
+    record = recorder(stop_at)
+    of_evaluate = [
+        evaluate(model, X, Y, callbacks=[record], verbose=0, return_dict=each, **BATCH) for each in (False, True)
+    ]
+    outputs = predict(model, X, callbacks=[record], verbose=0, **BATCH)
+    return {"events": record.found, "evaluate": of_evaluate, "predict": [outputs.shape, np.sum(outputs).item()]}
+
+
+def cases(several):
+    yield "plain", fitted, {}, {"epochs": 2}
+    yield "validation", fitted, {}, {"epochs": 4, "validation_data": (X[:7], Y[:7]), "validation_freq": 2}
+    yield "validation by list", fitted, {}, {"epochs": 3, "validation_data": (X, Y), "validation_freq": [1, 3]}
+    yield "later epochs", fitted, {}, {"epochs": 4, "initial_epoch": 2, "validation_split": 0.25}
+    # Keras (3.15) fails with averages of weights that were not trained, on tensorflow.
+    yield "no epoch", fitted, {"averaged": False}, {"epochs": 1, "initial_epoch": 1}
+    yield "steps of arrays", fitted, {}, {"epochs": 2, "steps_per_epoch": 2}
+    yield "an iterator", fitted, {}, {"x": batches(), "epochs": 2, "steps_per_epoch": 3}
+    yield "stopped in an epoch", fitted, {}, {"epochs": 3, "stop_at": ["on_train_batch_end", 2]}
+    yield "stopped after an epoch", fitted, {}, {"epochs": 3, "stop_at": ["on_epoch_end", 1]}
+    yield "own logs", fitted, {"own_step": True}, {"epochs": 2, "validation_data": (X, Y)}
+    yield "used", used, {}, {}
+    yield "used in part", used, {}, {"stop_at": ["on_test_batch_end", 1]}
+    yield "predicted in part", used, {}, {"stop_at": ["on_predict_batch_end", 1]}
+    if several:
+        yield "several steps", fitted, {"steps_per_execution": 3}, {"epochs": 2, "validation_data": (X, Y)}
+
+
+def found(make, *methods):
+    import keras
+
+    return {
+        name: function(make(**of_model), *methods, **options)
+        for name, function, of_model, options in cases(keras.backend.backend() != "torch")
+    }
+
+
+def of_keras():
+    import keras
+
+    return found(make, keras.Model.fit, keras.Model.evaluate, keras.Model.predict)
+
+
+def of_run(runner):
+    def make_in_scope(**options):
+        with runner.scope():
+            return make(**options)
+
+    return found(make_in_scope, runner.fit, runner.evaluate, runner.predict)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "keras":
+        print("RESULT", json.dumps(of_keras()))
+    else:
+        import kerasdp
+
+        print(
+            "RESULT",
+            json.dumps(kerasdp.launch(of_run, kerasdp.Config(backend=sys.argv[2], num_devices=1, check="off"))),
+        )
