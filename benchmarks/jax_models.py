@@ -101,7 +101,7 @@ class Net:
 
 
 def convnet(net: Net, x: jax.Array) -> jax.Array:
-    """Builds what kerasdp/models/convnet.py builds."""
+    """Builds what `convnet` of kerasdp/models/classifiers.py builds."""
     x = jax.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
     x = jax.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False, is_padded=False), scale=False))
     x = jax.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
@@ -110,7 +110,7 @@ def convnet(net: Net, x: jax.Array) -> jax.Array:
 
 
 def resnet18(net: Net, x: jax.Array) -> jax.Array:
-    """Builds what kerasdp/models/resnet18.py builds."""
+    """Builds what `resnet18` of kerasdp/models/classifiers.py builds."""
     x = jax.nn.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
     for stage, filters in enumerate((64, 128, 256, 512), 1):
         for block in (1, 2):
@@ -124,7 +124,7 @@ def resnet18(net: Net, x: jax.Array) -> jax.Array:
 
 
 def resnet50(net: Net, x: jax.Array) -> jax.Array:
-    """Builds what kerasdp/models/resnet50.py builds."""
+    """Builds what `resnet50` of kerasdp/models/classifiers.py builds."""
 
     def conv_norm(name: str, x: jax.Array, filters: int, size: int, strides: int = 1) -> jax.Array:
         x = net.conv(f"{name}_conv", x, filters, size, strides, bias=False)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdp.benchmark import memory
+from kerasdp.benchmark.kerasdp_program import forget_memory_peak, memory_now, memory_peak
 
 STARTED = time.perf_counter()
 LEARNING_RATE, MOMENTUM, NUM_CLASSES, WARM_UP_STEPS = 0.01, 0.9, 10, 3
@@ -132,11 +132,11 @@ def serve(
         lines: one asks for a repetition.
         say: prints.
     """
-    before = memory.memory_now()
+    before = memory_now()
     repeat(1)
     seconds = time.perf_counter() - STARTED
     repeat(WARM_UP_STEPS)
-    memory.forget_memory_peak()  # that of compiling
+    forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
     sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}
     say(ready=True, seconds_to_first_step=seconds, parameters=parameters, device=device, **sent)
@@ -144,4 +144,4 @@ def serve(
         start = time.perf_counter()
         result = repeat(steps)
         seconds = time.perf_counter() - start
-        say(**{"seconds": seconds, "growth_bytes": memory.memory_peak() - before} | result)
+        say(**{"seconds": seconds, "growth_bytes": memory_peak() - before} | result)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import kerasdp
-from kerasdp.benchmark.peaks import PEAKS
+from kerasdp.benchmark.measure import PEAKS
 
 BUCKET = 25 * 2**20
 GPUS_A_HOST = 8
@@ -101,8 +101,8 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
     import keras
     import keras_models
 
-    from kerasdp.pipeline.cost_model import costs_of
     from kerasdp.pipeline.graph import graph_of
+    from kerasdp.pipeline.partition import costs_of
     from kerasdp.training.step_bytes import step_bytes
 
     config = runner.config

@@ -102,7 +102,7 @@ class Net:
 
 
 def convnet(net: Net, x: tf.Tensor) -> tf.Tensor:
-    """Builds what kerasdp/models/convnet.py builds."""
+    """Builds what `convnet` of kerasdp/models/classifiers.py builds."""
     x = tf.nn.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
     x = tf.nn.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False, is_padded=False), scale=False))
     x = tf.nn.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
@@ -111,7 +111,7 @@ def convnet(net: Net, x: tf.Tensor) -> tf.Tensor:
 
 
 def resnet18(net: Net, x: tf.Tensor) -> tf.Tensor:
-    """Builds what kerasdp/models/resnet18.py builds."""
+    """Builds what `resnet18` of kerasdp/models/classifiers.py builds."""
     x = tf.nn.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
     for stage, filters in enumerate((64, 128, 256, 512), 1):
         for block in (1, 2):
@@ -125,7 +125,7 @@ def resnet18(net: Net, x: tf.Tensor) -> tf.Tensor:
 
 
 def resnet50(net: Net, x: tf.Tensor) -> tf.Tensor:
-    """Builds what kerasdp/models/resnet50.py builds."""
+    """Builds what `resnet50` of kerasdp/models/classifiers.py builds."""
 
     def conv_norm(name: str, x: tf.Tensor, filters: int, size: int, strides: int = 1) -> tf.Tensor:
         x = net.conv(f"{name}_conv", x, filters, size, strides, bias=False)

@@ -23,7 +23,7 @@ from torch_models import GPT, Segmentation, norm
 
 
 class ConvNet(nn.Module):
-    """As kerasdp/models/convnet.py."""
+    """As `convnet` of kerasdp/models/classifiers.py."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """As kerasdp/models/resnet18.py and resnet50.py."""
+    """As `resnet18` and `resnet50` of kerasdp/models/classifiers.py."""
 
     def __init__(self, depth: int):
         super().__init__()

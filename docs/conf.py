@@ -12,7 +12,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Kera
 
 import kerasdp  # noqa: E402
 from kerasdp.cli import flags  # noqa: E402
-from kerasdp.cli.recipes import RECIPES  # noqa: E402
 from kerasdp.config.choices import choices_of  # noqa: E402
 
 project, author, release = "kerasdp", "the authors of kerasdp", kerasdp.__version__
@@ -44,7 +43,7 @@ def _flags() -> str:
             if default and choice.default is not None:
                 default = f"`{default}`"
             if choice.name not in choices_of(kerasdp.Config):
-                recipes = [name for name, recipe in RECIPES.items() if choice in recipe.choices()]
+                recipes = [name for name, recipe in flags.RECIPES.items() if choice in recipe.choices()]
                 meaning += f" (recipes: {', '.join(recipes)})"
             lines.append(f"| {names} | {_cell(default)} | {_cell(meaning)} |")
         lines.append("")

@@ -12,18 +12,17 @@ from kerasdp.launch import launch, local_devices
 
 if TYPE_CHECKING:
     from kerasdp import benchmark, inference, parity, pipeline, ray, sweep
-    from kerasdp.checkpoint.export import export
     from kerasdp.cli.main import main
     from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
-    from kerasdp.data.records import RecordSource
     from kerasdp.data.sampling import Order
-    from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder
+    from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder, RecordSource
+    from kerasdp.inference.conversion import export
     from kerasdp.models import build_model
     from kerasdp.models.backbone import load_backbone
     from kerasdp.portability import layers
-    from kerasdp.portability.all_rows import all_rows
     from kerasdp.portability.portable import portable
+    from kerasdp.portability.replica_context import all_rows
     from kerasdp.training.fit_callbacks import make_callbacks
     from kerasdp.training.losses import make_loss
     from kerasdp.training.optimizers import make_optimizer
@@ -39,18 +38,18 @@ _MODULES = {
     "Dataset": "kerasdp.data.datasets",
     "ImageFolder": "kerasdp.data.sources",
     "Order": "kerasdp.data.sampling",
-    "RecordSource": "kerasdp.data.records",
+    "RecordSource": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",
-    "all_rows": "kerasdp.portability.all_rows",
+    "all_rows": "kerasdp.portability.replica_context",
     "build_model": "kerasdp.models",
-    "export": "kerasdp.checkpoint.export",
+    "export": "kerasdp.inference.conversion",
     "load_backbone": "kerasdp.models.backbone",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_callbacks": "kerasdp.training.fit_callbacks",
     "make_loss": "kerasdp.training.losses",
     "make_optimizer": "kerasdp.training.optimizers",
-    "per_sample": "kerasdp.portability.loss_reduction",
+    "per_sample": "kerasdp.portability.reduction",
     "portable": "kerasdp.portability.portable",
 }
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kerasdp import config
-from kerasdp.checkpoint.in_use import locked_folder
-from kerasdp.checkpoint.storage import require_folder
+from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.config.names import meant
+from kerasdp.config.config import meant
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UserError
-from kerasdp.reporting.live_figure import live_figures
+from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.cuda_packages import clash_of_cuda_packages

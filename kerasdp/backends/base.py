@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kerasdp.config import Config
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.workers import peak_memory_of_process
@@ -38,7 +38,7 @@ class DeviceBatch(NamedTuple):
     """A `kerasdp.data.feed.Batch` on this process's devices: what the step functions get.
 
     Attributes:
-        inputs: the rows of this process's replicas, with padding, as `kerasdp.data.split.Split` says.
+        inputs: the rows of this process's replicas, with padding, as `kerasdp.data.sampling.Split` says.
         targets: likewise; None if there are none.
         sample_weight: likewise.
         indices: place in the data set of each row of the global batch; its length is the number of real rows.

@@ -17,7 +17,7 @@ from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
 from kerasdp.runtime.devices import is_installed
 
-# Of each peer: its framework (None: any), its file in the folder benchmarks/, further flags.
+# The peers: framework (None: any), file in the folder benchmarks/, further flags.
 PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "torch": ("torch", "torch_loop.py", []),
     "torch-compile": ("torch", "torch_loop.py", ["--compile"]),

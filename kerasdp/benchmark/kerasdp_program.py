@@ -7,6 +7,7 @@ pipe, into which the first process writes what it reads: so no rank waits for th
 time out.
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import kerasdp
-from kerasdp.benchmark.memory import forget_memory_peak, memory_now, memory_peak
 
 STARTED = time.time()
 WARM_UP_STEPS = 3
@@ -89,7 +89,7 @@ def train(
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
     sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}
     _say(
-        runner, ready=True, seconds_to_first_step=seconds, parameters=parameters, flops=forward_flops(model),
+        runner, ready=True, seconds_to_first_step=seconds, parameters=parameters, flops=_forward_flops(model),
         device=_device_name(runner), **sent,
     )  # fmt: skip
     for _ in _lines(folder, runner.strategy.processes.rank):
@@ -97,11 +97,11 @@ def train(
         _say(runner, **repeat(steps))
 
 
-def forward_flops(model: Any) -> float | None:
+def _forward_flops(model: Any) -> float | None:
     """Operations of a sample's forward pass; None where the layers' calls are not known."""
     from kerasdp.keras_compat.models import as_functional
-    from kerasdp.pipeline.cost_model import costs_of
     from kerasdp.pipeline.graph import graph_of
+    from kerasdp.pipeline.partition import costs_of
 
     known = as_functional(model)
     return None if known is None else sum(costs_of(graph_of(known), "flops", 1))
@@ -129,6 +129,30 @@ def _pass_on(folder: str, count: int) -> None:
             pipe.write(line)
     for pipe in pipes:
         pipe.close()
+
+
+def memory_now() -> int:
+    """Returns the memory that this process has now, in bytes; 0 where the system does not say (not Linux)."""
+    return _status("VmRSS")
+
+
+def memory_peak() -> int:
+    """Returns the most that it had since `forget_memory_peak`, in bytes."""
+    return _status("VmHWM")
+
+
+def forget_memory_peak() -> None:
+    """Resets the peak."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # man 5 proc
+
+
+def _status(name: str) -> int:
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def run(config: "kerasdp.Config", steps: int, task: Task = of_config, traffic: Traffic | None = None) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kerasdp.benchmark.results import Measurement
+from kerasdp.benchmark.results import Measurement, draw_study, draw_sweep, draw_timeline
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
@@ -120,10 +120,8 @@ def study(
         os.makedirs(workdir, exist_ok=True)
         with open(os.path.join(workdir, "pipeline.json"), "w") as file:
             json.dump({"config": config.as_dict(), "ways": [dataclasses.asdict(way) for way in found]}, file, indent=2)
-        from kerasdp.benchmark import pipeline_charts
-
-        pipeline_charts.draw_bars([way for way in (*found[:2], best) if way.seconds], os.path.join(workdir, "bars.png"))
-        pipeline_charts.draw_sweep(pipelined, best, os.path.join(workdir, "sweep.png"))
-        pipeline_charts.draw_timeline(best, os.path.join(workdir, "timeline.png"))
+        draw_study([way for way in (*found[:2], best) if way.seconds], os.path.join(workdir, "bars.png"))
+        draw_sweep(pipelined, best, os.path.join(workdir, "sweep.png"))
+        draw_timeline(best, os.path.join(workdir, "timeline.png"))
         print(f"pictures and pipeline.json in {workdir}")
     return found

@@ -10,15 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.checkpoint import callback_state, files
+from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
-from kerasdp.checkpoint.architecture import architecture_of
-from kerasdp.checkpoint.fields import require
-from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
 from kerasdp.config.versions import versions
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat.training import set_monitor_direction
 from kerasdp.reporting import report
@@ -27,7 +25,7 @@ from kerasdp.runtime import signals
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Position, RunState
 
-# Of the state in a checkpoint.
+# The fields that the state in a checkpoint must have.
 _NEEDED = ("epoch", "batch", "stopped", "best", "identity", "recorder", "callbacks", "saved_by")
 # What a rank requests; the maximum over the ranks is what happens.
 _NOTHING, _SAVE, _END = range(3)
@@ -116,12 +114,12 @@ class Checkpointer:
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
         self._gather_variables, self._data_state, self._resumed = gather_variables, data_state, resumed
-        self._begin = [callback_state.plain_attributes(callback) for callback in stateful]
+        self._begin = [training_state.plain_attributes(callback) for callback in stateful]
         self._unsaved: list[dict[str, str]] = [{} for _ in stateful]
         self._warned: set[str] = set()
         self._last_time = time.monotonic()
         self._last_saved = -1
-        self._architecture = architecture_of(model) if processes.rank == 0 else None
+        self._architecture = training_state.architecture_of(model) if processes.rank == 0 else None
         self._last_step = run_state.step
         self._train_metrics: dict[str, Any] = {}
         own = (folder, config.keep, report.warn, config.resume)
@@ -134,18 +132,18 @@ class Checkpointer:
         for callback in self.stateful:
             set_monitor_direction(callback)
         for known, callback in zip(self._begin, self.stateful):
-            after = callback_state.plain_attributes(callback)
+            after = training_state.plain_attributes(callback)
             for name in [name for name in known if after.get(name) != known[name]]:
                 del known[name]
         if self._resumed:
             states = self._resumed.state["callbacks"]
-            left = callback_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
+            left = training_state.restore_callbacks(self.stateful, states, self._resumed.arrays, self.model)
             if left and self.writer:
                 report.warn(
                     f"--resume: not restored: {', '.join(left)}; make an object of the same class in the callback's "
                     "`__init__` or `on_train_begin`, which then gets its items"
                 )
-        self._unsaved = [callback_state.unsaved_attributes(callback) for callback in self.stateful]
+        self._unsaved = [training_state.unsaved_attributes(callback) for callback in self.stateful]
 
     def begin_epoch(self) -> None:
         """Gives the metrics the values of a resumed epoch's first part, which Keras has just reset."""
@@ -240,7 +238,7 @@ class Checkpointer:
             "best": self.best,
             "identity": self.identity,
             "recorder": self.recorder.saved_state(),
-            "callbacks": callback_state.callback_states(self.stateful, self._begin, arrays, self.model),
+            "callbacks": training_state.callback_states(self.stateful, self._begin, arrays, self.model),
             "saved_by": {
                 "backend": self.config.backend,
                 "devices": self.num_devices,
@@ -259,7 +257,7 @@ class Checkpointer:
         changed = [
             f"{type(callback).__name__}.{name}"
             for callback, before in zip(self.stateful, self._unsaved)
-            for name, value in callback_state.unsaved_attributes(callback).items()
+            for name, value in training_state.unsaved_attributes(callback).items()
             if before.get(name) != value
         ]
         new = [name for name in dict.fromkeys(changed) if name not in self._warned]

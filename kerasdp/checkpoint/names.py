@@ -1,21 +1,19 @@
-"""Names the variables of a model and its optimizer by their place in it: the same on every backend.
+"""Names the variables of a model and its optimizer by their place in it, and Keras objects by their arguments."""
 
-Neither the order of `model.weights` will do, which depends on the order in which attributes were set and so, with some
-libraries, on the backend; nor a variable's path, in which Keras numbers what has no name by what the process made
-before, and which two variables may share.
-"""
-
+import base64
 import collections
 import dataclasses
 import heapq
 import itertools
+import json
+import marshal
 import re
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
-from kerasdp.checkpoint.words import in_words
 from kerasdp.keras_compat.models import compiled_metrics, made_by_compile
 from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
 from kerasdp.keras_compat.settings import without_tensorflow
@@ -71,7 +69,7 @@ def names_in(model: keras.Model) -> Names:
         for label, (variable, _) in zip(_variable_labels(parts), parts.variables):
             names.variables.setdefault(id(variable), "/".join((*path, label)))
         for metric in parts.metrics:
-            where = parts.attributes.get(id(metric), without_numbers(metric.name))
+            where = parts.attributes.get(id(metric), _without_numbers(metric.name))
             names.metrics.setdefault(id(metric), "/".join((*path, where)))
         for where, optimizer in parts.optimizers:
             if id(optimizer) not in seen:
@@ -122,14 +120,14 @@ def is_unsure(name: str) -> bool:
     return re.search(rf" \{_UNSURE}\d+$", name) is not None
 
 
-def without_numbers(name: str) -> str:
+def _without_numbers(name: str) -> str:
     """Returns a name without the numbers by which Keras tells instances apart."""
     return re.sub(r"_\d+(?=$|/|_)", "", name)
 
 
 def _numbered(things: Sequence[Any]) -> list[str]:
     """Returns the names of layers or variables in their order, those that several share with a number."""
-    names = [without_numbers(thing.name) for thing in things]
+    names = [_without_numbers(thing.name) for thing in things]
     return [
         name if names.count(name) == 1 else f"{name}.{names[:place].count(name)}" for place, name in enumerate(names)
     ]
@@ -138,7 +136,7 @@ def _numbered(things: Sequence[Any]) -> list[str]:
 def _variable_labels(parts: Parts) -> list[str]:
     """Returns a name for each of a layer's own variables; among equal ones without attributes their order counts."""
     own = [variable for variable, _ in parts.variables]
-    names = [without_numbers(variable.name) for variable in own]
+    names = [_without_numbers(variable.name) for variable in own]
     return [
         name if names.count(name) == 1 else f"{name}.{parts.attributes.get(id(holder), names[:place].count(name))}"
         for place, (name, (_, holder)) in enumerate(zip(names, parts.variables))
@@ -150,7 +148,7 @@ def _ways(parts: Parts) -> Iterator[tuple[bool, bool, str, keras.layers.Layer]]:
     for label, layer in zip(_numbered(parts.in_order), parts.in_order):
         yield False, False, label, layer
     for layer in parts.other_layers:
-        where, name = parts.attributes.get(id(layer)), without_numbers(layer.name)
+        where, name = parts.attributes.get(id(layer)), _without_numbers(layer.name)
         yield where is None, bool(parts.in_order), name if where is None else f"{name}.{where}", layer
 
 
@@ -161,11 +159,11 @@ def _named_metrics(model: keras.Model, names: Names) -> list[tuple[str, Any]]:
     others: list[tuple[str, Any]] = []
     for metric in {id(metric): metric for metric in model.metrics}.values():  # of inner layers Keras has some twice
         if metric is of_compile:
-            others += [(f"compiled/{without_numbers(name)}", each) for name, each in compiled_metrics(model)]
+            others += [(f"compiled/{_without_numbers(name)}", each) for name, each in compiled_metrics(model)]
         elif id(metric) in names.metrics:
             held.append((names.metrics[id(metric)], metric))
         else:
-            others.append((f"tracked/{without_numbers(metric.name)}", metric))
+            others.append((f"tracked/{_without_numbers(metric.name)}", metric))
     pairs: dict[int, tuple[str, Any]] = {}
     for name, metric in held + _numbered_by_arguments(others):
         for label, variable in zip(_numbered(metric.variables), metric.variables):
@@ -199,6 +197,70 @@ def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[
     for variable in inner.variables:
         if id(variable) in slots:
             kind, weight = slots[id(variable)]
-            name = names.variables.get(id(weight)) or without_numbers(weight.path)
+            name = names.variables.get(id(weight)) or _without_numbers(weight.path)
             pairs[id(variable)] = f"{kind} {name}", variable
     return list(pairs.values())
+
+
+# What depends on precision, process and backend.
+_SKIPPED = ("name", "dtype", "seed", "module", "registered_name", "build_config", "trainable")
+
+
+def in_words(thing: Any, without: tuple[str, ...] = ()) -> str:
+    """Returns kind and arguments of a Keras object in words; only the kind if it has no config."""
+    if isinstance(thing, (dict, list, tuple)):
+        return json.dumps(keras.tree.flatten(keras.tree.map_structure(in_words, thing)))
+    arguments = {name: value for name, value in arguments_of(thing).items() if name not in without}
+    name = thing if isinstance(thing, str) else getattr(thing, "__name__", type(thing).__name__)
+    return f"{name} {json.dumps(comparable(arguments), sort_keys=True)}"
+
+
+def arguments_of(thing: Any) -> dict[str, Any]:
+    """Returns the arguments of a Keras object; none if it has no config, as a user-defined layer may."""
+    try:
+        return getattr(thing, "get_config", dict)()
+    except NotImplementedError:  # what Keras raises where a class has none of its own
+        return {}
+
+
+def comparable(value: Any) -> Any:
+    """Returns the arguments in a config as JSON can hold them, without what depends on precision, process and backend.
+
+    Args:
+        value: a config, or a part of one.
+    """
+    if isinstance(value, dict):
+        if function := _dumped_lambda(value):
+            code, *bound = function
+            return ["lambda", _code_in_words(code), comparable(bound)]
+        return {str(name): comparable(part) for name, part in value.items() if name not in _SKIPPED}
+    if isinstance(value, (list, tuple)):
+        return [comparable(part) for part in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+def _dumped_lambda(config: dict[str, Any]) -> tuple[types.CodeType, Any, Any] | None:
+    """Returns code, defaults and closure of a `lambda` from what Keras makes of one; None if it is something else."""
+    # Keras 3.15: by names in the layer Lambda, one tuple everywhere else, which of an activation is all that there is.
+    if config.keys() == {"code", "defaults", "closure"}:
+        dumped = config["code"], config["defaults"], config["closure"]
+    elif config.keys() == {"value"} and isinstance(config["value"], (list, tuple)) and len(config["value"]) == 3:
+        dumped = tuple(config["value"])
+    else:
+        return None
+    try:
+        code = marshal.loads(base64.b64decode(dumped[0]))
+    except (TypeError, ValueError, EOFError):
+        return None
+    return (code, *dumped[1:]) if isinstance(code, types.CodeType) else None
+
+
+def _code_in_words(code: types.CodeType) -> list[Any]:
+    """Returns what code computes, without its file and lines."""
+    constants = [
+        _code_in_words(constant) if isinstance(constant, types.CodeType)
+        # A set's order is another in each process.
+        else sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
+        for constant in code.co_consts
+    ]  # fmt: skip
+    return [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_flags]

@@ -2,18 +2,28 @@
 
 import argparse
 import difflib
+import importlib.metadata
+import json
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from packaging.requirements import Requirement
+
 import kerasdp
-from kerasdp.cli import completion, environment, kit
-from kerasdp.cli.flags import PROGRAM
+from kerasdp.cli import kit
+from kerasdp.cli.flags import PROGRAM, recipe_in
+from kerasdp.config.choices import Choice
+from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError, from_command_line
 from kerasdp.reporting import comparison
+from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
+from kerasdp.runtime.devices import choose_backend, is_installed
+from kerasdp.runtime.gpu_count import num_gpus
 
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
 
@@ -131,7 +141,7 @@ def _copy(words: list[str]) -> int:
 def _env(words: list[str]) -> int:
     """Shows versions, backends and devices, and what is wrong here, with the command that mends it."""
     _Parser(prog="kerasdp env", description=_env.__doc__, allow_abbrev=False).parse_args(words)
-    lines, problems = environment.report()
+    lines, problems = _environment_report()
     print("\n".join(lines))
     print("\n".join(f"wrong: {problem}" for problem in problems) or "nothing is wrong")
     return 1 if problems else 0
@@ -163,7 +173,7 @@ def _test(words: list[str]) -> int:
     parser.add_argument("--backends", help="comma-separated; default: all that are installed")
     parser.add_argument("--workdir", default="runs/self-test", help="folder of the picture; default: runs/self-test")
     asked = parser.parse_args(words)
-    problems = environment.report()[1]
+    problems = _environment_report()[1]
     for problem in problems:
         print(f"wrong: {problem}")
     flags = [*_SELF_TEST, f"--workdir={asked.workdir}"] + ([f"--backends={asked.backends}"] if asked.backends else [])
@@ -178,8 +188,8 @@ def _test(words: list[str]) -> int:
 def _completion(words: list[str]) -> int:
     """Prints what a shell needs to complete this command."""
     parser = _Parser(prog="kerasdp completion", description=_completion.__doc__, allow_abbrev=False)
-    parser.add_argument("shell", choices=list(completion.SHELLS))
-    print(completion.script(parser.parse_args(words).shell, [*kit.recipes()], [*_COMMANDS]))
+    parser.add_argument("shell", choices=list(SHELLS))
+    print(completion_script(parser.parse_args(words).shell, [*kit.recipes()], [*_COMMANDS]))
     return 0
 
 
@@ -191,3 +201,167 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "test": _test,
     "completion": _completion,
 }
+
+
+_BASH = """\
+# Completes the command kerasdp. Put this line into ~/.bashrc:  source <(kerasdp completion bash)
+_kerasdp() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" flags=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+        return
+    fi
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+    case "$word" in
+        --*) COMPREPLY=($(compgen -W "$flags" -- "$word"))
+            [[ "${{COMPREPLY[0]}}" == *= ]] && compopt -o nospace ;;
+        *) COMPREPLY=($(compgen -f -- "${{word#*=}}")) ;;
+    esac
+}}
+complete -F _kerasdp kerasdp"""
+
+_ZSH = """\
+# Completes the command kerasdp. Put this line into ~/.zshrc:  source <(kerasdp completion zsh)
+autoload -U +X compinit && compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion_script(shell: str, recipes: list[str], others: list[str]) -> str:
+    """Returns the script that a shell reads.
+
+    Args:
+        shell: one of `SHELLS`.
+        recipes: names of the recipes, which have flags.
+        others: names of the other sub-commands.
+    """
+    if shell == "fish":
+        return _fish_script(recipes, others)
+    cases = [f'        {name}) flags="{_as_typed(name)}" ;;' for name in recipes]
+    bash = _BASH.format(commands=" ".join([*recipes, *others]), cases="\n".join(cases))
+    return bash if shell == "bash" else _ZSH + bash.partition("\n")[2]
+
+
+def _fish_script(recipes: list[str], others: list[str]) -> str:
+    lines = ["# Completes the command kerasdp. In ~/.config/fish/config.fish:  kerasdp completion fish | source"]
+    lines += [f"complete -c kerasdp -n __fish_use_subcommand -f -a {name}" for name in [*recipes, *others]]
+    for name in recipes:
+        for choice in _choices_of(name):
+            takes = "" if bool in choice.kinds else " -r"
+            text = choice.help.partition(".")[0].replace("'", "")
+            for flag in choice.flags:
+                lines.append(
+                    f"complete -c kerasdp -n '__fish_seen_subcommand_from {name}' -l {flag}{takes} -d '{text}'"
+                )
+    return "\n".join(lines)
+
+
+def _choices_of(name: str) -> list[Choice]:
+    """Returns the choices that are flags of a recipe; none of a recipe that reads its command line by itself."""
+    found = recipe_in(kit.recipes()[name].path)
+    return found.choices() if found else []
+
+
+def _as_typed(name: str) -> str:
+    """Returns the flags of a recipe as the start of what is typed."""
+    return " ".join(f"--{flag}{'' if bool in c.kinds else '='}" for c in _choices_of(name) for flag in c.flags)
+
+
+_CUDA_EXTRAS = {"torch": "torch", "jax": "jax-cuda", "tensorflow": "tensorflow-cuda"}
+_SECONDS_FOR_A_BACKEND = 120
+
+
+def _environment_report() -> tuple[list[str], list[str]]:
+    """Returns lines that say what there is, and lines that say what is wrong and what mends it."""
+    lines, problems = _machine_lines(), _package_lines()
+    installed = [name for name in BACKENDS if is_installed(name)]
+    num_nvidia = num_gpus("cuda")
+    lines.append(f"NVIDIA GPUs, by their driver: {num_nvidia or 'none'}")
+    for name in BACKENDS:
+        if name not in installed:
+            lines.append(f"{name}: not installed (pip install 'kerasdp[{name}]')")
+            continue
+        found = _backend_facts(name)
+        if "error" in found:
+            lines.append(f"{name}: cannot be used")
+            problems.append(f"{name} cannot be imported ({found['error']}): pip install --force-reinstall {name}")
+            continue
+        devices: list[str] = found.pop("devices")
+        lines.append(f"{name} {found.pop('version')}: {', '.join(devices) or 'no GPU or TPU; virtual CPU devices'}")
+        lines += [f"    {what} {value}" for what, value in found.items() if value]
+        if num_nvidia and not devices:
+            problems.append(
+                f"{name} sees no GPU, though there are {num_nvidia}: pip install 'kerasdp[{_CUDA_EXTRAS[name]}]' "
+                "(in an environment of its own: docs/accelerators.md)"
+            )
+    try:
+        lines.append(f"backend of a run without --backend: {choose_backend(None)}")
+    except UserError as error:
+        problems.append(str(error))
+    if clash := clash_of_cuda_packages():
+        problems.append(clash)
+    return lines, problems
+
+
+def _machine_lines() -> list[str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return [
+        f"kerasdp {_version('kerasdp')} in {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}",
+        f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}",
+        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPU cores, "
+        f"{memory:.0f} GiB of memory",
+        f"keras {_version('keras') or 'not installed'}, numpy {_version('numpy') or 'not installed'}",
+    ]
+
+
+def _package_lines() -> list[str]:
+    """Returns what is missing or of another version than kerasdp needs; of extras only what is installed."""
+    problems = []
+    for text in importlib.metadata.requires("kerasdp") or []:
+        wanted = Requirement(text)
+        extra = next((name for name in BACKENDS if wanted.marker and wanted.marker.evaluate({"extra": name})), None)
+        if wanted.marker and extra is None:
+            continue
+        found = _version(wanted.name)
+        if found is None and extra is None:
+            problems.append(f"{wanted.name} is not installed: pip install '{wanted.name}{wanted.specifier}'")
+        elif found is not None and not wanted.specifier.contains(found, prereleases=True):
+            problems.append(
+                f"{wanted.name} {found} is installed, kerasdp needs {wanted.specifier}: "
+                f"pip install '{wanted.name}{wanted.specifier}'"
+            )
+    return problems
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backend_facts(name: str) -> dict[str, Any]:
+    """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
+    program = f"import json; from kerasdp.backends.{name}.about import describe; print('FOUND', json.dumps(describe()))"
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_FOR_A_BACKEND,
+            env=env,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it has not answered within {_SECONDS_FOR_A_BACKEND} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("FOUND "):
+            found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+            return found
+    return {"error": (done.stderr.strip().splitlines() or ["it has ended"])[-1]}

@@ -1,19 +1,232 @@
-"""Reads a recipe's command line, and writes its `--help`."""
+"""Says which flags each recipe takes, reads them, and writes its `--help`."""
 
+import ast
+import dataclasses
 import difflib
 import os
+import pathlib
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from kerasdp.cli.recipes import Own, Recipe
+from kerasdp.benchmark.contenders import PEERS
 from kerasdp.config import Config
-from kerasdp.config.choices import Choice, choices_of
-from kerasdp.config.names import meant
+from kerasdp.config.choices import COUNT, POSITIVE, Choice, Range, check_ranges, choice, choices_of, is_count_or_range
+from kerasdp.config.config import meant
 from kerasdp.config.request import Request
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
+
+# The groups of the flags of a few recipes.
+COMPARISON = "Comparison"
+STUDY = "Study of a pipeline"
+BENCHMARK = "Benchmark"
+RAY = "Ray"
+SWEEP = "Sweep"
+EXPORT = "Export"
+TRANSFER = "Fine-tuning"
+
+_NUMBERS = Range("numbers such as 1,2,4")
+
+
+def _is_size(text: str) -> bool:
+    numbers = [part.strip() for part in text.split(",")]
+    return len(numbers) == 2 and all(number.isdecimal() and int(number) > 0 for number in numbers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own:
+    """The choices that are no choices of a run: each is a flag of a few recipes."""
+
+    # fmt: off
+    backends: str | None = choice(None, COMPARISON, Range("names of backends, comma-separated"),
+        "Instead of --backend, comma-separated.", "all that are installed")
+    device_counts: str = choice("1,2,4", COMPARISON, _NUMBERS,
+        "Instead of --gpus: numbers of devices, comma-separated.")
+
+    split_sizes: str = choice("1,3,5,8,10,12,20,40,60", STUDY, _NUMBERS,
+        "Samples per micro-batch to try, comma-separated.")
+    repetitions: int = choice(10, STUDY, Range("at least 2, for a deviation", lambda number: number >= 2),
+        "Epochs to measure, of each way; one more, which compiles, comes first.")
+
+    peers: str | None = choice(None, BENCHMARK, Range("names, comma-separated"),
+        f"What to measure next to kerasdp, comma-separated: {', '.join(PEERS)}; or none.",
+        "all that can train the same on --backends")
+    rounds: int = choice(5, BENCHMARK, COUNT, "How often each is measured, in turn.")
+    steps_per_round: int = choice(20, BENCHMARK, COUNT, "Training steps of each round.")
+
+    workers: str = choice("1", RAY, Range("a number, or the fewest and the most as 1:4", is_count_or_range),
+        "Workers of the run, or the fewest and the most as 1:4, each with --gpus devices.")
+    cpus_per_worker: float | None = choice(None, RAY, POSITIVE,
+        "Cores that Ray sets aside for each worker, or each run of a sweep.", "one for each device")
+    sweep: str | None = choice(None, SWEEP, Range("flags with values"),
+        "Flags and their values: many runs, one for each combination: 'learning_rate=0.01,0.03; batch_size=32,64'; "
+        "with --trials ranges, too: 'seed=1..9'.")
+    trials: int | None = choice(None, SWEEP, COUNT,
+        "Runs whose values Optuna picks from --sweep, for the lowest validation loss.", "all combinations are trained")
+
+    to: str | None = choice(None, EXPORT, Range("a file"),
+        "File to write: NAME.keras, NAME.onnx, or a folder, for a SavedModel.")
+
+    backbone: str = choice("MobileNetV2", TRANSFER, Range("a model"), "Model of keras.applications.")
+    weights: str = choice("imagenet", TRANSFER, Range("a file"),
+        "Its weights: imagenet (a download), none, or a .weights.h5 file.")
+    size: str = choice("160,160", TRANSFER, Range("height and width, as 160,160", _is_size),
+        "Height and width to which images of a folder are resized.")
+    head_epochs: int = choice(5, TRANSFER, POSITIVE, "Epochs of the first fit, which trains the new head alone.")
+    fine_tuning_rate: float = choice(1e-5, TRANSFER, POSITIVE, "Learning rate of the second fit (Adam).")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which flags a recipe takes.
+
+    Args:
+        own: fields of `Own` that are its flags.
+        takes: of a recipe that does not train with `fit`: the fields that are its flags.
+        reason: what is said there of other flags.
+        refused: of a recipe that trains: the fields of `Config` that are no flags, by what to do instead.
+        defaults: fields whose defaults are others than usual.
+    """
+
+    own: Sequence[str] = ()
+    takes: Sequence[str] = ()
+    reason: str = ""
+    refused: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def choices(self) -> list[Choice]:
+        """Returns the choices that are its flags."""
+        known = choices_of(Own) | choices_of(Config) | (choices_of(Request) if "checkpoint" in self.takes else {})
+        refused = {name for names in self.refused.values() for name in names}
+        names = [*self.own, *(self.takes or (name for name in choices_of(Config) if name not in refused))]
+        return [
+            dataclasses.replace(known[name], default=self.defaults.get(name, known[name].default)) for name in names
+        ]
+
+    def flags(self) -> list[str]:
+        """Returns the names of its flags."""
+        return [flag for choice in self.choices() for flag in choice.flags]
+
+    def reason_against(self, field: str) -> str:
+        """Returns what is said of the flag of a field that it does not take."""
+        for reason, names in self.refused.items():
+            if field in names:
+                return reason
+        owner = next((name for name, recipe in RECIPES.items() if field in (*recipe.own, *recipe.takes)), "train")
+        return self.reason or f"it belongs to recipes/{owner}.py"
+
+
+_MACHINES = ["hosts", "host_rank", "coordinator", "interface"]
+_ONE_RUN = {"it tells of one run, of recipes/train.py": ["dry_run"]}
+_ALONE = {"it trains on this machine alone": _MACHINES, **_ONE_RUN}
+_LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
+_FILES = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
+_DEVICES = ["backend", "num_devices", "device"]
+_DATA = ["dataset", "data_dir", "batch_size"]
+_EVALUATION = [
+    "checkpoint", "inputs", "model", "dataset", "data_dir", "activation", "trust_checkpoint", *_DEVICES, "batch_size",
+    "precision", "compile", "deterministic", "hang_timeout", "workdir",
+]  # fmt: skip
+_NOT_TRAINED = "a trained model is used here, and nothing is trained"
+
+RECIPES = {
+    "train": Recipe(),
+    "parity": Recipe(
+        own=["backends", "device_counts"],
+        refused={
+            "use --backends and --device_counts": ["backend", "num_devices"],
+            "what is compared differs in backend and number of devices alone": [
+                "strategy", "accumulate", "gradient_precision", "reduce", "device_shares", "early_stopping", "tracker",
+                "profile",
+            ],
+            **_ALONE,
+        },
+    ),
+    "pipeline": Recipe(
+        own=["split_sizes", "repetitions"],
+        refused={
+            "a study trains on one device, and as a pipeline": ["strategy", "accumulate"],
+            "use --split_sizes": ["split_size", "micro_batches"],
+            "use --repetitions": ["epochs", "max_steps"],
+            "a study measures times alone": _LEARNING,
+            "a study keeps nothing of what it trains": _FILES,
+            **_ALONE,
+        },
+    ),
+    "benchmark": Recipe(
+        own=["backends", "device_counts", "peers", "rounds", "steps_per_round"],
+        refused={
+            "use --backends and --device_counts": ["backend", "num_devices"],
+            "use --rounds and --steps_per_round": ["epochs", "max_steps"],
+            "all contenders train alike, with data parallelism and SGD": [
+                "strategy", "accumulate", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
+                "pipeline_schedule", "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch",
+                "kernel_initializer", *_LEARNING,
+            ],
+            "a benchmark keeps nothing of what it trains": _FILES,
+            **_ALONE,
+        },
+        # What all contenders can train; and what the frameworks do by themselves.
+        defaults={"model": "convnet", "batch_norm": "replica", "device_counts": "1"},
+    ),
+    "sweep": Recipe(
+        own=["sweep", "trials"],
+        refused={"each run of a sweep would write that file": ["export"], **_ALONE},
+    ),
+    "ray_train": Recipe(
+        own=["workers", "cpus_per_worker", "sweep"],
+        refused={"Ray starts the workers: use --workers": _MACHINES, **_ONE_RUN},
+    ),
+    "from_scratch": Recipe(
+        takes=[*_DEVICES, *_DATA, "workdir", "epochs", "learning_rate", "kernel_initializer", "seed", "precision"],
+        reason="the lesson trains LeNet with plain SGD, and keeps its losses alone",
+        defaults={
+            "dataset": "fashion_mnist", "batch_size": 256, "epochs": 5, "learning_rate": 0.3,
+            "kernel_initializer": "random_normal(stddev=0.01)",
+        },
+    ),
+    "predict": Recipe(takes=[*_EVALUATION, "output"], reason=_NOT_TRAINED),
+    "evaluate": Recipe(takes=_EVALUATION, reason=_NOT_TRAINED),
+    "export": Recipe(
+        takes=["checkpoint", "to", "model", "dataset", "data_dir", "trust_checkpoint", "backend", "device"],
+        reason=_NOT_TRAINED,
+    ),
+    "transfer": Recipe(
+        own=["backbone", "weights", "size", "head_epochs", "fine_tuning_rate"],
+        refused={
+            "a fine-tuning has two fits with a rate each": _LEARNING,
+            "use --backbone": ["model"],
+            "use --head_epochs and --epochs": ["max_steps"],
+        },
+        defaults={"dataset": "images", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 5},
+    ),
+}  # fmt: skip
+
+
+def recipe(flags: str = "train", defaults: dict[str, Any] | None = None, unused: Iterable[str] = ()) -> Recipe:
+    """Returns what a recipe takes that calls `kerasdp.main` with these arguments."""
+    known = RECIPES[flags]
+    others = {FIELDS_OF_FLAGS.get(name, name): value for name, value in (defaults or {}).items()}
+    refused = {"this recipe has its own, or none": [FIELDS_OF_FLAGS.get(name, name) for name in unused]}
+    return dataclasses.replace(known, refused={**known.refused, **refused}, defaults=known.defaults | others)
+
+
+def recipe_in(path: pathlib.Path) -> Recipe | None:
+    """Returns what the recipe in a file takes; None if it does not call `kerasdp.main`."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "kerasdp.main":
+            words = {str(word.arg): assigned.get(ast.unparse(word.value), word.value) for word in node.keywords}
+            return recipe(**{name: ast.literal_eval(value) for name, value in words.items()})
+    return None
+
 
 # The choices that are flags of any recipe. The model and the data of a `Request` are flags of a run, too.
 CHOICES = [*(choices_of(Config) | choices_of(Own) | choices_of(Request) | choices_of(Config)).values()]
@@ -26,8 +239,8 @@ PROGRAM = "KERASDP_PROGRAM"  # in the environment: how the user called the recip
 def in_groups(choices: Iterable[Choice]) -> dict[str, list[Choice]]:
     """Returns choices by their groups, in their order."""
     groups: dict[str, list[Choice]] = {}
-    for choice in choices:
-        groups.setdefault(choice.group, []).append(choice)
+    for one in choices:
+        groups.setdefault(one.group, []).append(one)
     return groups
 
 
@@ -37,10 +250,10 @@ def help_text(program: str, recipe: Recipe) -> str:
     lines = [f"usage: {command} [--flagfile=flags/NAME.flags] [--flag=value ...]"]
     for group, choices in in_groups(recipe.choices()).items():
         lines += ["", f"{group}:"]
-        for choice in choices:
-            names = ", ".join(f"--{flag}" for flag in reversed(choice.flags))
-            default = f" Default: {choice.default_text}." if choice.default_text else ""
-            text = f"  {names}: {choice.meaning}{default}"
+        for one in choices:
+            names = ", ".join(f"--{flag}" for flag in reversed(one.flags))
+            default = f" Default: {one.default_text}." if one.default_text else ""
+            text = f"  {names}: {one.meaning}{default}"
             lines += textwrap.wrap(text, width=100, subsequent_indent="      ", break_on_hyphens=False)
     return "\n".join(lines)
 
@@ -48,9 +261,9 @@ def help_text(program: str, recipe: Recipe) -> str:
 def define() -> flags.FlagValues:
     """Returns all flags, not read yet."""
     values = flags.FlagValues()
-    for choice in CHOICES:
-        *others, name = choice.flags
-        make = next(make for kind, make in _KINDS.items() if kind in choice.kinds)
+    for one in CHOICES:
+        *others, name = one.flags
+        make = next(make for kind, make in _KINDS.items() if kind in one.kinds)
         make(name, None, "", flag_values=values)
         for other in others:
             flags.DEFINE_alias(other, name, flag_values=values)
@@ -72,9 +285,7 @@ def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
     """
     values, taken = define(), recipe.flags()
     _refuse_code_of_runs(arguments[1:], values)
-    without = {
-        flag: recipe.reason_against(choice.name) for choice in CHOICES for flag in choice.flags if flag not in taken
-    }
+    without = {flag: recipe.reason_against(one.name) for one in CHOICES for flag in one.flags if flag not in taken}
     try:
         rest = values(arguments, known_only=False)
     except flags.UnrecognizedFlagError as error:
@@ -94,7 +305,7 @@ def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
 
 
 def _refuse_code_of_runs(arguments: list[str], values: flags.FlagValues) -> None:
-    """Raises `UserError` for a flagfile in a run's folder that names code: whoever left the run chose it."""
+    """Raises `UserError` for a flagfile in a run's folder that names code: the author of the run chose it."""
     for number, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name.lstrip("-") != "flagfile":

@@ -10,7 +10,7 @@ import shutil
 from kerasdp.errors import UserError
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-# Of each folder: what it holds, and the endings of its files.
+# The folders: what each holds, and the endings of its files.
 FOLDERS = {
     "recipes": ("Recipes: kerasdp NAME runs them", (".py", ".ipynb")),
     "flags": ("Named runs: kerasdp train --flagfile=NAME", (".flags",)),

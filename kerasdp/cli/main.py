@@ -1,15 +1,24 @@
-"""Runs a recipe: reads the flags, runs, and ends the program."""
+"""Runs a recipe: turns its command line into arguments, runs it, and ends the program."""
 
 import atexit
+import dataclasses
+import datetime
 import functools
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from kerasdp.cli.parse import PARSERS, parse
-from kerasdp.errors import PreemptedError, RunError, from_command_line
+from kerasdp.benchmark.contenders import SHAPES
+from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
+from kerasdp.config import Config
+from kerasdp.config.choices import choices_of
+from kerasdp.config.request import Request
+from kerasdp.errors import FIELDS_OF_FLAGS, PreemptedError, RunError, UserError, from_command_line
 from kerasdp.launch import launch
+from kerasdp.runtime.devices import choose_backend
 
 
 def main(
@@ -59,3 +68,212 @@ def main(
         sys.exit(130)
     finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+T = TypeVar("T")
+
+_RANGE = re.compile(r"([^.\s]\S*?)\.\.([^.\s]\S*)")
+
+
+def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: Sequence[str] = ()) -> Config:
+    """Turns a command line into a `Config`.
+
+    Args:
+        arguments: `sys.argv`, the program's name included.
+        defaults: values of flags that are not given, other than usual.
+        unused: flags that are refused.
+
+    Raises:
+        UserError: if a flag is unknown or its value cannot be used.
+        SystemExit: after `--help`.
+    """
+    return _config(read(arguments, recipe("train", defaults, unused)))
+
+
+def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
+    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts."""
+    given = read(arguments, RECIPES["parity"])
+    own = _record(Own, given)
+    backends, counts = _backends(own), _numbers(own, "device_counts")
+    return _config_on(counts, given), backends, counts
+
+
+def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
+    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions."""
+    given = read(arguments, RECIPES["pipeline"])
+    own = _record(Own, given)
+    return _config(given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
+
+
+def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
+    """Turns the command line of a benchmark into what is trained, backends, device counts, peers, rounds, their steps.
+
+    None for backends or peers: all there are.
+    """
+    given = read(arguments, RECIPES["benchmark"])
+    own = _record(Own, given)
+    counts = _numbers(own, "device_counts")
+    config = _config_on(counts, given)
+    if config.model in SHAPES and "dataset" in given:
+        raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
+    peers = None if own.peers is None else [name.strip() for name in own.peers.split(",") if name.strip() != "none"]
+    return config, _backends(own), counts, peers, own.rounds, own.steps_per_round
+
+
+def parse_sweep(arguments: list[str]) -> tuple[Config, dict[str, Any], int | None]:
+    """Turns the command line of a sweep into what all runs share, values or ranges by field, and the number of trials.
+
+    Without `--trials` that is None, and all combinations are trained.
+    """
+    given = read(arguments, RECIPES["sweep"])
+    own = _record(Own, given)
+    space = _values_by_field(own.sweep)
+    if not space:
+        raise UserError("a sweep needs choices to try: add --sweep='learning_rate=0.01,0.1; batch_size=32,64'")
+    ranges = [name for name, values in space.items() if isinstance(values, tuple)]
+    if ranges and own.trials is None:
+        raise UserError(f"--sweep: the range of {ranges[0]} needs --trials=20, of which Optuna picks the values")
+    return _config(given), space, own.trials
+
+
+def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | None, dict[str, Any] | None]:
+    """Turns the command line of a run on Ray into what is trained, workers (fewest, most), cores of each, a grid."""
+    given = read(arguments, RECIPES["ray_train"])
+    if "sweep" in given and "workers" in given:
+        raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
+    own = _record(Own, given)
+    grid = _values_by_field(own.sweep)
+    fewest, _, most = own.workers.partition(":")
+    for name, values in (grid or {}).items():
+        if isinstance(values, tuple):
+            raise UserError(f"--sweep: {name}: expected values, as 0.01,0.1; ranges are for recipes/sweep.py")
+    return _config(given), (int(fewest), int(most or fewest)), own.cpus_per_worker, grid
+
+
+def parse_from_scratch(arguments: list[str]) -> tuple[Config]:
+    """Turns the command line of the lesson into what is trained."""
+    given = read(arguments, RECIPES["from_scratch"])
+    if given.get("precision", "float32") not in ("float32", "float64"):
+        raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {given['precision']!r}")
+    return (_config(given),)
+
+
+def parse_evaluation(arguments: list[str]) -> tuple[Config, Request]:
+    """Turns the command line of an evaluation into the run's devices, and what is evaluated."""
+    return _request(read(arguments, RECIPES["evaluate"]))
+
+
+def parse_prediction(arguments: list[str]) -> tuple[Config, Request]:
+    """Turns the command line of a prediction into the run's devices, and what is predicted."""
+    return _request(read(arguments, RECIPES["predict"]))
+
+
+def parse_export(arguments: list[str]) -> tuple[Config, Request, str]:
+    """Turns the command line of an export into a backend, the model, and the file to write."""
+    given = read(arguments, RECIPES["export"])
+    config, request = _request(given)
+    to = _record(Own, given).to
+    if to is None:
+        raise UserError("--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel")
+    config = dataclasses.replace(config, num_devices=1, workdir=None, verbose=0)
+    return config, dataclasses.replace(request, workdir=".", activation="none"), to
+
+
+def parse_transfer(arguments: list[str]) -> tuple[Config, str, str, int, float]:
+    """Turns a command line into the run, the backbone, its weights, epochs of the first fit, rate of the second."""
+    given = read(arguments, RECIPES["transfer"])
+    own, dataset = _record(Own, given), given["dataset"]
+    if dataset == "images":
+        height, width = map(int, own.size.split(","))
+        dataset = f"images(size=({height},{width}))"
+    elif "size" in given:
+        raise UserError("--size has no effect here: it is that of the images of a folder (--data_dir)")
+    return _config(given, dataset=dataset), own.backbone, own.weights, own.head_epochs, own.fine_tuning_rate
+
+
+def _values_by_field(text: str | None) -> dict[str, Any] | None:
+    """Returns the values of each field in `flag=value,value; flag=least..most`: a list, or the ends of a range.
+
+    Commas in brackets belong to a value. None if there is no text.
+
+    Raises:
+        UserError: if there is no such flag, or a value is none of it.
+    """
+    if text is None:
+        return None
+    found: dict[str, Any] = {}
+    known = define()
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, equals, values = map(str.strip, part.partition("="))
+        if not equals or name not in known:
+            raise UserError(
+                f"--sweep: expected flags with values, as 'learning_rate=0.01,0.1; batch_size=32'. Received: {part!r}"
+            )
+        parser = known[name].parser
+        ends = _RANGE.fullmatch(values) if parser.syntactic_help in ("an integer", "a number") else None
+        texts = ends.groups() if ends else re.split(r",(?![^(]*\))", values)
+        try:
+            parsed = [parser.parse(value.strip()) for value in texts]
+        except ValueError as error:
+            raise UserError(f"--sweep: {name}: {' '.join(str(error).split())}. Received: {values!r}") from error
+        found[FIELDS_OF_FLAGS.get(name, name)] = tuple(parsed) if ends else parsed
+    return found
+
+
+def _record(kind: type[T], given: dict[str, Any]) -> T:
+    """Returns a dataclass with what is given of its choices."""
+    return kind(**{name: given[name] for name in choices_of(kind) if name in given})
+
+
+def _config(given: dict[str, Any], **choices: Any) -> Config:
+    """Returns the choices of the run that are given, with a new workdir if none is. `choices` come before those."""
+    values = {name: given[name] for name in choices_of(Config) if name in given}
+    if values.get("workdir") is None and (values.get("checkpoint_dir") or not values.get("resume")):
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        values["workdir"] = os.path.join("runs", f"{now}-{os.getpid()}")
+    return Config(**(values | choices))
+
+
+def _config_on(counts: list[int], given: dict[str, Any]) -> Config:
+    """Returns the choices of runs on several numbers of devices, which they must go together with."""
+    config = _config(given)
+    for count in counts:
+        dataclasses.replace(config, num_devices=count)  # raises if they do not
+    return config
+
+
+def _request(given: dict[str, Any]) -> tuple[Config, Request]:
+    if "inputs" in given and "dataset" in given:
+        raise UserError("--inputs and --dataset both name the data: leave out one of them")
+    config = _config(given)
+    return config, dataclasses.replace(_record(Request, given), workdir=str(config.workdir))
+
+
+def _backends(own: Own) -> list[str] | None:
+    return None if own.backends is None else [choose_backend(name.strip()) for name in own.backends.split(",")]
+
+
+def _numbers(own: Own, flag: str) -> list[int]:
+    text: str = getattr(own, flag)
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--{flag}: expected numbers such as 1,2,4. Received: {text!r}") from error
+    if min(numbers) < 1:
+        raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
+    return numbers
+
+
+# One for each recipe but `train`, whose parser is `parse`.
+PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
+    "parity": parse_comparison,
+    "pipeline": parse_study,
+    "benchmark": parse_benchmark,
+    "ray_train": parse_ray,
+    "sweep": parse_sweep,
+    "from_scratch": parse_from_scratch,
+    "evaluate": parse_evaluation,
+    "predict": parse_prediction,
+    "export": parse_export,
+    "transfer": parse_transfer,
+}

@@ -36,7 +36,7 @@ def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None
     try:
         try:
             os.makedirs(workdir, exist_ok=True)
-            # Of this process: others of the run, on hosts that share the folder, try the same.
+            # The name is this process's own: others of the run, on hosts that share the folder, try the same.
             probe = os.path.join(workdir, f".writable-{socket.gethostname()}-{os.getpid()}")
             with open(probe, "w"):
                 pass
@@ -98,7 +98,7 @@ def locked_workdir(workdir: str | None, resume: bool = False, flag: str = "workd
 def _try_to_lock(path: str) -> TextIO | None:
     """Returns the file, which nobody else has locked; None if somebody has."""
     while True:
-        lock = open(path, "a")  # noqa: SIM115 (closed by whoever gets it)
+        lock = open(path, "a")  # noqa: SIM115 (closed by the caller)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

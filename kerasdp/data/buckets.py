@@ -68,7 +68,7 @@ class Buckets(keras.utils.PyDataset):
         return inputs, self._padded([self._targets[number] for number in numbers], length)
 
     def on_epoch_begin(self) -> None:
-        """Puts the sequences together anew."""
+        """Puts the sequences together again, in a new order."""
         self._epoch += 1
         if self._shuffle:
             self._batches = self._arranged(self._epoch)

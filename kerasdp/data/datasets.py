@@ -1,24 +1,31 @@
-"""Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device."""
+"""Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device.
+
+IDX is the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist). In a dry run a data set may be replaced
+by a stand-in, of which only the shape and the number of samples are known.
+"""
 
 import contextlib
 import dataclasses
 import fcntl
+import gzip
 import inspect
+import math
 import os
+import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import keras
 import numpy as np
 
 from kerasdp.config import Config, spec
-from kerasdp.data import idx, stand_ins
 from kerasdp.data.sampling import epoch_order
 from kerasdp.data.sources import ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import UserError
 
 # Where Debian and Ubuntu put the package dataset-fashion-mnist.
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
+
 
 Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
@@ -40,8 +47,37 @@ class Dataset:
     num_classes: int
 
 
+class StandIn:
+    """A `kerasdp.data.sources.Source` whose samples are zeros.
+
+    Attributes:
+        note: what is to be said of it.
+        is_counted: whether the number of samples is that of the data.
+    """
+
+    num_threads = 1
+    name = ""
+
+    def __init__(self, num_samples: int | None, shape: tuple[int, ...], note: str = ""):
+        """`num_samples` None: not known."""
+        self.num_samples, self.is_counted = num_samples or 1, num_samples is not None
+        self.note, self._shape = note, tuple(shape)
+
+    def inputs(self, indices: np.ndarray) -> np.ndarray:
+        """Returns black images, uint8."""
+        return np.zeros((len(indices), *self._shape), "uint8")
+
+    def targets(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
+        """Returns the first class for each."""
+        return np.zeros(len(indices), "int32"), None
+
+
+# Samples to learn from, held-out samples, shape of an input, number of classes.
+_StandIns = tuple[StandIn, StandIn, tuple[int, ...], int]
+
+
 def load_data(config: Config) -> Dataset:
-    """Loads `config.dataset`. With `config.dry_run` what is large, or not here, is not read: see `stand_ins`.
+    """Loads `config.dataset`. With `config.dry_run` what is large, or not here, is not read: see `StandIn`.
 
     Raises:
         UserError: if there is no such data set, or its files are missing, damaged or out of range.
@@ -61,7 +97,7 @@ def _load(config: Config) -> Dataset:
         except Exception as error:
             if not config.dry_run:
                 raise
-            raise stand_ins.not_here(name, error) from error
+            raise _not_here(name, error) from error
         return from_arrays(arrays, config.dataset)
     try:
         if config.dry_run and (known := _stand_in(name, config.data_dir, arguments)) is not None:
@@ -74,23 +110,23 @@ def _load(config: Config) -> Dataset:
         raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error})") from error
 
 
-def _stand_in(name: str, data_dir: str | None, arguments: dict[str, Any]) -> stand_ins.Known | None:
+def _stand_in(name: str, data_dir: str | None, arguments: dict[str, Any]) -> _StandIns | None:
     """Returns what stands in for a data set in a dry run; None if it is to be loaded."""
     if name in ("synthetic", "images"):
         bound = inspect.signature(DATASETS[name]).bind(data_dir, **arguments)
         bound.apply_defaults()
         if name == "images":
-            return stand_ins.images(**bound.arguments)
+            return _stand_in_for_images(**bound.arguments)
         _refuse_data_dir(name, bound.arguments.pop("data_dir"))
-        return stand_ins.synthetic(**bound.arguments)
-    if name not in stand_ins.PUBLISHED or arguments:
+        return _stand_in_for_synthetic(**bound.arguments)
+    if name not in _PUBLISHED or arguments:
         return None
     if data_dir is None:
-        return stand_ins.published(name, "not read here")
+        return _stand_in_for_published(name, "not read here")
     try:
         DATASETS[name](data_dir)
     except UserError as error:
-        return stand_ins.published(name, f"not read here: {error}")
+        return _stand_in_for_published(name, f"not read here: {error}")
     return None
 
 
@@ -199,7 +235,7 @@ def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
         if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
             folder = DEBIAN_FASHION_MNIST
         if folder is not None:
-            return from_arrays((idx.read_split(folder, "train"), idx.read_split(folder, "t10k")), name, num_classes=10)
+            return from_arrays((read_idx_split(folder, "train"), read_idx_split(folder, "t10k")), name, num_classes=10)
         try:
             with one_download_at_a_time("datasets"):
                 (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
@@ -242,3 +278,133 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "synthetic": synthetic,
     "images": images,
 }
+
+
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+_MOST_AXES = 8  # images in colour have 4
+
+
+_IDX_CHUNK = 2**24
+
+
+def read_idx(path: str) -> np.ndarray:
+    """Reads one IDX file, plain or gzipped.
+
+    Returns:
+        The array, in this machine's byte order.
+
+    Raises:
+        UserError: if the file is truncated, damaged or no IDX file.
+    """
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            return _read_open_idx(path, cast(BinaryIO, file))
+    except (OSError, EOFError, MemoryError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+
+
+def _read_open_idx(path: str, file: BinaryIO) -> np.ndarray:
+    start = file.read(4)
+    num_axes = start[3] if len(start) == 4 else 0
+    sizes = file.read(4 * num_axes)
+    is_idx = 0 < num_axes <= _MOST_AXES and start[:2] == b"\0\0" and start[2] in _DTYPES
+    if not is_idx or len(sizes) < 4 * num_axes:
+        raise UserError(f"{path}: expected an IDX file, but it does not begin like one; fetch the file again")
+    dtype = np.dtype(_DTYPES[start[2]])
+    shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4"))
+    expected = math.prod(shape) * dtype.itemsize
+    content = _at_most(expected + 1, file)  # whatever else a .gz may grow to
+    if len(content) != expected:
+        header = 4 + len(sizes)
+        received = "more" if len(content) > expected else str(header + len(content))
+        raise UserError(
+            f"{path}: expected {header + expected} bytes for shape {shape}. Received: {received}; fetch it again"
+        )
+    return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _at_most(count: int, file: BinaryIO) -> bytes:
+    """Returns what is left of a file, up to a number of bytes; takes memory for what is there alone."""
+    parts = []
+    while count and (part := file.read(min(count, _IDX_CHUNK))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _find_idx(folder: str, name: str) -> str | None:
+    """Returns the path of `name` in the folder, plain or with `.gz`; None if it is not there."""
+    for path in (os.path.join(folder, name), os.path.join(folder, name + ".gz")):
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Reads images and labels of `"train"` or `"t10k"` from the four files of MNIST's naming.
+
+    Returns:
+        Images, uint8, shape `(samples, height, width, channels)`, and labels, shape `(samples,)`.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the counts do not agree.
+    """
+    arrays = []
+    for kinds in (("images-idx3-ubyte", "images-idx4-ubyte"), ("labels-idx1-ubyte",)):
+        paths = [_find_idx(folder, f"{split}-{kind}") for kind in kinds]
+        path = next((path for path in paths if path), None)
+        if path is None:
+            raise UserError(f"--data_dir: expected {split}-{kinds[0]} (or with .gz) in {folder!r}; it is not there")
+        arrays.append(read_idx(path))
+    images, labels = arrays
+    if len(images) != len(labels):
+        raise UserError(f"--data_dir: {folder!r} holds {len(images)} {split} images but {len(labels)} labels")
+    return images.reshape(images.shape if images.ndim == 4 else (*images.shape, 1)), labels
+
+
+# Samples to learn from, held-out samples, shape and number of classes of data sets as they are published.
+_PUBLISHED: dict[str, tuple[int, int, tuple[int, ...], int]] = {
+    "mnist": (60_000, 10_000, (28, 28, 1), 10),
+    "fashion_mnist": (60_000, 10_000, (28, 28, 1), 10),
+    "cifar10": (50_000, 10_000, (32, 32, 3), 10),
+}
+
+
+_IMAGENET_CLASSES = 1000
+
+
+def _stand_in_for_published(name: str, reason: str) -> _StandIns:
+    """Returns what stands in for a data set of `_PUBLISHED`; `reason`: why it is not read."""
+    num_train, num_test, shape, num_classes = _PUBLISHED[name]
+    note = f"numbers as published; {reason}"
+    return StandIn(num_train, shape, note), StandIn(num_test, shape, note), shape, num_classes
+
+
+def _stand_in_for_synthetic(
+    shape: tuple[int, ...], num_classes: int, num_samples: int, num_test_samples: int
+) -> _StandIns:
+    """Returns what stands in for random images, which are as many as memory holds."""
+    return StandIn(num_samples, shape), StandIn(num_test_samples, shape), tuple(shape), num_classes
+
+
+def _stand_in_for_images(data_dir: str | None, size: tuple[int, int], channels: int) -> _StandIns | None:
+    """Returns what stands in for a folder of images that is not here; None if it is."""
+    if data_dir is None or os.path.isdir(data_dir):
+        return None
+    note = (
+        f"{data_dir} is not here: {_IMAGENET_CLASSES:,} classes are assumed, and how many images there are is not known"
+    )
+    shape = (*size, channels)
+    return StandIn(None, shape, note), StandIn(None, shape, note), shape, _IMAGENET_CLASSES
+
+
+def _not_here(name: str, error: Exception) -> UserError:
+    """Returns the error of a user-defined data set that cannot be loaded in a dry run."""
+    reason = " ".join(str(error).split())[:200]
+    return UserError(
+        f"--dry_run: {name} cannot be loaded here ({type(error).__name__}: {reason}), and the model is built for the "
+        "shape of its inputs; let --dataset='synthetic(shape=(224,224,3), num_classes=1000, num_samples=1281167)' "
+        "stand in for it, with its own numbers"
+    )

@@ -77,7 +77,7 @@ class DecodingProcesses:
         self._pool.shutdown(wait=False)
 
 
-# Of a process that decodes: its function.
+# In a process that decodes: its function.
 _own: list[Decode] = []
 
 

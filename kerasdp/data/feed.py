@@ -7,9 +7,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from kerasdp.data.batch import Batch
+from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.batch_reader import BatchReader
-from kerasdp.data.sample_reader import SampleReader
 from kerasdp.runtime.run_state import RunState
 
 Reader = SampleReader | BatchReader

@@ -1,55 +1,19 @@
-"""Decides which sample is in which row of which batch: pure NumPy, the same on every backend and device count."""
+"""Decides which sample is in which row of which batch, and which replica has that row.
+
+Pure NumPy, the same on every backend and device count.
+"""
 
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from kerasdp.data.permutation import permuted, round_keys
-
 # So many samples of an order are computed at once, whatever the batch: of fewer, NumPy's calls are most of the time.
 _BLOCK = 4096
-
-
-def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns an order of few samples, by sorting random numbers. Takes 16 bytes a sample.
-
-    The raw stream of Philox (Salmon et al. 2011) is used, which NumPy promises never to change (NEP 19); its
-    `Generator.permutation` carries no such promise.
-
-    Args:
-        num_samples: samples to be ordered.
-        seed: of a run, or of a data set.
-        epoch: counted from 0.
-
-    Returns:
-        A permutation of `range(num_samples)`, int64.
-    """
-    keys = np.random.Philox(key=[seed, epoch]).random_raw(num_samples)
-    return np.argsort(keys, kind="stable")
-
-
-def seed_of_fit(seed: int, number: int) -> int:
-    """Returns the seed of the orders of a model's first `fit` (`number` 0), which is the run's, or of a further one."""
-    return seed if number == 0 else int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)[0])
-
-
-def replica_rows(num_rows: int, num_replicas: int) -> int:
-    """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
-    return -(-num_rows // num_replicas)
-
-
-def pad_rows(indices: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Repeats the last index until the rows divide by the replicas. Padding is always at the very end."""
-    missing = replica_rows(len(indices), num_replicas) * num_replicas - len(indices)
-    return np.concatenate([indices, np.repeat(indices[-1:], missing)])
-
-
-def shard_rows(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:
-    """Returns the rows of one of so many processes. `shard`: rank, and number of processes."""
-    rank, num_processes = shard
-    size = replica_rows(len(rows), num_processes)
-    return rows[rank * size : (rank + 1) * size]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,3 +69,156 @@ class Order:
         if not self.shuffle:
             return np.arange(first, last)
         return permuted(np.arange(first, last), self.num_samples, round_keys(self.seed, data_pass))
+
+
+def seed_of_fit(seed: int, number: int) -> int:
+    """Returns the seed of the orders of a model's first `fit` (`number` 0), which is the run's, or of a further one."""
+    return seed if number == 0 else int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)[0])
+
+
+# Fewer leave orders of five or six samples uneven; `tests/data/test_permutation.py` sees it.
+_ROUNDS = 16
+
+
+def round_keys(seed: int, number: int) -> np.ndarray:
+    """Returns the keys of permutation `number` of a seed: raw uint64 numbers of Philox, which NEP 19 keeps."""
+    return np.random.Philox(key=[seed, number]).random_raw(_ROUNDS)
+
+
+def permuted(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """Returns the numbers at these places of a permutation of `range(size)`.
+
+    A Feistel network over pairs of digits, whose bases multiply to a little more than `size`; what falls outside is
+    permuted again, until it is inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It computes
+    with 64-bit whole numbers alone, so that it is the same everywhere.
+
+    Args:
+        places: from 0 to `size - 1`, of any shape.
+        size: of the permutation, less than 2**62.
+        keys: of `round_keys`.
+
+    Returns:
+        int64, in the shape of `places`.
+    """
+    # With an even base, both even and odd permutations come up.
+    left_base = math.isqrt(size - 1) + 1
+    right_base = -(-size // left_base)
+    bases = np.uint64(left_base), np.uint64(right_base + right_base % 2)
+    numbers = _shuffled(places.astype(np.uint64), bases, keys)
+    while (outside := numbers >= size).any():
+        numbers[outside] = _shuffled(numbers[outside], bases, keys)
+    return numbers.astype(np.int64)
+
+
+def _shuffled(numbers: np.ndarray, bases: tuple[np.uint64, np.uint64], keys: np.ndarray) -> np.ndarray:
+    left_base, right_base = bases
+    left, right = numbers // right_base, numbers % right_base
+    for left_key, right_key in keys.reshape(-1, 2):
+        left = left + _hashed(right ^ left_key, left_base)
+        left -= left_base * (left >= left_base)
+        right = right + _hashed(left ^ right_key, right_base)
+        right -= right_base * (right >= right_base)
+    return left * right_base + right
+
+
+def _hashed(numbers: np.ndarray, base: np.uint64) -> np.ndarray:
+    """Returns a number from 0 to `base - 1` for each, by the mixing of SplitMix64 (Steele, Lea and Flood 2014)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((numbers >> np.uint64(32)) * base) >> np.uint64(32)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns an order of few samples, by sorting random numbers. Takes 16 bytes a sample.
+
+    The raw stream of Philox (Salmon et al. 2011) is used, which NumPy promises never to change (NEP 19); its
+    `Generator.permutation` carries no such promise.
+
+    Args:
+        num_samples: samples to be ordered.
+        seed: of a run, or of a data set.
+        epoch: counted from 0.
+
+    Returns:
+        A permutation of `range(num_samples)`, int64.
+    """
+    keys = np.random.Philox(key=[seed, epoch]).random_raw(num_samples)
+    return np.argsort(keys, kind="stable")
+
+
+class ReplicaRows(NamedTuple):
+    """The rows of one replica.
+
+    Attributes:
+        first: index of its first row in the global batch.
+        num_rows: of the replica; may be 0.
+        size: rows that it is given, padding included; at least 1.
+    """
+
+    first: int
+    num_rows: int
+    size: int
+
+
+class Split:
+    """Splits global batches over the replicas of a run: into equal shards, or by the replicas' shares.
+
+    Attributes:
+        num_replicas: of the run.
+        shares: to which the replicas' rows are proportional, whole numbers from 1. None: all replicas have equally many
+            rows, the last ones padding. May be set between two calls of `fit`, `evaluate` or `predict`.
+    """
+
+    def __init__(self, num_replicas: int, shares: tuple[int, ...] | None = None):
+        self.num_replicas, self.shares = num_replicas, shares
+
+    def replicas(self, num_rows: int) -> tuple[ReplicaRows, ...]:
+        """Returns which rows of a batch of `num_rows` each replica has, in the order of the rows."""
+        return _replicas(num_rows, self.num_replicas, self.shares)
+
+    def rows_of_process(self, num_rows: int, shard: tuple[int, int]) -> np.ndarray:
+        """Returns the indices, within a batch of `num_rows`, of the rows of one process's replicas, in order.
+
+        Padding is the last row of the batch.
+
+        Args:
+            num_rows: of the batch.
+            shard: rank, and number of processes.
+        """
+        if self.shares is None:
+            return shard_rows(pad_rows(np.arange(num_rows), self.num_replicas), shard)
+        rank, num_processes = shard
+        count = self.num_replicas // num_processes
+        own = self.replicas(num_rows)[rank * count : (rank + 1) * count]
+        rows = [np.arange(each.first, each.first + each.size) for each in own]
+        return np.minimum(np.concatenate(rows), num_rows - 1)
+
+
+@functools.lru_cache(maxsize=64)  # each step asks, on each replica
+def _replicas(num_rows: int, num_replicas: int, shares: tuple[int, ...] | None) -> tuple[ReplicaRows, ...]:
+    if shares is None:
+        size = replica_rows(num_rows, num_replicas)
+        firsts = [rank * size for rank in range(num_replicas)]
+        return tuple(ReplicaRows(first, min(max(num_rows - first, 0), size), size) for first in firsts)
+    total = sum(shares)
+    ends = [(num_rows * share + total // 2) // total for share in itertools.accumulate(shares)]
+    pairs = itertools.pairwise([0, *ends])
+    return tuple(ReplicaRows(first, end - first, max(end - first, 1)) for first, end in pairs)
+
+
+def replica_rows(num_rows: int, num_replicas: int) -> int:
+    """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
+    return -(-num_rows // num_replicas)
+
+
+def pad_rows(indices: np.ndarray, num_replicas: int) -> np.ndarray:
+    """Repeats the last index until the rows divide by the replicas. Padding is always at the very end."""
+    missing = replica_rows(len(indices), num_replicas) * num_replicas - len(indices)
+    return np.concatenate([indices, np.repeat(indices[-1:], missing)])
+
+
+def shard_rows(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:
+    """Returns the rows of one of so many processes. `shard`: rank, and number of processes."""
+    rank, num_processes = shard
+    size = replica_rows(len(rows), num_processes)
+    return rows[rank * size : (rank + 1) * size]

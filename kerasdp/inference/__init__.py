@@ -5,10 +5,15 @@ For the functions that `kerasdp.launch` calls, as in recipes/evaluate.py and rec
 
 from kerasdp.config.request import Request
 from kerasdp.inference.conversion import check_elsewhere, check_target, convert
-from kerasdp.inference.evaluation import check_classes, confusion_matrix, draw_confusion, write_evaluation
-from kerasdp.inference.outputs import probabilities, write_predictions
-from kerasdp.inference.samples import Samples, open_samples
-from kerasdp.inference.trained import Trained, load_trained
+from kerasdp.inference.outputs import (
+    check_classes,
+    confusion_matrix,
+    draw_confusion,
+    probabilities,
+    write_evaluation,
+    write_predictions,
+)
+from kerasdp.inference.trained import Samples, Trained, load_trained, open_samples
 
 __all__ = [
     "Request",

@@ -1,4 +1,4 @@
-"""Writes a trained model for other programs, and checks the file by loading it there."""
+"""Writes a trained model as a plain Keras file, or for other programs, and checks the file by loading it there."""
 
 import contextlib
 import functools
@@ -14,15 +14,49 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.checkpoint.export import export
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError
+from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names
+from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.launch import launch
 from kerasdp.runtime.devices import is_installed
 
 # What Keras (3.15) converts with, on each backend.
 _PACKAGES = {"torch": ("onnx", "onnxscript"), "tensorflow": ("tf2onnx",), "jax": ("jax2onnx",)}
+
+
 TOLERANCE = 1e-5
+
+
+def export(model: keras.Model, path: str) -> None:
+    """Saves a model as Keras does, so that it loads on every backend, without kerasdp.
+
+    Each of several processes may call it: they write the same, and replace one another's whole files.
+
+    Args:
+        model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own, crossentropy with smoothed labels
+            as Keras' without, a warm-up as that of `CosineDecay`, which a step-wise or linear schedule goes without.
+        path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights alone).
+
+    Raises:
+        UserError: if the path ends in something else, or cannot be written to.
+    """
+    if not path.endswith((".keras", ".weights.h5")):
+        raise UserError(f"export: expected a path that ends in .keras or .weights.h5. Received: {path!r}")
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(folder, f".{os.getpid()}.{name}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with without_tensorflow(), public_optimizer_names(model), plain_compile_arguments(model):
+            (model.save if path.endswith(".keras") else model.save_weights)(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"export: cannot write {path!r} ({error.strerror or error})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+
+
 _ROWS, _FREE_LENGTH = 3, 16  # of the samples that are compared, and their axes of any length
 
 

@@ -1,4 +1,4 @@
-"""Loads trained models: from checkpoints of runs, and from Keras' files."""
+"""Loads trained models, from checkpoints of runs and from Keras' files, and opens what they are used on."""
 
 import dataclasses
 import os
@@ -10,15 +10,15 @@ import numpy as np
 
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
-from kerasdp.checkpoint.architecture import build_architecture, load_keras_file
-from kerasdp.checkpoint.fields import require
-from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.checkpoint.files import Checkpoint, require
+from kerasdp.checkpoint.state import build_architecture, load_keras_file
 from kerasdp.checkpoint.storage import is_url
 from kerasdp.config import Config, spec
 from kerasdp.config.request import Request
 from kerasdp.config.validation import DATASETS, MODELS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.data.datasets import load_data
+from kerasdp.data.sources import IMAGE_ENDINGS, ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import CheckpointError, UserError, redacted
 from kerasdp.keras_compat.graph_ends import last_activation
 from kerasdp.keras_compat.models import as_functional
@@ -37,7 +37,7 @@ class Trained:
     Args:
         model: to evaluate or predict with.
         path: the file.
-        dataset: what the run trained on, as the file says: a name to be shown, to `named_by_file` before it is loaded.
+        dataset: what the run trained on, as the file says: a name to be shown, to `_named_by_file` before it is loaded.
             None where the file does not say it. So is `data_dir`.
         data_dir: folder of its files.
         kind: what the outputs are, once `applied` is: `"softmax"`, probabilities of classes; `"sigmoid"`, each a
@@ -86,10 +86,10 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
     return Trained(model=model, path=shown, dataset=dataset, data_dir=data_dir, kind=kind, applied=applied)
 
 
-def named_by_file(name: str, kind: str, path: str, request: Request) -> str:
+def _named_by_file(name: str, kind: str, path: str, request: Request) -> str:
     """Returns a name that a file gives to its model or data set, if that is a built-in one, or the file is trusted.
 
-    A user-defined function is code, and whoever wrote the file chose it.
+    A user-defined function is code, and the author of the file chose it.
 
     Args:
         name: as the file has it.
@@ -164,10 +164,10 @@ def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
 
 def _build(request: Request, path: str, run: dict[str, Any] | None) -> keras.Model:
     """Builds the model that a request or a run names, for the data set's shape and classes."""
-    name = request.model or named_by_file((run or {})["model"], "model", path, request)
+    name = request.model or _named_by_file((run or {})["model"], "model", path, request)
     dataset = request.dataset
     if dataset is None and run is not None:
-        dataset = named_by_file(run["dataset"], "dataset", path, request)
+        dataset = _named_by_file(run["dataset"], "dataset", path, request)
     if dataset is None:
         raise UserError(
             "--model: shape and classes of the model are those of a data set, which a .keras file does not name; add "
@@ -224,3 +224,110 @@ def _kind_of(model: keras.Model, activation: str | None) -> tuple[str, bool]:
         f"{model.name}: its outputs may be logits or anything else: add --activation=softmax, sigmoid, or none (to use "
         "them as they are)"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Samples in a fixed order.
+
+    Args:
+        source: the samples, for `runner.evaluate` and `runner.predict`.
+        names: of each sample: its file, or its row number.
+        title: what they are, in words.
+        labels: the class of each, shape `(samples,)`; None if they have none.
+        class_names: of the folders; None if classes have numbers only.
+    """
+
+    source: Source
+    names: list[Any]
+    title: str
+    labels: np.ndarray | None
+    class_names: list[str] | None = None
+
+
+def open_samples(request: Request, trained: Trained) -> Samples:
+    """Opens the inputs of a request, or the held-out part of its data set, else of the one that the model is from.
+
+    Args:
+        request: `inputs`, `dataset`, `data_dir` and `trust_checkpoint` are read.
+        trained: its model says the size of images.
+
+    Raises:
+        UserError: if there is no data, it cannot be read, or it takes code that the model's file names and nobody else.
+    """
+    path = request.inputs
+    if path is None:
+        return _of_dataset(request, trained)
+    if os.path.isdir(path) or path.lower().endswith(IMAGE_ENDINGS):
+        return _of_images(path, trained.model)
+    if path.endswith((".npy", ".npz")):
+        return _of_arrays(path)
+    raise UserError(
+        f"--inputs: expected .npy, .npz, a folder of images, or an image ({', '.join(IMAGE_ENDINGS)}). "
+        f"Received: {path!r}"
+    )
+
+
+def _of_dataset(request: Request, trained: Trained) -> Samples:
+    name = request.dataset
+    if name is None and trained.dataset is not None:
+        name = _named_by_file(trained.dataset, "dataset", trained.path, request)
+    if name is None:
+        raise UserError(f"{trained.path} does not say what it was trained on: add --inputs or --dataset")
+    own_folder = trained.data_dir if request.dataset is None else None
+    data = load_data(Config(dataset=name, data_dir=request.data_dir or own_folder))
+    source = data.test
+    labels = np.asarray(source.targets(np.arange(source.num_samples))[0])
+    names = list(getattr(source, "paths", range(source.num_samples)))
+    return Samples(source=source, names=names, title=f"{name}, held-out samples", labels=labels)
+
+
+def _of_arrays(path: str) -> Samples:
+    try:
+        found = np.load(path, allow_pickle=False)
+        arrays = dict(found) if path.endswith(".npz") else {"x": found}
+    except Exception as error:  # of zip, zlib and NumPy: anybody may have written the file
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"--inputs: {path} cannot be read as arrays ({line:.300})") from error
+    labels = arrays.pop("y", None)
+    inputs = arrays.get("x") if list(arrays) == ["x"] else arrays
+    source = ArraySource(inputs, labels)
+    if labels is not None:
+        labels = labels.reshape(len(labels), -1)
+        if labels.shape[1] != 1 or labels.dtype.kind not in "iu":
+            raise UserError(
+                f"--inputs: expected whole numbers of shape (samples,) as y of {path}. Received: {labels.dtype} of "
+                f"shape {labels.shape}"
+            )
+        labels = labels[:, 0]
+        source = ArraySource(inputs, labels)
+    return Samples(source=source, names=list(range(source.num_samples)), title=path, labels=labels)
+
+
+def _of_images(path: str, model: keras.Model) -> Samples:
+    shape = getattr(model, "input_shape", None)
+    if not isinstance(shape, tuple) or len(shape) != 4 or None in shape[1:]:
+        raise UserError(f"--inputs: images need a model with inputs (height, width, channels). Received: {shape}")
+    classes: list[str] | None = None
+    labels = None
+    if os.path.isdir(path):
+        directly = sorted(name for name in os.listdir(path) if name.lower().endswith(IMAGE_ENDINGS))
+        paths = [os.path.join(path, name) for name in directly]
+        has_folders = any(entry.is_dir() for entry in os.scandir(path))
+        if directly and has_folders:
+            raise UserError(f"--inputs: expected images or sub-folders, one per class. Received: {path!r}, with both")
+        if has_folders:
+            try:
+                paths, labels, classes = list_images(path)
+            except UserError as error:
+                raise UserError(str(error).replace("--data_dir", "--inputs")) from error
+        if not paths:
+            raise UserError(f"--inputs: expected images ({', '.join(IMAGE_ENDINGS)}) in {path!r}. Received: none")
+    else:
+        paths = [path]
+    none = np.zeros(len(paths), "int32")
+    height, width, channels = shape[1:]
+    source = ImageFolder(paths, none if labels is None else labels.astype("int32"), (height, width), channels)
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    names = [os.path.relpath(each, folder) for each in paths]
+    return Samples(source=source, names=names, title=path, labels=labels, class_names=classes)

@@ -3,7 +3,6 @@
 Each is called as `f(input_shape=, num_classes=, kernel_initializer=)` and returns a model that gives logits.
 """
 
-import importlib
 import inspect
 from typing import Any
 
@@ -31,7 +30,9 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     if spec.is_user_function(name):
         builder = spec.load_user_function(name, "model")
     else:
-        builder = getattr(importlib.import_module(f"kerasdp.models.{name}"), name)
+        from kerasdp.models import classifiers
+
+        builder = getattr(classifiers, name)
     if config.kernel_initializer is not None:
         arguments["kernel_initializer"] = _initializer(config.kernel_initializer)
     taken = {"input_shape", "num_classes"} & arguments.keys()

@@ -1,20 +1,66 @@
-"""Trains one model on many backends and device counts, and compares them step by step."""
+"""Trains one model on many backends and device counts, compares them step by step, and draws the comparison."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError
-from kerasdp.parity.charts import draw_comparison
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
-from kerasdp.parity.outcome import Outcome
 from kerasdp.parity.trace import Job, Trace, Way, trace
+from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.runtime.devices import is_installed
 
+if TYPE_CHECKING:
+    from kerasdp.parity.divergence import Tolerance
+
+
 __all__ = ["Comparison", "Job", "Outcome", "Divergence", "Reference", "Tolerance", "Way", "compare", "judge"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The training on one backend and device count.
+
+    Args:
+        way: backend, devices, precision.
+        reference: the way that it is compared with.
+        losses: of each step.
+        differences: of the losses from the reference's, relative, of each step.
+        divergence: where it diverges from the reference; None if nowhere.
+        round_off: the largest difference in float64, if it diverges in float32 but not there: then round-off has grown,
+            and nothing is wrong. None also where a difference in float32 is too large for that from the start.
+        error: why it could not be trained; empty if it could.
+        seconds: of the whole process.
+    """
+
+    way: Way
+    reference: Way
+    losses: np.ndarray
+    differences: np.ndarray
+    divergence: Divergence | None = None
+    round_off: float | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Returns whether it was trained, and agrees with the reference."""
+        return not self.error and (self.divergence is None or self.round_off is not None)
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.way} failed: {self.error}"
+        if self.divergence is None:
+            return f"{self.way} trains as {self.reference}"
+        if self.round_off is not None:
+            return (
+                f"{self.way} diverges from {self.reference} by round-off alone (in float64 they are "
+                f"{self.round_off:.1e} apart): {dataclasses.replace(self.divergence, layer='')}"
+            )
+        return f"{self.way} diverges from {self.reference}: {self.divergence}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +104,7 @@ class Comparison:
 
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
         """Draws the loss curves on top of one another, and their differences, into a PNG file, under a title."""
-        draw_comparison(self.outcomes, self.tolerance, path, title)
+        _draw_comparison(self.outcomes, self.tolerance, path, title)
 
 
 def compare(
@@ -202,3 +248,47 @@ def _difference_in_float64(way: Way, reference: Reference) -> float | None:
 
 def _until(job: Job, step: int | None) -> Job:
     return job if step is None else dataclasses.replace(job, steps=step + 1)
+
+
+_DASHES = ("-", "--", ":", "-.")
+
+
+def _draw_comparison(outcomes: list[Outcome], tolerance: Tolerance, path: str, title: str) -> None:
+    """Draws losses, and their relative differences from the reference's with the tolerance, by step.
+
+    Args:
+        outcomes: of `kerasdp.parity.compare`.
+        tolerance: that they were judged by.
+        path: of the PNG file.
+        title: says what was trained.
+    """
+    figure, (upper, lower) = make_figure(7.6, 6.4, rows=2)
+    trained = [outcome for outcome in outcomes if len(outcome.losses)]
+    counts = list(dict.fromkeys(outcome.way.num_devices for outcome in trained))
+    for index, outcome in enumerate(trained):
+        style: dict[str, Any] = {
+            "color": BACKEND_COLOURS.get(outcome.way.backend),
+            "linestyle": _DASHES[counts.index(outcome.way.num_devices) % len(_DASHES)],
+        }
+        # Wide below, narrow on top: curves that coincide stay visible.
+        width = 1.2 + 5.0 * (len(trained) - 1 - index) / max(len(trained) - 1, 1)
+        steps = np.arange(len(outcome.losses))
+        upper.plot(steps, outcome.losses, linewidth=width, label=str(outcome.way), **style)
+        apart = np.asarray(outcome.differences, float)
+        if (apart > 0).any():  # a logarithm has no place for equal
+            lower.plot(
+                steps[: len(apart)], np.where(apart > 0, apart, np.nan), marker=".", markersize=4, linewidth=1, **style
+            )
+    longest = max((len(outcome.losses) for outcome in trained), default=1)
+    lower.plot(
+        range(longest),
+        [tolerance.after(step) for step in range(longest)],
+        color="#888888",
+        linewidth=1,
+        label="tolerance",
+    )
+    upper.set(ylabel="loss", title=title)
+    lower.set(xlabel="step", ylabel="relative difference", yscale="log")
+    upper.legend(frameon=False, ncols=3, fontsize=8)
+    lower.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -65,7 +65,7 @@ class Graph:
     outputs: list[int]
 
 
-# Of each symbolic tensor in a model, by `id`: the key of its value and the types to which that is converted.
+# For each symbolic tensor in a model, by `id`: the key of its value and the types to which that is converted.
 _Scope = dict[int, tuple[int, tuple[str, ...]]]
 
 

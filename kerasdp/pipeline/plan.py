@@ -12,9 +12,8 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import has_mask
 from kerasdp.keras_compat.models import inputs_structure, output_losses, outputs_structure
 from kerasdp.keras_compat.optimizers import inner_optimizer
-from kerasdp.pipeline.cost_model import HERE, MeasuringDevice
-from kerasdp.pipeline.partition import Stage, functional, imbalance, split, table
-from kerasdp.portability.loss_reduction import Reduction, divides_by_what_is_left, reduction_of
+from kerasdp.pipeline.partition import HERE, MeasuringDevice, Stage, functional, imbalance, split, table
+from kerasdp.portability.reduction import Reduction, divides_by_what_is_left, reduction_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 What is a mean over the rows is averaged over the replicas, where these have equally many. Anything else (a sum; the
 product of two means by which experts are balanced; an uneven batch) is computed of the whole batch: the layer is called
-once more, on the gathered arguments of its call, for that loss alone.
+once more, on the gathered arguments of its call, for that loss alone. Activity regularizers see the gathered outputs.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -16,16 +16,16 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import has_mask, wrapped_calls
+from kerasdp.keras_compat.layers import all_layers, has_mask, hook_add_loss, wrapped_calls, wrapped_regularizers
 from kerasdp.portability import replica_context
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes
 
 # What Keras' `add_loss` of a layer does with a loss.
 Add = Callable[[Any], None]
-# Of the calls that tell what is a mean, and by how much its halves must differ to tell anything.
+# Rows of the calls that tell what is a mean, and by how much its halves must differ to tell anything.
 _TRIAL_ROWS, _LEAST_DIFFERENCE = 32, 0.01
-# Of float16 and bfloat16 ten of the last bits: a mean that is not known for one costs time, the other way round digits.
+# For float16 and bfloat16 ten of the last bits. Too strict costs a recomputation; too loose costs accuracy.
 _TOLERANCES = {"float32": 1e-5, "float64": 1e-10, "float16": 0.005, "bfloat16": 0.04}
 
 
@@ -106,7 +106,7 @@ def _add_in_float32(add: Add, loss: Any) -> None:
     add(keras.tree.map_structure(cast, loss))
 
 
-def watched_calls(layers: list[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
+def _watched_calls(layers: list[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which layers that add losses compute them of the whole batch, where that is needed."""
     return wrapped_calls(layers, functools.partial(functools.partial, _call))
 
@@ -235,3 +235,35 @@ def _is_mean_of(whole: Any, first: Any, second: Any) -> bool:
     size = max(map(abs, numbers))
     is_telling = np.isfinite(numbers).all() and abs(numbers[1] - numbers[2]) > _LEAST_DIFFERENCE * size
     return bool(is_telling and abs(numbers[0] - (numbers[1] + numbers[2]) / 2) <= tolerance * size)
+
+
+class WholeBatchPenalties:
+    """Activity regularizers that see the global batch, as on one device, not one replica's padded rows.
+
+    What they give goes into `ReplicaContext.penalties`, not into Keras' list of losses: that list belongs to the
+    layer, which with TensorFlow all replicas share while they are traced in turns.
+    """
+
+    def __init__(self, model: keras.Model):
+        self.regularized = [layer for layer in all_layers(model) if layer.activity_regularizer is not None]
+        hook_add_loss(take_added_loss)
+
+    @contextlib.contextmanager
+    def active(self, adding: Iterable[Adding] = ()) -> Iterator[None]:
+        """Returns the context of a forward pass on several replicas. `adding`: the layers that add losses."""
+        penalizing = functools.partial(functools.partial, self._penalize)
+        with wrapped_regularizers(self.regularized, penalizing), _watched_calls([each.layer for each in adding]):
+            yield
+
+    def _penalize(self, layer: keras.layers.Layer, regularizer: Any, output: Any) -> Any:
+        context = replica_context.current()
+        if context is None or context.rows is None:
+            return regularizer(output)
+        axis = context.row_axis(("penalty", id(layer)), output, f"the activity regularizer of layer {layer.name}")
+        whole = context.whole(output, axis)
+        penalty = regularizer(whole) / whole.shape[0]  # by the samples, as Keras does
+        context.regularized.append(id(layer))
+        if isinstance(context.adds, AddedLosses):
+            return penalty * output.shape[0]  # by which Keras divides it
+        context.penalties.append(penalty)
+        return keras.ops.zeros(())

@@ -18,9 +18,8 @@ from kerasdp.keras_compat.layers import mask_of, with_mask
 from kerasdp.keras_compat.models import compiled_loss, compute_loss, update_loss_metric
 from kerasdp.keras_compat.own_rows import compiled_variables, of_same_rank, reducing_losses, update_compiled_metrics
 from kerasdp.keras_compat.training import losses_of_whole_batch
-from kerasdp.portability.loss_reduction import is_sum_over_rows, require_values
-from kerasdp.portability.metric_reduction import are_sums_over_rows
 from kerasdp.portability.random import portable_draws
+from kerasdp.portability.reduction import are_sums_over_rows, is_sum_over_rows, require_values
 from kerasdp.portability.replica_context import ReplicaContext
 
 Tensor = Any
@@ -65,7 +64,7 @@ class GlobalBatch:
             training: as Keras means it.
             add_up: sums a number over the replicas, for what the loss is divided by.
         """
-        from kerasdp.portability.layers.batch_normalization import pack_moving
+        from kerasdp.portability.layers import pack_moving
 
         self.model, self.context, self.num_rows, self.training = model, context, num_rows, training
         self.shared: dict[str, Tensor] = {}
@@ -112,7 +111,7 @@ class GlobalBatch:
 
     def move_statistics(self) -> None:
         """Moves the moving statistics of layers whose replicas have statistics of their own."""
-        from kerasdp.portability.layers.batch_normalization import move_together
+        from kerasdp.portability.layers import move_together
 
         if "moving" in self._sums and self.context is not None:
             move_together(self.context.moving or [], self._sums["moving"])

@@ -16,8 +16,7 @@ from keras import ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.activity_regularization import WholeBatchPenalties
-from kerasdp.portability.added_losses import FoundAdding, is_mean_over_rows
+from kerasdp.portability.added_losses import FoundAdding, WholeBatchPenalties, is_mean_over_rows
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis

@@ -8,7 +8,7 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.config.versions import versions
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.errors import addressed, redacted
 
 

@@ -14,9 +14,8 @@ from kerasdp.config import Config
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.reporting import report
-from kerasdp.reporting.live_curve import LiveCurve
-from kerasdp.reporting.live_figure import FOLDER
-from kerasdp.reporting.progress import Progress, as_numbers
+from kerasdp.reporting.figure import FOLDER
+from kerasdp.reporting.progress import LiveCurve, Progress, as_numbers
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.runtime import signals
 from kerasdp.runtime.run_state import Position, RunState

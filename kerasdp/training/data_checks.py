@@ -11,9 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdp.data.batch import Batch
+from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.feed import Reader
-from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sources import ArraySource
 from kerasdp.errors import NonFiniteLossError, UserError
 from kerasdp.keras_compat.graph_ends import calls_own_graph, output_symbols, symbols_of

@@ -9,7 +9,7 @@ from kerasdp.backends.base import Strategy
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.own_steps import own_steps
 

@@ -10,9 +10,8 @@ import keras
 from kerasdp.backends.base import SingleProcess, Strategy
 from kerasdp.checkpoint.names import GROUPS, named, names_in
 from kerasdp.config import Config
-from kerasdp.data.batch import Batch
+from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.feed import Reader
-from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import slots_by_weight

@@ -20,7 +20,7 @@ from kerasdp.keras_compat.models import compute_loss
 from kerasdp.keras_compat.own_steps import own_steps
 from kerasdp.keras_compat.training import losses_of_whole_batch
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_step_trials import changing_nothing, found_in_whole_step
+from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.row_axes import RowAxis
 from kerasdp.portability.row_search import (

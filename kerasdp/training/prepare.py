@@ -21,11 +21,10 @@ from kerasdp.keras_compat.graph_ends import symbols_of
 from kerasdp.keras_compat.layers import all_layers, living_variables
 from kerasdp.keras_compat.models import build_compiled, made_by_compile
 from kerasdp.keras_compat.own_steps import has_call, own_steps
-from kerasdp.portability.loss_probe import NUM_ROWS as NUM_ROWS_TRIED
-from kerasdp.portability.loss_probe import random_outputs, try_losses
-from kerasdp.portability.metric_reduction import coupling_metrics, reasons_to_gather, try_metrics
-from kerasdp.portability.own_step_trials import find_rows_of_step
+from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
+from kerasdp.portability.reduction import coupling_metrics, random_outputs, reasons_to_gather, try_losses, try_metrics
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache

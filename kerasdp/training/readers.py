@@ -8,13 +8,12 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.batch_reader import IndexedReader
+from kerasdp.data.batch import SampleReader
+from kerasdp.data.batch_reader import IndexedReader, StreamReader
+from kerasdp.data.datasets import StandIn
 from kerasdp.data.feed import Feed, Reader
-from kerasdp.data.sample_reader import SampleReader
 from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, weights_of_classes
-from kerasdp.data.stand_ins import StandIn
-from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.settings import seed_tensorflow

@@ -15,8 +15,8 @@ import keras
 
 from kerasdp.config import Config
 from kerasdp.keras_compat.own_rows import compiled_variables
-from kerasdp.portability.metric_reduction import reasons_to_gather
 from kerasdp.portability.portable import batch_norms
+from kerasdp.portability.reduction import reasons_to_gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

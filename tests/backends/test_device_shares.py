@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.training.device_shares import fastest, shares_by_time
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run, train_resumable

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kerasdp.benchmark import contenders, measure
-from kerasdp.benchmark.peaks import peak_of
-from kerasdp.cli import parse as cli
+from kerasdp.benchmark.measure import peak_of
+from kerasdp.cli import main as cli
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import UserError

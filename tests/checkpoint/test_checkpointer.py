@@ -12,7 +12,7 @@ from kerasdp.checkpoint import checkpointer as module
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.checkpointer import Checkpointer
 from kerasdp.config import Config
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.errors import PreemptedError
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.reporting.report import Facts

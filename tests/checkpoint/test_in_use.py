@@ -11,8 +11,7 @@ import pytest
 import kerasdp
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.files import Checkpoint
-from kerasdp.checkpoint.in_use import locked_folder
-from kerasdp.checkpoint.storage import folder_at
+from kerasdp.checkpoint.storage import folder_at, locked_folder
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from tests.helpers import ROOT
@@ -71,7 +70,7 @@ def test_the_second_run_at_a_url_is_told(url):
 
 def test_of_two_that_begin_at_once_one_is_told_before_it_writes(url, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("kerasdp.checkpoint.in_use.Marker.check", lambda marker: None)
+        patch.setattr("kerasdp.checkpoint.storage.Marker.check", lambda marker: None)
         first, second = (files.Writer(url, 2, print) for _ in range(2))
     first.write(some(1))
     with pytest.raises(UserError, match="is in use by another run"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from kerasdp.checkpoint import callback_state, names
+from kerasdp.checkpoint import names, state
 from kerasdp.checkpoint import state as training_state
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
@@ -149,11 +149,11 @@ def test_what_cannot_be_told_apart_is_refused():
 def test_the_best_weights_that_a_callback_keeps():
     source, target = (made(graph, "sgd", other_order=order) for order in (False, True))
     callback = keras.callbacks.EarlyStopping("loss")
-    begin = [callback_state.plain_attributes(callback)]
+    begin = [state.plain_attributes(callback)]
     callback.best_weights, callback.best = source.get_weights(), 0.5
     arrays = {}
-    states = json.loads(json.dumps(callback_state.callback_states([callback], begin, arrays, source)))
+    states = json.loads(json.dumps(state.callback_states([callback], begin, arrays, source)))
     restored = keras.callbacks.EarlyStopping("loss")
-    callback_state.restore_callbacks([restored], states, arrays, target)
+    state.restore_callbacks([restored], states, arrays, target)
     target.set_weights(restored.best_weights)
     np.testing.assert_array_equal(source.predict(X, verbose=0), target.predict(X, verbose=0))

@@ -7,13 +7,12 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.checkpoint import callback_state
+from kerasdp.checkpoint import state
 from kerasdp.checkpoint import state as training_state
 from kerasdp.config import Config
-from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import Order
+from kerasdp.data.batch import SampleReader
+from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
-from kerasdp.data.split import Split
 from kerasdp.errors import UserError
 
 
@@ -202,14 +201,14 @@ class Counting(keras.callbacks.Callback):
 
 def test_callbacks_keep_what_changed():
     first, second = Counting(), Counting()
-    begin = [callback_state.plain_attributes(callback) for callback in (first, second)]
+    begin = [state.plain_attributes(callback) for callback in (first, second)]
     second.count, second.seen, second.arrays = 5, {"best": np.float32(0.5)}, [np.arange(3.0)]
     arrays = {}
-    states = json.loads(json.dumps(callback_state.callback_states([first, second], begin, arrays, build())))
+    states = json.loads(json.dumps(state.callback_states([first, second], begin, arrays, build())))
     assert states.keys() == {"Counting/1"}
     restored = [Counting(), Counting()]
     restored[1].limit = 4  # the user thought better of it
-    callback_state.restore_callbacks(restored, states, arrays, build())
+    state.restore_callbacks(restored, states, arrays, build())
     assert vars(restored[0]) == vars(Counting())
     assert (restored[1].limit, restored[1].count, restored[1].seen) == (4, 5, {"best": 0.5})
     np.testing.assert_array_equal(restored[1].arrays[0], np.arange(3.0))
@@ -240,12 +239,12 @@ def test_callbacks_get_collections_as_they_were():
         callback.results["loss"] = 0.5
 
     callback, model, arrays = Collecting(), build(), {}
-    begin = [callback_state.plain_attributes(callback)]
+    begin = [state.plain_attributes(callback)]
     collected(callback, model)
-    states = json.loads(json.dumps(callback_state.callback_states([callback], begin, arrays, model)))
+    states = json.loads(json.dumps(state.callback_states([callback], begin, arrays, model)))
     restored = Collecting()
     shown = restored.results  # which the user holds, too
-    assert callback_state.restore_callbacks([restored], states, arrays, model) == []
+    assert state.restore_callbacks([restored], states, arrays, model) == []
     expected, received = vars(callback), vars(restored)
     assert received.keys() == expected.keys()
     for name, value in expected.items():
@@ -261,10 +260,10 @@ def test_callbacks_get_collections_as_they_were():
 
 def test_a_collection_that_cannot_be_made_again_is_named():
     callback, restored, arrays = Counting(), Counting(), {}
-    begin = [callback_state.plain_attributes(callback)]
+    begin = [state.plain_attributes(callback)]
     callback.seen, callback.count = collections.defaultdict(list, {"a": [1]}), 1
-    states = json.loads(json.dumps(callback_state.callback_states([callback], begin, arrays, build())))
-    assert callback_state.restore_callbacks([restored], states, arrays, build()) == ["Counting.seen"]
+    states = json.loads(json.dumps(state.callback_states([callback], begin, arrays, build())))
+    assert state.restore_callbacks([restored], states, arrays, build()) == ["Counting.seen"]
     assert (restored.seen, restored.count) == ({}, 1)
 
 
@@ -272,11 +271,11 @@ def test_callbacks_of_old_files():
     """Where dictionaries are as they were, and what stands for arrays and weights could be one."""
     model = build()
     weights = model.get_weights()
-    order = callback_state._order_of_names(model)
+    order = state._order_of_names(model)
     saved = {"seen": {"a": {"b": {"array": "k"}}}, "arrays": {"weights": [{"array": str(place)} for place in order]}}
     arrays = {"k": np.arange(3.0)} | {str(place): array for place, array in enumerate(weights)}
     restored = Counting()
-    callback_state.restore_callbacks([restored], {"Counting/0": saved}, arrays, model)
+    state.restore_callbacks([restored], {"Counting/0": saved}, arrays, model)
     np.testing.assert_equal(restored.seen, {"a": {"b": np.arange(3.0)}})
     for expected, received in zip(weights, restored.arrays, strict=True):
         np.testing.assert_array_equal(received, expected)
@@ -286,11 +285,11 @@ def test_attributes_that_cannot_be_saved_are_known_to_change():
     callback = Counting()
     callback.held, callback.loop = {"a": [print]}, []
     callback.loop.append(callback.loop)
-    before = callback_state.unsaved_attributes(callback)
+    before = state.unsaved_attributes(callback)
     assert before.keys() == {"function", "held", "loop"}
-    assert callback_state.unsaved_attributes(callback) == before
+    assert state.unsaved_attributes(callback) == before
     callback.held["a"][0] = repr
     callback.seen = {"a": object()}
-    after = callback_state.unsaved_attributes(callback)
+    after = state.unsaved_attributes(callback)
     assert {name for name in after if after[name] != before.get(name)} == {"held", "seen"}
-    assert callback_state.unsaved_attributes(keras.callbacks.LambdaCallback(on_epoch_end=print)) == {}
+    assert state.unsaved_attributes(keras.callbacks.LambdaCallback(on_epoch_end=print)) == {}

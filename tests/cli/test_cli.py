@@ -8,8 +8,8 @@ import re
 import pytest
 
 import kerasdp
-from kerasdp.cli.flags import CHOICES
-from kerasdp.cli.parse import (
+from kerasdp.cli.flags import CHOICES, RECIPES, recipe
+from kerasdp.cli.main import (
     PARSERS,
     parse,
     parse_comparison,
@@ -18,7 +18,6 @@ from kerasdp.cli.parse import (
     parse_prediction,
     parse_study,
 )
-from kerasdp.cli.recipes import RECIPES, recipe
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import PreemptedError, UserError

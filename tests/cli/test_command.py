@@ -10,9 +10,9 @@ import zipfile
 
 import pytest
 
-from kerasdp.cli import command, completion, environment, kit
-from kerasdp.cli.recipes import RECIPES as FLAGS_OF
-from kerasdp.cli.recipes import recipe_in
+from kerasdp.cli import command, kit
+from kerasdp.cli.flags import RECIPES as FLAGS_OF
+from kerasdp.cli.flags import recipe_in
 from tests.helpers import BACKENDS, ROOT, make_images, run
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
@@ -143,8 +143,8 @@ def test_env_names_what_is_wrong(monkeypatch, capsys):
         asked.append(name)
         return {"error": "ImportError: libcudart"} if name == BACKENDS[0] else {"version": "1", "devices": []}
 
-    monkeypatch.setattr(environment, "_of_backend", answer)
-    monkeypatch.setattr(environment, "num_gpus", lambda platform: 2)
+    monkeypatch.setattr(command, "_backend_facts", answer)
+    monkeypatch.setattr(command, "num_gpus", lambda platform: 2)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=999", "nosuchpackage>=1"])
     assert call("env") == 1
     text = capsys.readouterr().out
@@ -160,14 +160,14 @@ def test_env_names_what_is_wrong(monkeypatch, capsys):
     "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
 )
 def test_env_asks_the_frameworks(backend):
-    found = environment._of_backend(backend)
+    found = command._backend_facts(backend)
     assert found["version"].split("+")[0] == importlib.metadata.version(backend).split("+")[0]
-    assert found["devices"] == [] or environment.num_gpus("cuda")
+    assert found["devices"] == [] or command.num_gpus("cuda")
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", command.SHELLS)
 def test_completion_is_read_by_its_shell(shell):
-    text = completion.script(shell, ["train", "parity"], ["list"])
+    text = command.completion_script(shell, ["train", "parity"], ["list"])
     flags = {*FLAGS_OF["train"].flags(), *FLAGS_OF["parity"].flags()}
     assert len(flags) > 40 and all(f"--{name}" in text or f"-l {name}" in text for name in flags)
     if shutil.which(shell):
@@ -177,7 +177,7 @@ def test_completion_is_read_by_its_shell(shell):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_bash_completes():
-    text = completion.script("bash", ["train", "parity"], ["list"])
+    text = command.completion_script("bash", ["train", "parity"], ["list"])
 
     def completed(*words):
         ask = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _kerasdp; echo "${{COMPREPLY[@]}}"'
@@ -272,12 +272,12 @@ def test_recipes_of_an_installed_wheel(wheel, tmp_path):
 
 
 def test_no_flag_is_completed_for_a_recipe_without_it():
-    assert "--peers=" not in completion.script("bash", ["train"], [])
-    text = completion.script("bash", ["predict"], [])
+    assert "--peers=" not in command.completion_script("bash", ["train"], [])
+    text = command.completion_script("bash", ["predict"], [])
     assert "--checkpoint=" in text and "--trust_checkpoint " in text and "--epochs=" not in text
-    assert "--optimizer=" in completion.script("bash", ["text"], []) and "--ema=" not in completion.script(
+    assert "--optimizer=" in command.completion_script(
         "bash", ["text"], []
-    )
+    ) and "--ema=" not in command.completion_script("bash", ["text"], [])
 
 
 def test_what_a_recipe_takes_is_read_from_its_file(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kerasdp import config, errors
-from kerasdp.cli.recipes import Own
+from kerasdp.cli.flags import Own
 from kerasdp.config import Config, validation
 from kerasdp.config.choices import choices_of
 from kerasdp.config.request import Request
@@ -212,10 +212,10 @@ def test_the_steps_between_checkpoints_as_a_number():
 
 def test_the_tables_hold_what_the_config_names():
     pytest.importorskip("keras")
-    import importlib
+    from kerasdp.models import classifiers
 
     for name in validation.MODELS:
-        assert callable(getattr(importlib.import_module(f"kerasdp.models.{name}"), name))
+        assert callable(getattr(classifiers, name))
 
 
 def test_a_workdir_that_cannot_be_written(tmp_path):

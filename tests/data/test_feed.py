@@ -8,13 +8,11 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.data.batch_reader import IndexedReader
+from kerasdp.data.batch import SampleReader
+from kerasdp.data.batch_reader import IndexedReader, StreamReader
 from kerasdp.data.feed import Feed
-from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import Order
+from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
-from kerasdp.data.split import Split
-from kerasdp.data.stream_reader import StreamReader
 from kerasdp.runtime.run_state import Position, RunState
 
 X, Y = np.arange(22).reshape(11, 2), np.arange(11)

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kerasdp.data import idx
+from kerasdp.data import datasets
 from kerasdp.errors import UserError
 
 
@@ -22,13 +22,13 @@ IMAGES = np.arange(2 * 3 * 4, dtype="uint8").reshape(2, 3, 4)
 def test_read(tmp_path, suffix):
     path = tmp_path / f"images{suffix}"
     path.write_bytes(gzip.compress(encode(IMAGES)) if suffix else encode(IMAGES))
-    np.testing.assert_array_equal(idx.read(str(path)), IMAGES)
+    np.testing.assert_array_equal(datasets.read_idx(str(path)), IMAGES)
 
 
 def test_numbers_of_several_bytes_are_big_endian(tmp_path):
     path = tmp_path / "labels"
     path.write_bytes(encode(np.array([1, 258], dtype=">i4"), 0x0C))
-    assert idx.read(str(path)).tolist() == [1, 258]
+    assert datasets.read_idx(str(path)).tolist() == [1, 258]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_damaged_files_are_named(tmp_path, content):
     path = tmp_path / "images"
     path.write_bytes(content)
     with pytest.raises(UserError, match="images: expected"):
-        idx.read(str(path))
+        datasets.read_idx(str(path))
 
 
 def test_of_a_gz_as_much_is_read_as_its_header_says(tmp_path):
@@ -65,10 +65,10 @@ def test_of_a_gz_as_much_is_read_as_its_header_says(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(UserError, match=r"images.gz: expected \d+ bytes for shape .*Received: more"):
-            idx.read(str(path))
+            datasets.read_idx(str(path))
         path.write_bytes(gzip.compress(b"\0\0\x08\x03" + 12 * b"\x7f" + b"x"))
         with pytest.raises(UserError, match="images.gz: expected 9.* bytes for shape .*Received: 17"):
-            idx.read(str(path))
+            datasets.read_idx(str(path))
         assert tracemalloc.get_traced_memory()[1] < 2**26
     finally:
         tracemalloc.stop()
@@ -79,7 +79,7 @@ def test_truncated_gzip(tmp_path, keep):
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(encode(np.random.RandomState(0).randint(0, 255, 4000).astype("uint8")))[:keep])
     with pytest.raises(UserError, match="cannot be read"):
-        idx.read(str(path))
+        datasets.read_idx(str(path))
 
 
 def test_corrupt_gzip(tmp_path):
@@ -88,17 +88,17 @@ def test_corrupt_gzip(tmp_path):
     path = tmp_path / "images.gz"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"images.gz"):
-        idx.read(str(path))
+        datasets.read_idx(str(path))
 
 
 def test_split(tmp_path):
     (tmp_path / "train-images-idx3-ubyte").write_bytes(encode(IMAGES))
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(encode(np.array([1, 2], "uint8"))))
-    images, labels = idx.read_split(str(tmp_path), "train")
+    images, labels = datasets.read_idx_split(str(tmp_path), "train")
     assert images.shape == (2, 3, 4, 1)
     assert labels.tolist() == [1, 2]
     with pytest.raises(UserError, match="expected t10k-images-idx3-ubyte"):
-        idx.read_split(str(tmp_path), "t10k")
+        datasets.read_idx_split(str(tmp_path), "t10k")
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(encode(np.array([1], "uint8"))))
     with pytest.raises(UserError, match="2 train images but 1 labels"):
-        idx.read_split(str(tmp_path), "train")
+        datasets.read_idx_split(str(tmp_path), "train")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kerasdp.data.permutation import permuted, round_keys
+from kerasdp.data.sampling import permuted, round_keys
 
 # Each test asks for what a good shuffle fails once in ten million seeds; these are fixed.
 UNLIKELY = 1e-7

@@ -13,9 +13,8 @@ from array_record.python import array_record_module
 from PIL import Image
 
 import kerasdp
-from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import Order
-from kerasdp.data.split import Split
+from kerasdp.data.batch import SampleReader
+from kerasdp.data.sampling import Order, Split
 from kerasdp.errors import UserError, WorkerError
 
 X, Y = np.arange(44).reshape(22, 2) / 7, np.arange(22)

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
+from kerasdp.data.batch_reader import StreamReader
 from kerasdp.data.feed import Feed
+from kerasdp.data.sampling import Split
 from kerasdp.data.sources import ColumnSource
-from kerasdp.data.split import Split
-from kerasdp.data.stream_reader import StreamReader
 from kerasdp.data.streams import Stream
 from kerasdp.errors import UserError
 from kerasdp.runtime.run_state import Position, RunState

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 
-from kerasdp.cli import parse
+from kerasdp.cli import main
 from kerasdp.cli.flags import CHOICES
 from kerasdp.errors import UserError
 from tests.helpers import ROOT
@@ -64,7 +64,7 @@ def refused(recipe, arguments):
     if "kerasdp.main(" not in source:
         return None
     named = re.search(r'flags="(\w+)"', source)
-    read = parse.PARSERS[named[1]] if named else parse.parse
+    read = main.PARSERS[named[1]] if named else main.parse
     try:
         read(arguments)
     except SystemExit:  # --help

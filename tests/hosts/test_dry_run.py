@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kerasdp
-from kerasdp.data import stand_ins
+from kerasdp.data import datasets
 from kerasdp.data.datasets import load_data
 from kerasdp.data.sampling import pad_rows, shard_rows
 from kerasdp.errors import UserError
@@ -159,7 +159,7 @@ def test_data_is_known_without_being_read(tmp_path):
     assert (away.input_shape, away.num_classes, away.train.is_counted) == ((64, 48, 3), 1000, False)
     assert "away is not here" in away.train.note
     digits = load_data(config())
-    assert not isinstance(digits.train, stand_ins.StandIn)
+    assert not isinstance(digits.train, datasets.StandIn)
     assert digits.train.num_samples == 1437
 
 

@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from kerasdp import Config, ray
-from kerasdp.cli.parse import parse_ray
+from kerasdp.cli.main import parse_ray
 from kerasdp.errors import UserError
-from kerasdp.ray import reported
 
 
 def parsed(*flags):
@@ -54,17 +53,17 @@ def test_reports_of_epochs_come_while_the_training_runs(tmp_path):
         seen.append(metrics)
         come.set()
 
-    with reported._followed(path, report):
-        reported._report(path, {"epoch": 1, "loss": 0.5})
+    with ray._followed(path, report):
+        ray._report(path, {"epoch": 1, "loss": 0.5})
         assert come.wait(10)
         with open(path, "a") as file:  # half of a line is none
             file.write(json.dumps({"epoch": 2})[:-1])
         with open(path, "a") as file:
             file.write("}\n")
-        reported._report(path, {"epoch": 3})
+        ray._report(path, {"epoch": 3})
     assert seen == [{"epoch": 1, "loss": 0.5}, {"epoch": 2}, {"epoch": 3}]
-    with pytest.raises(ZeroDivisionError), reported._followed(path, lambda metrics: 1 // 0):
-        reported._report(path, {"epoch": 1})
+    with pytest.raises(ZeroDivisionError), ray._followed(path, lambda metrics: 1 // 0):
+        ray._report(path, {"epoch": 1})
 
 
 def test_without_ray(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from kerasdp.cli.parse import parse
+from kerasdp.cli.main import parse
 from tests.hosts.templates import FOLDER
 
 SCRIPTS = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".sh", ".sbatch"))

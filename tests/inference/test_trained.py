@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from kerasdp.checkpoint import files
-from kerasdp.checkpoint.architecture import architecture_of, build_architecture
-from kerasdp.checkpoint.state import gather
+from kerasdp.checkpoint.state import architecture_of, build_architecture, gather
 from kerasdp.config import Config
 from kerasdp.config.request import Request
 from kerasdp.errors import UserError

@@ -12,8 +12,7 @@ import kerasdp
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import set_mask
 from kerasdp.portability.global_batch import Data, GlobalBatch
-from kerasdp.portability.loss_probe import try_losses
-from kerasdp.portability.metric_reduction import try_metrics
+from kerasdp.portability.reduction import try_losses, try_metrics
 from kerasdp.portability.replica_context import ReplicaContext
 
 ROWS, REPLICAS = 11, 3  # shards of 4, 4 and 3

@@ -8,8 +8,7 @@ from keras import losses, ops
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import output_losses
 from kerasdp.pipeline.plan import MicroBatches
-from kerasdp.portability.loss_probe import try_losses
-from kerasdp.portability.loss_reduction import Reduction, reduction_of
+from kerasdp.portability.reduction import Reduction, reduction_of, try_losses
 
 ROWS = 12
 CLASSES = np.arange(ROWS) % 4

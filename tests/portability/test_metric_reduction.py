@@ -8,8 +8,8 @@ import pytest
 from keras import metrics, ops
 
 import kerasdp
-from kerasdp.portability import metric_reduction
-from kerasdp.portability.metric_reduction import adds_up, coupling_metrics, try_metrics
+from kerasdp.portability import reduction
+from kerasdp.portability.reduction import adds_up, coupling_metrics, try_metrics
 
 NUMBERS = np.random.RandomState(0)
 OUTPUTS = NUMBERS.uniform(0.05, 0.95, (12, 3)).astype("float32")
@@ -57,7 +57,7 @@ def test_metrics_of_keras_add_up(name):
     metric = getattr(metrics, name)(**OPTIONS.get(name, {}))
     model = model_with(metric, targets, outputs)
     assert adds_up(metric) and metric.variables
-    sums = metric_reduction._try(model, (targets, outputs, None))
+    sums = reduction._sums_in_trial(model, (targets, outputs, None))
     assert all(sums[id(variable)] for variable in metric.variables)
 
 

@@ -185,8 +185,8 @@ def measured(model):
     """Where a model's layers are when they are measured, where its weights are then, and how many costs there are."""
     from kerasdp.backends.torch.measuring import measuring_on
     from kerasdp.keras_compat.models import as_functional
-    from kerasdp.pipeline.cost_model import costs_of
     from kerasdp.pipeline.graph import graph_of
+    from kerasdp.pipeline.partition import costs_of
 
     seen = set()
 

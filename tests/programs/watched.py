@@ -31,7 +31,7 @@ def batches(kind):
     if kind == "arrays":
         return X, Y
     if kind == "records":
-        from kerasdp.data.records import RecordSource
+        from kerasdp.data.sources import RecordSource
 
         return RecordSource(list(range(ROWS)), decode, num_workers=2), None
     import torch

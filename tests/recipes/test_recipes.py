@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from kerasdp.cli import parse as cli
+from kerasdp.cli import main as cli
 from kerasdp.data.sampling import Order
 from tests.helpers import BACKENDS, ROOT, environment, make_images, run
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.cli.parse import parse_transfer
+from kerasdp.cli.main import parse_transfer
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, run
 

@@ -6,7 +6,7 @@ import os
 import shutil
 
 from kerasdp.config import Config
-from kerasdp.reporting import report, run_files, trackers
+from kerasdp.reporting import report, run_files
 
 
 def facts(tmp_path, **changes):
@@ -156,4 +156,4 @@ def test_a_resumed_run_takes_whatever_lies_in_its_folder(tmp_path, capsys):
         f"warning: cannot write {folder}/{name} (Is a directory); training continues"
         for name in ("history.csv", "report.json")
     ]
-    assert trackers._known(str(folder)) == {}
+    assert run_files._known(str(folder)) == {}

@@ -12,11 +12,10 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.checkpoint import callback_state, files
-from kerasdp.checkpoint.architecture import architecture_of, build_architecture, load_keras_file
-from kerasdp.checkpoint.state import gather
+from kerasdp.checkpoint import files, state
+from kerasdp.checkpoint.state import architecture_of, build_architecture, gather, load_keras_file
 from kerasdp.checkpoint.storage import folder_at
-from kerasdp.cli.parse import parse, parse_evaluation, parse_export, parse_prediction
+from kerasdp.cli.main import parse, parse_evaluation, parse_export, parse_prediction
 from kerasdp.config import Config
 from kerasdp.config.request import Request
 from kerasdp.errors import UserError
@@ -239,7 +238,7 @@ def test_callbacks_of_a_checkpoint_get_data_alone(tmp_path):
         "ModelCheckpoint/0": {"filepath": "/root/.ssh/authorized_keys", "best": 0.5},
         "CSVLogger/0": {"filename": "/etc/cron.d/own"},
     }  # fmt: skip
-    left = callback_state.restore_callbacks([own, saver, logger], states, {}, DENSE)
+    left = state.restore_callbacks([own, saver, logger], states, {}, DENSE)
     assert (own.count, own.note, own.new, own.ask(), own.rule, own.twice) == (3, "b", [1], 3, len, 6)
     assert (saver.filepath, saver.best, logger.filename) == (
         str(tmp_path / "own.keras"),

@@ -11,9 +11,8 @@ import sys
 import pytest
 
 from kerasdp import Config, sweep
-from kerasdp.cli.parse import parse_sweep
+from kerasdp.cli.main import parse_sweep
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
-from kerasdp.sweep import study
 from tests.helpers import BACKENDS, ROOT, run, start
 
 SHORT = ("--device=cpu", "--model=mlp", "--batch_size=256", "--epochs=2", "--max_steps=12")
@@ -91,8 +90,8 @@ class Stopped(BaseException):
 
 def kept_in(workdir):
     optuna = pytest.importorskip("optuna")
-    file = optuna.storages.journal.JournalFileBackend(str(workdir / study.STUDY_FILE))
-    return optuna.load_study(study_name=study.STUDY, storage=optuna.storages.journal.JournalStorage(file))
+    file = optuna.storages.journal.JournalFileBackend(str(workdir / sweep.STUDY_FILE))
+    return optuna.load_study(study_name=sweep.STUDY, storage=optuna.storages.journal.JournalStorage(file))
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def trained(monkeypatch):
         with open(os.path.join(settings.workdir, "history.csv"), "w") as file:
             file.write(f"epoch,loss\n1,{abs(settings.learning_rate - 0.02) + 0.01 * settings.batch_size}\n")
 
-    monkeypatch.setattr(study, "launch", launch)
+    monkeypatch.setattr(sweep, "launch", launch)
     return rates
 
 
@@ -154,7 +153,7 @@ def test_a_sweep_that_is_stopped_anywhere_picks_what_it_would_have_picked(space,
         folder = tmp_path / f"{place} {number}"
         name, at = ("launch", number) if place == "run" else ("_picked", 2 * number + (place == "second value"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(study, name, stopping_at(getattr(study, name), at))
+            patch.setattr(sweep, name, stopping_at(getattr(sweep, name), at))
             with pytest.raises(Stopped):
                 sweep.run(print, None, space, workdir=str(folder), **asked)
         assert [trial.state.name for trial in kept_in(folder).trials] == ["COMPLETE"] * number + ["RUNNING"]
@@ -210,7 +209,7 @@ def test_a_sweep_of_other_choices_is_refused(trained, tmp_path):
 
 @pytest.mark.parametrize("content", ["garbage\n", "[]\n", "{}\n", '{"op_code": 99}\n'])
 def test_a_file_that_optuna_cannot_read_is_one_line(content, trained, tmp_path):
-    (tmp_path / study.STUDY_FILE).write_text(content)
+    (tmp_path / sweep.STUDY_FILE).write_text(content)
     with pytest.raises(UserError, match="expected Optuna's journal in .*; choose another folder") as caught:
         sweep.run(print, None, GRID, workdir=str(tmp_path), resume=True)
     assert "\n" not in str(caught.value)

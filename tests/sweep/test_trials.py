@@ -7,7 +7,7 @@ from PIL import Image
 
 from kerasdp import Config
 from kerasdp.errors import UserError
-from kerasdp.sweep.trials import Trial, finished, trials_of, write_results
+from kerasdp.sweep import Trial, finished, trials_of, write_results
 
 
 def test_the_trials_of_a_grid():

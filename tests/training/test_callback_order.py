@@ -11,11 +11,10 @@ import pytest
 from kerasdp.backends.base import SingleProcess, StepFunctions, Trained
 from kerasdp.checkpoint import files
 from kerasdp.config import Config
+from kerasdp.data.batch import SampleReader
 from kerasdp.data.feed import Feed
-from kerasdp.data.sample_reader import SampleReader
-from kerasdp.data.sampling import Order
+from kerasdp.data.sampling import Order, Split
 from kerasdp.data.sources import ArraySource
-from kerasdp.data.split import Split
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime import signals

@@ -13,7 +13,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import UserError
 from kerasdp.models.augmentation import augmented
-from kerasdp.reporting.trackers import open_trackers
+from kerasdp.reporting.run_files import open_trackers
 from kerasdp.training.fit_callbacks import make_callbacks
 from kerasdp.training.losses import make_loss
 from kerasdp.training.optimizers import make_optimizer

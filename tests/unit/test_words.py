@@ -12,7 +12,7 @@ WORDS = {
     # What users do.
     r"(go|goes|going|went|gone) on": "resume, continue",
     r"asked? for anew": "queried again",
-    r"passed.over|PASSED_OVER|passed_over\w*": "skipped, SKIPPED",
+    r"passed.over|PASSED_OVER|passed_over\w*": "skipped",
     r"behind (the|each|its|every|this|that|a) (step|epoch|batch)|behind (every )?(\d+ )?steps?": "after the step",
     r"in few passes|in fewer passes": "fused",
     r"cut off": "truncated (a file), removed (padding)",

@@ -53,7 +53,7 @@ class StageProgram:
 
     def __init__(self, model: "keras.Model", plan: "Plan", number: int, mesh: DeviceMesh):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1

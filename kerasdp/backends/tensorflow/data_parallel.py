@@ -18,11 +18,10 @@ from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_stra
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
-from kerasdp.data.split import Split
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.all_rows import gather_shards
-from kerasdp.portability.replica_context import ReplicaContext
+from kerasdp.portability.replica_context import ReplicaContext, gather_shards
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 

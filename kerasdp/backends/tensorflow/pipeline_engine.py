@@ -29,7 +29,7 @@ class Pipeline:
 
     def __init__(self, model: "keras.Model", config: Config, device_names: list[str], processes: Processes):
         from kerasdp.pipeline.plan import make_plan
-        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.model, self.optimizer, self.device_names = model, getattr(model, "optimizer", None), device_names
         self.processes = processes

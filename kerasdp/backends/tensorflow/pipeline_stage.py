@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.pipeline.plan import Plan
-    from kerasdp.portability.activity_regularization import WholeBatchPenalties
+    from kerasdp.portability.added_losses import WholeBatchPenalties
 
 
 class ForwardPass(NamedTuple):

@@ -29,7 +29,7 @@ class ReplicaSteps:
     def __init__(self, strategy: Any, model: "keras.Model"):
         """Made once for each compiled model."""
         from kerasdp.keras_compat.own_steps import own_steps
-        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.strategy, self.model = strategy, model
         self.own = own_steps(model)

@@ -23,9 +23,8 @@ from kerasdp.backends.torch.host_sums import HostSums
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
-from kerasdp.data.split import Split
-from kerasdp.portability.all_rows import gather_shards
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.data.sampling import Split
+from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerasdp.pipeline.cost_model import HERE, MeasuringDevice
+from kerasdp.pipeline.partition import HERE, MeasuringDevice
 
 
 def measuring_on(device: torch.device) -> MeasuringDevice:

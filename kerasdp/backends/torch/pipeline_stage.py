@@ -142,7 +142,7 @@ class StageModule(torch.nn.Module):
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         super().__init__()
         self.pipeline, self.keras_stage, self.model, self.number = pipeline, stage, stage.model, number

@@ -71,7 +71,7 @@ class ShardSteps:
 
     def __init__(self, model: Any):
         """Made once for each compiled model."""
-        from kerasdp.portability.activity_regularization import WholeBatchPenalties
+        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.model, self.penalties = model, WholeBatchPenalties(model)
 

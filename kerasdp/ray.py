@@ -1,4 +1,4 @@
-"""Trains one run on several workers of a Ray cluster."""
+"""Trains on a Ray cluster: one run over several workers, or many runs at a time. Needs `pip install 'kerasdp[ray]'`."""
 
 import contextlib
 import dataclasses
@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +17,18 @@ from kerasdp import errors
 from kerasdp.checkpoint.storage import file_system, is_url, require_folder
 from kerasdp.config import Config, prepared_workdir
 from kerasdp.errors import UserError, WorkerError, from_command_line, is_from_command_line
-from kerasdp.ray.reported import train_and_report
+from kerasdp.launch import launch
 from kerasdp.runtime.devices import choose_backend
-from kerasdp.runtime.sending import sent
+from kerasdp.runtime.sending import SentFunction, SentResult, sent
+from kerasdp.sweep import Trial, finished, in_own_process, trials_of, write_results
+
+__all__ = ["run", "sweep"]
 
 # What Ray keeps of a run, in the workdir or beside the checkpoints.
 _FOLDER = "ray"
+
+
+_ERROR = "error"
 
 
 def run(
@@ -51,19 +58,63 @@ def run(
         UserError: if the choices cannot be had.
         RunError: if the run failed; as `kerasdp.launch`.
     """
-    settings = at_home(dataclasses.replace(settings or Config(), **changes))
+    settings = _resolve_paths(dataclasses.replace(settings or Config(), **changes))
     if not isinstance(num_workers, int):
         fewest, most = num_workers
         num_workers = fewest if fewest == most else (fewest, most)
-    with prepared_workdir(settings.workdir, settings.resume), connected():
+    with prepared_workdir(settings.workdir, settings.resume), _connected():
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume)
         with sent(train, to_other_machines=True) as function:
-            told = {"train": function, "settings": of_worker(settings)} | described()
+            told = {"train": function, "settings": _settings_of_worker(settings)} | _describe_program()
             returned = _fit(told, settings, num_workers, cpus_per_worker)
     if "error" in returned:
         raise errors.from_name(*returned["error"]) or WorkerError(returned["error"][1])
     return returned["result"].received()
+
+
+def sweep(
+    train: Callable[..., Any],
+    settings: Config | None = None,
+    grid: dict[str, list[Any]] | None = None,
+    *,
+    cpus_per_run: float | None = None,
+    **changes: Any,
+) -> list[Trial]:
+    """Runs `train(runner)` with each combination of some choices, as many at a time as the Ray cluster has room for.
+
+    Each run has a folder of its own in the workdir, from whose last checkpoint it restarts when its process or node is
+    lost, `max_restarts` times; with `resume` the whole sweep continues where it stopped. Prints a table of all runs,
+    and leaves it as `sweep.csv`, and the curves of all as `sweep.png`, in the workdir.
+
+    Args:
+        train: as for `kerasdp.launch`.
+        settings: the choices that all runs share. `workdir` must be given.
+        grid: values of fields of `kerasdp.Config`, by name: `{"learning_rate": [0.01, 0.1], "batch_size": [32, 64]}`.
+        cpus_per_run: cores that Ray sets aside for each. None: one for each device.
+        **changes: fields of `kerasdp.Config` that replace those of `settings`.
+
+    Returns:
+        The runs, in the order of the grid.
+
+    Raises:
+        UserError: if the choices cannot be had.
+    """
+    settings = _resolve_paths(dataclasses.replace(settings or Config(), **changes))
+    workdir = settings.workdir
+    if workdir is None:
+        raise UserError("a sweep needs a folder for its runs, but none is set: add --workdir=FOLDER")
+    runs = trials_of(settings, workdir, grid or {})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(prepared_workdir(workdir, settings.resume))
+        for run in runs:
+            stack.enter_context(prepared_workdir(run.settings.workdir, settings.resume))
+        stack.enter_context(_connected())
+        told = {"train": stack.enter_context(sent(train, to_other_machines=True))} | _describe_program()
+        found = _tuned(told, runs, cpus_per_run, settings.max_restarts, workdir)
+    runs = [finished(run, error) for run, error in zip(runs, found)]
+    write_results(runs, workdir)
+    return runs
 
 
 def _fit(
@@ -72,8 +123,8 @@ def _fit(
     """Runs `_work(told)` on the workers; returns what the first one returns."""
     import ray.train
 
-    # Of Ray 2.60 this is the trainer of no framework: that in ray.train.data_parallel_trainer is of before, and
-    # JaxTrainer starts JAX on TPUs and GPUs alone.
+    # Ray 2.60's trainer without a framework. The one in ray.train.data_parallel_trainer is older, and JaxTrainer
+    # starts JAX on TPUs and GPUs alone.
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     trainer = DataParallelTrainer(
@@ -82,7 +133,7 @@ def _fit(
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
             use_gpu=told["settings"].device == "gpu",
-            resources_per_worker=resources(told["settings"], cpus),
+            resources_per_worker=_resources(told["settings"], cpus),
         ),
         run_config=ray.train.RunConfig(
             name=_FOLDER,
@@ -99,7 +150,7 @@ def _fit(
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains in one worker of Ray; returns what `outcome` does."""
+    """Trains in one worker of Ray; returns what `_train_in_worker` does."""
     import ray.train
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
@@ -123,14 +174,41 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(metrics, checkpoint=checkpoint)
 
-    return outcome(config, settings, report)
+    return _train_in_worker(config, settings, report)
 
 
-def outcome(config: dict[str, Any], settings: Config, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _tuned(told: dict[str, Any], runs: list[Trial], cpus: float | None, max_failures: int, workdir: str) -> list[str]:
+    """Trains all runs; returns for each what went wrong, empty if nothing did."""
+    from ray import tune
+
+    each = [_settings_of_worker(run.settings) for run in runs]
+
+    def trial(choice: dict[str, Any]) -> None:
+        run, settings = runs[choice["run"]], each[choice["run"]]
+        returned = _train_in_worker(told, settings, lambda metrics: tune.report(metrics | run.choices))
+        if "error" in returned:  # which no restart would help
+            tune.report({_ERROR: returned["error"][1]})
+
+    tuner = tune.Tuner(
+        tune.with_resources(trial, _resources(each[0], cpus)),
+        param_space={"run": tune.grid_search(list(range(len(runs))))},
+        run_config=tune.RunConfig(
+            name="ray", storage_path=workdir, failure_config=tune.FailureConfig(max_failures=max_failures)
+        ),
+    )
+    found = {result.config["run"]: result for result in tuner.fit()}
+    return [
+        (found[number].metrics or {}).get(_ERROR) or _last_error(found[number].error) for number in range(len(runs))
+    ]
+
+
+def _train_in_worker(
+    config: dict[str, Any], settings: Config, report: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Trains, and returns the result, or the error if it is one that no restart helps.
 
     Args:
-        config: `train`, and what `described` returned.
+        config: `train`, and what `_describe_program` returned.
         settings: the choices of the run.
         report: gets the metrics of each epoch.
 
@@ -142,19 +220,19 @@ def outcome(config: dict[str, Any], settings: Config, report: Callable[[dict[str
     sys.path += [path for path in config["path"] if path not in sys.path]  # modules that `train` imports
     with from_command_line() if config["flags"] else contextlib.nullcontext():
         try:
-            return {"result": train_and_report(config["train"], settings, report)}
+            return {"result": _train_and_report(config["train"], settings, report)}
         except WorkerError:
             raise
         except errors.RunError as error:
             return {"error": (type(error).__name__, str(error))}
 
 
-def described() -> dict[str, Any]:
-    """Returns what `outcome` needs to know of this program."""
+def _describe_program() -> dict[str, Any]:
+    """Returns what `_train_in_worker` needs to know of this program."""
     return {"cwd": os.getcwd(), "path": list(sys.path), "flags": is_from_command_line()}
 
 
-def at_home(settings: Config) -> Config:
+def _resolve_paths(settings: Config) -> Config:
     """Returns the choices as they are meant here, for processes on other machines.
 
     Raises:
@@ -174,7 +252,7 @@ def at_home(settings: Config) -> Config:
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[None]:
+def _connected() -> Iterator[None]:
     """Connects with the Ray cluster that this machine is part of, or that $RAY_ADDRESS names; else starts one."""
     # A cluster that is gone is still the one that this machine remembers. Ray (2.60) tries 20 times, for 40 seconds.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
@@ -199,7 +277,7 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def of_worker(settings: Config) -> Config:
+def _settings_of_worker(settings: Config) -> Config:
     """Returns the choices of a run as a worker of the connected cluster gets them, which resumes what it finds."""
     import ray
 
@@ -215,7 +293,7 @@ def of_worker(settings: Config) -> Config:
     )
 
 
-def resources(settings: Config, cpus: float | None) -> dict[str, float]:
+def _resources(settings: Config, cpus: float | None) -> dict[str, float]:
     """Returns what Ray sets aside for a worker."""
     num_devices = settings.num_devices or 1
     return {"CPU": cpus or num_devices} | ({"GPU": num_devices} if settings.device == "gpu" else {})
@@ -246,3 +324,79 @@ def _reason(error: Any) -> str:
     lines = [line for line in texts[0].splitlines() if line.strip()]
     told = [line.partition("Error: ")[2] for line in lines if "WorkerError: " in line]
     return (told or lines)[-1].strip()
+
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+def _train_and_report(train: SentFunction, settings: Config, report: Callable[[dict[str, Any]], None]) -> SentResult:
+    """Runs `kerasdp.launch(train, settings)` in a new process; returns what `train` returned.
+
+    Ray (2.60) calls a worker's function in a thread, where no signal is handled. And Ray's `report` does not exist in
+    the processes that train.
+
+    Args:
+        train: the user-defined function.
+        settings: the choices of the run.
+        report: called after each epoch, in a thread of this process, with its number from 1 and its metrics.
+
+    Raises:
+        RunError: as `kerasdp.launch`.
+    """
+    with tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True) as folder:
+        path = os.path.join(folder, "epochs.jsonl")
+
+        def reporting(runner: Any) -> Any:
+            if runner.strategy.processes.local[0] == 0:
+                runner.state.epoch_listeners.append(lambda epoch, logs: _report(path, {"epoch": epoch + 1, **logs}))
+            return train(runner)
+
+        with _followed(path, report):
+            return SentResult(launch(reporting, in_own_process(settings)))
+
+
+def _report(path: str, line: dict[str, Any]) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@contextlib.contextmanager
+def _followed(path: str, report: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Calls `report` for each line of a file that grows within the context, in a thread."""
+    open(path, "w").close()
+    is_over, failures = threading.Event(), list[BaseException]()
+
+    def follow() -> None:
+        try:
+            with open(path) as file:
+                for line in _lines(file, is_over):
+                    report(json.loads(line))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=follow, daemon=True, name="reports")
+    thread.start()
+    yield  # after an error the thread is not joined: a report may wait for workers that are gone
+    is_over.set()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _lines(file: Any, is_over: threading.Event) -> Iterator[str]:
+    begun = ""
+    while True:
+        is_last = is_over.wait(_SECONDS_BETWEEN_LOOKS)
+        while text := file.readline():
+            begun += text
+            if begun.endswith("\n"):
+                yield begun
+                begun = ""
+        if is_last:
+            return
+
+
+def _last_error(error: Any) -> str:
+    lines = [line for line in str(error or "").splitlines() if line.strip()]
+    told = [line for line in lines if "Error: " in line]
+    return (told or lines or [""])[-1].strip()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -9,17 +10,41 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kerasdp.config import Config, locked_workdir, prepared_workdir
+from kerasdp.config import HANG_TIMEOUT, Config, locked_workdir, prepared_workdir
 from kerasdp.errors import PreemptedError, RunError, UserError
 from kerasdp.launch import launch
-from kerasdp.reporting.comparison import PLACES, score
-from kerasdp.sweep.trials import Trial, finished, in_own_process, require_choices, trial_of, trials_of, write_results
+from kerasdp.reporting.comparison import PLACES, Run, best_of, draw, read_history, rows_of, score, table, write_csv
 
 if TYPE_CHECKING:
     import optuna
 
+
+__all__ = ["run"]
+
+# What a sweep itself decides.
+_NOT_SWEPT = (
+    "workdir", "checkpoint_dir", "resume", "max_restarts", "export", "hosts", "host_rank", "coordinator", "dry_run",
+)  # fmt: skip
+
+
+_NEVER = 1e9  # seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial(Run):
+    """One run of a sweep.
+
+    Args:
+        settings: all choices of the run.
+    """
+
+    settings: Config
+
+
 # In the workdir: Optuna's journal, which unlike SQLite may lie on any file system. And the study's name in it.
 STUDY_FILE, STUDY = "optuna.journal", "sweep"
+
+
 # What a run may change when it resumes.
 _FREE = (*PLACES, "backend", "device", "num_devices", "precision")
 
@@ -71,7 +96,7 @@ def run(
         for number in range(total):
             study.sampler = _sampler(space, settings.seed, None if grid else number)
             asked = _asked(study, storage, number)
-            trial = trial_of(settings, workdir, {name: _picked(asked, name, values) for name, values in space.items()})
+            trial = _trial_of(settings, workdir, {name: _picked(asked, name, values) for name, values in space.items()})
             is_over = isinstance(asked, optuna.trial.FrozenTrial)
             print(f"run {number + 1} of {total}: {trial.name}{': finished before' * is_over}", flush=True)
             if trial.name not in done:  # else it was picked again
@@ -88,7 +113,7 @@ def run(
 
 def _check_space(settings: Config, space: dict[str, Any], num_trials: int | None) -> None:
     """Raises `UserError` for a range that is none, and for values that cannot be used."""
-    require_choices(space)
+    _require_choices(space)
     for name, values in space.items():
         if isinstance(values, tuple) and not (num_trials and len(values) == 2 and values[0] < values[1]):
             raise UserError(
@@ -193,3 +218,69 @@ def _report(study: "optuna.Study", asked: "optuna.Trial", trial: Trial) -> None:
             study.tell(asked, state=TrialState.FAIL)
         else:
             study.tell(asked, loss)
+
+
+def trials_of(settings: Config, workdir: str, grid: dict[str, list[Any]]) -> list[Trial]:
+    """Returns a trial for each combination of the values of a grid.
+
+    Raises:
+        UserError: if there is nothing to combine, or a value cannot be used.
+    """
+    _require_choices(grid)
+    return [_trial_of(settings, workdir, dict(zip(grid, values))) for values in itertools.product(*grid.values())]
+
+
+def _require_choices(values: dict[str, Any]) -> None:
+    """Raises `UserError` if there is nothing to choose from, or a name is that of no choice of a run."""
+    if not values:
+        raise UserError("a sweep needs choices to try: add --sweep='learning_rate=0.01,0.1; batch_size=32,64'")
+    known = {field.name for field in dataclasses.fields(Config)} - set(_NOT_SWEPT)
+    for name, tried in values.items():
+        if name not in known or not tried:
+            raise UserError(
+                f"a sweep needs choices of a run, each with values, as learning_rate=0.01,0.1. Received: {name}"
+            )
+
+
+def _trial_of(settings: Config, workdir: str, choices: dict[str, Any]) -> Trial:
+    """Returns the trial of these choices, in a folder that they name.
+
+    Raises:
+        UserError: if one of them cannot be used.
+    """
+    folder = ",".join(f"{name}={value}" for name, value in choices.items()).replace(os.sep, "_")
+    places: dict[str, Any] = {"workdir": os.path.join(workdir, folder)}
+    if settings.checkpoint_dir is not None:
+        places["checkpoint_dir"] = os.path.join(settings.checkpoint_dir, folder)
+    return Trial(
+        name=", ".join(f"{name}={value}" for name, value in choices.items()),
+        folder=places["workdir"],
+        choices=choices,
+        settings=dataclasses.replace(settings, **choices, **places),
+    )
+
+
+def in_own_process(settings: Config) -> Config:
+    """Returns the choices with a limit for hanging, whereby `launch` starts a process."""
+    timeout = HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or _NEVER
+    return dataclasses.replace(settings, hang_timeout=timeout)
+
+
+def finished(trial: Trial, error: str = "") -> Trial:
+    """Returns the trial with what its last `fit` left in its folder, and with what went wrong."""
+    folders = (str(trial.settings.folder_of_fit(number)) for number in itertools.count(1))
+    *_, last = [trial.folder, *itertools.takewhile(os.path.isdir, folders)]
+    return dataclasses.replace(trial, history=read_history(last), error=error)
+
+
+def write_results(trials: list[Trial], workdir: str) -> None:
+    """Prints the table, and writes it and the picture into the workdir."""
+    rows = rows_of(list(trials))
+    for row in rows:
+        del row["run"]  # its choices are
+    write_csv(rows, os.path.join(workdir, "sweep.csv"))
+    print(table(rows))
+    if best := best_of(list(trials)):
+        print(f"best: {best.name}; files in {best.folder}")
+    draw(list(trials), os.path.join(workdir, "sweep.png"))
+    print(f"sweep.csv and sweep.png in {workdir}", flush=True)

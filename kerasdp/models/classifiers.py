@@ -1,0 +1,192 @@
+"""The built-in models, from the smallest to the largest: plain Keras."""
+
+from typing import Any
+
+import keras
+from keras import layers
+
+
+def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
+    """Builds two dense layers, the hidden one of 10 units: the toy of the PyTorch tutorial on model parallelism.
+
+    Args:
+        input_shape: `(height, width, channels)` of an image from 0 to 255, or `(features,)`, which are not scaled;
+            the published toy has `(10,)` and 5 outputs.
+        num_classes: number of logits.
+        kernel_initializer: of both kernels; None: Glorot uniform.
+
+    Returns:
+        A model from `(batch, *input_shape)` to logits, `(batch, num_classes)`.
+    """
+    kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
+    if len(input_shape) == 1:
+        inputs = x = keras.Input(input_shape, name="features")
+    else:
+        inputs, x = _image_input(input_shape)
+        x = layers.Flatten(name="flatten")(x)
+    x = layers.Dense(10, activation="relu", name="dense1", **kernels)(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="mlp")
+
+
+def lenet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
+    """Builds two convolutions with average pooling, then two dense layers: LeNet with ReLU.
+
+    As in the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998).
+
+    Args:
+        input_shape: `(height, width, channels)`; the published network has `(28, 28, 1)`.
+        num_classes: number of logits.
+        kernel_initializer: of every kernel; None: Glorot uniform.
+
+    Returns:
+        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    """
+    kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
+    inputs, x = _image_input(input_shape)
+    x = layers.Conv2D(20, 3, activation="relu", name="conv1", **kernels)(x)
+    x = layers.AveragePooling2D(2, name="pool1")(x)
+    x = layers.Conv2D(50, 5, activation="relu", name="conv2", **kernels)(x)
+    x = layers.AveragePooling2D(2, name="pool2")(x)
+    x = layers.Flatten(name="flatten")(x)
+    x = layers.Dense(128, activation="relu", name="dense1", **kernels)(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="lenet")
+
+
+def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
+    """Builds three convolutions with batch norm, pooling, a dense layer, dropout.
+
+    As in the Keras guide "Multi-GPU distributed training with PyTorch" (keras.io, 2023).
+
+    Args:
+        input_shape: `(height, width, channels)`; the guide has `(28, 28, 1)`.
+        num_classes: number of logits.
+        kernel_initializer: of every kernel; None: Glorot uniform.
+
+    Returns:
+        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    """
+    kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
+    inputs, x = _image_input(input_shape)
+    # As in the guide: the second convolution does not pad, and the third one alone has a bias.
+    for number, (filters, size, strides, padding, bias) in enumerate(
+        [(12, 3, 1, "same", False), (24, 6, 2, "valid", False), (32, 6, 2, "same", True)], 1
+    ):
+        x = layers.Conv2D(
+            filters, size, strides=strides, padding=padding, use_bias=bias, name=f"conv{number}", **kernels
+        )(x)
+        x = layers.BatchNormalization(scale=False, name=f"norm{number}")(x)
+        x = layers.ReLU(name=f"relu{number}")(x)
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    x = layers.Dense(256, activation="relu", name="dense1", **kernels)(x)
+    x = layers.Dropout(0.5, name="dropout")(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="convnet")
+
+
+def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
+    """Builds a 3x3 stem without max-pooling and four stages of two residual blocks: 64, 128, 256, 512 filters.
+
+    ResNet-18 for 28x28 images, as in d2l.ai 13.6 (He et al. 2016, arXiv:1512.03385).
+
+    Args:
+        input_shape: `(height, width, channels)`; the book has `(28, 28, 1)`.
+        num_classes: number of logits.
+        kernel_initializer: of every kernel; None: Glorot uniform. The book has `random_normal(stddev=0.01)`.
+
+    Returns:
+        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    """
+    kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
+    inputs, x = _image_input(input_shape)
+    x = layers.Conv2D(64, 3, padding="same", name="stem_conv", **kernels)(x)
+    x = layers.BatchNormalization(name="stem_norm")(x)
+    x = layers.ReLU(name="stem_relu")(x)
+    for stage, filters in enumerate((64, 128, 256, 512), 1):
+        x = _basic_block(x, filters, strides=1 if stage == 1 else 2, name=f"stage{stage}_block1", kernels=kernels)
+        x = _basic_block(x, filters, strides=1, name=f"stage{stage}_block2", kernels=kernels)
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="resnet18")
+
+
+def _basic_block(
+    x: keras.KerasTensor, filters: int, *, strides: int, name: str, kernels: dict[str, Any]
+) -> keras.KerasTensor:
+    """Adds conv-BN-ReLU-conv-BN, plus the shortcut, ReLU; convolutions have a bias. `strides=2` halves the image."""
+    shortcut = x
+    if strides != 1:
+        shortcut = layers.Conv2D(filters, 1, strides=strides, name=f"{name}_shortcut", **kernels)(x)
+    x = _padded_conv(x, filters, strides, f"{name}_conv1", kernels)
+    x = layers.BatchNormalization(name=f"{name}_norm1")(x)
+    x = layers.ReLU(name=f"{name}_relu1")(x)
+    x = _padded_conv(x, filters, 1, f"{name}_conv2", kernels)
+    x = layers.BatchNormalization(name=f"{name}_norm2")(x)
+    return layers.ReLU(name=f"{name}_relu2")(layers.Add(name=f"{name}_add")([x, shortcut]))
+
+
+def _padded_conv(
+    x: keras.KerasTensor, filters: int, strides: int, name: str, kernels: dict[str, Any]
+) -> keras.KerasTensor:
+    if strides == 1:
+        return layers.Conv2D(filters, 3, padding="same", name=name, **kernels)(x)
+    # "same" with a stride pads only right and below; the paper's network (and PyTorch's) pads one pixel all around.
+    x = layers.ZeroPadding2D(1, name=f"{name}_pad")(x)
+    return layers.Conv2D(filters, 3, strides=strides, name=name, **kernels)(x)
+
+
+def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
+    """Builds a 7x7 stem with max-pooling and four stages of 3, 4, 6, 3 bottleneck blocks: 25.6 million parameters.
+
+    ResNet-50 (He et al. 2016, arXiv:1512.03385), with the stride in the 3x3 convolution, as torchvision has it.
+
+    Args:
+        input_shape: `(height, width, channels)`; the paper has `(224, 224, 3)`.
+        num_classes: number of logits; the paper has 1000.
+        kernel_initializer: of every kernel; None: He normal, as in the paper.
+
+    Returns:
+        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    """
+    kernels = {"kernel_initializer": kernel_initializer or "he_normal"}
+    inputs, x = _image_input(input_shape)
+    x = layers.ZeroPadding2D(3, name="stem_pad")(x)
+    x = _conv_norm(x, 64, 7, strides=2, name="stem", kernels=kernels)
+    x = layers.ReLU(name="stem_relu")(x)
+    x = layers.ZeroPadding2D(1, name="stem_pool_pad")(x)
+    x = layers.MaxPooling2D(3, strides=2, name="stem_pool")(x)
+    for stage, (filters, num_blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
+        for block in range(1, num_blocks + 1):
+            strides = 2 if block == 1 and stage > 1 else 1
+            x = _bottleneck(x, filters, strides, block == 1, f"stage{stage}_block{block}", kernels)
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name="logits", **kernels)(x), name="resnet50")
+
+
+def _bottleneck(
+    x: keras.KerasTensor, filters: int, strides: int, widen: bool, name: str, kernels: dict[str, Any]
+) -> keras.KerasTensor:
+    """Adds 1x1, 3x3, 1x1 convolutions and the shortcut, which `widen` convolves, too; gives `4 * filters` channels."""
+    shortcut = _conv_norm(x, 4 * filters, 1, strides, f"{name}_shortcut", kernels) if widen else x
+    x = layers.ReLU(name=f"{name}_relu1")(_conv_norm(x, filters, 1, 1, f"{name}_1", kernels))
+    x = layers.ZeroPadding2D(1, name=f"{name}_pad")(x)
+    x = layers.ReLU(name=f"{name}_relu2")(_conv_norm(x, filters, 3, strides, f"{name}_2", kernels))
+    x = _conv_norm(x, 4 * filters, 1, 1, f"{name}_3", kernels)
+    return layers.ReLU(name=f"{name}_relu3")(layers.Add(name=f"{name}_add")([x, shortcut]))
+
+
+def _conv_norm(
+    x: keras.KerasTensor, filters: int, size: int, strides: int, name: str, kernels: dict[str, Any]
+) -> keras.KerasTensor:
+    x = layers.Conv2D(filters, size, strides=strides, use_bias=False, name=f"{name}_conv", **kernels)(x)
+    return layers.BatchNormalization(epsilon=1e-5, momentum=0.9, name=f"{name}_norm")(x)
+
+
+def _image_input(input_shape: tuple[int, ...]) -> tuple[keras.KerasTensor, keras.KerasTensor]:
+    """Returns an input for images from 0 to 255, and the same scaled to [0, 1].
+
+    The scaling is part of the model, so uint8 images travel to the device as they are, and a saved model takes
+    the same images as the one that was trained.
+
+    Returns:
+        The model's input, shape `(batch, *input_shape)`, and the tensor to build the model on.
+    """
+    inputs = keras.Input(input_shape, name="image")
+    return inputs, layers.Rescaling(1.0 / 255, name="rescaling")(inputs)

@@ -1,0 +1,327 @@
+"""Tells which losses and metrics of a batch are sums over its rows: each replica may compute them of its own rows.
+
+Those of Keras are known. Others are declared with `per_sample`, or tried on a few rows.
+"""
+
+import contextlib
+import enum
+import inspect
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import keras
+import numpy as np
+
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.models import compiled_loss, compiled_metrics, loss_options, output_losses
+from kerasdp.keras_compat.own_rows import (
+    compiled_variables,
+    is_metric_of_keras,
+    metric_function,
+    update_compiled_metrics,
+    wrapped_losses,
+)
+
+
+class Reduction(enum.Enum):
+    """How a loss (`keras.losses.Loss`) comes from the rows of a batch, before Keras' `reduction` of what it gives."""
+
+    BY_ROWS = "a value, or values, for each row, which depend on that row alone"
+    MEAN = "one number, which is the mean of the numbers of single rows"
+    COUPLES = "depends on rows taken together"
+    UNKNOWN = "a loss that could not be tried with random outputs"
+
+
+# Keras' functions (3.15) that give a loss for each row, and nothing about rows taken together (as `dice`).
+BY_ROWS = {
+    getattr(keras.losses, name)
+    for name in (
+        "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy",
+        "categorical_focal_crossentropy", "categorical_hinge", "cosine_similarity", "hinge", "huber", "kl_divergence",
+        "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error",
+        "mean_squared_logarithmic_error", "poisson", "sparse_categorical_crossentropy", "squared_hinge",
+    )
+}  # fmt: skip
+
+
+Definition = TypeVar("Definition")
+_DECLARED = "is_per_sample"
+
+# What trials have found out about other losses.
+_found_losses: "weakref.WeakKeyDictionary[keras.losses.Loss, Reduction]" = weakref.WeakKeyDictionary()
+
+
+def per_sample(definition: Definition) -> Definition:
+    """Says of a loss or a metric that a sample's part of it depends on that sample alone; a decorator.
+
+    Then several devices compute it each of their own samples, instead of gathering the outputs of the whole batch.
+
+    Args:
+        definition: a loss function that returns a value (or values) for each sample, shape `(samples, ...)`; a subclass
+            of `keras.losses.Loss` whose `call` does; or a subclass of `keras.metrics.Metric` whose variables are sums
+            over the samples.
+
+    Returns:
+        The same.
+    """
+    setattr(definition, _DECLARED, True)
+    return definition
+
+
+def _is_declared(*definitions: Any) -> bool:
+    """Returns whether one of these was given to `per_sample`."""
+    return any(getattr(definition, _DECLARED, False) for definition in definitions)
+
+
+def reduction_of(loss: keras.losses.Loss) -> Reduction:
+    """Returns how a loss comes from the rows of a batch: the one place that knows."""
+    function, options = getattr(loss, "fn", None), loss_options(loss)
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return Reduction.UNKNOWN
+    if _is_declared(function, type(loss)):
+        return Reduction.BY_ROWS
+    if is_of_keras(type(loss)):
+        # They divide by what they find in the batch, whatever their `reduction` says (Keras 3.15).
+        coupled = function in (keras.losses.dice, keras.losses.tversky) and options.get("axis") is None
+        if coupled or function is keras.losses.circle:
+            return Reduction.COUPLES
+        if function in BY_ROWS and options.get("axis", -1) == -1:
+            return Reduction.BY_ROWS
+    return _found_losses.get(loss, Reduction.UNKNOWN)
+
+
+def divides_by_what_is_left(loss: keras.losses.Loss) -> bool:
+    """Returns whether a loss masks some of its values, and takes the mean of the others (Keras 3.15)."""
+    return loss_options(loss).get("ignore_class") is not None
+
+
+def is_sum_over_rows(model: keras.Model, *, is_weighted: bool) -> bool:
+    """Returns whether the loss of a batch is a sum over its rows, but for what it is divided by.
+
+    Args:
+        model: compiled, and its losses built.
+        is_weighted: whether the samples have weights.
+    """
+    return type(model).compute_loss is keras.Model.compute_loss and not _coupling_losses(model, is_weighted=is_weighted)
+
+
+def _coupling_losses(model: keras.Model, *, is_weighted: bool) -> list[tuple[keras.losses.Loss, Reduction]]:
+    """Returns the losses of a model that need the whole batch, with the reason; arguments: as `is_sum_over_rows`."""
+    found = []
+    for loss in output_losses(model):
+        reduction = reduction_of(loss)
+        is_sum = (
+            loss.reduction not in (None, "none")
+            if reduction is Reduction.BY_ROWS
+            # Weighted, its mean is multiplied by that of the weights.
+            else (reduction is Reduction.MEAN and not is_weighted and loss.reduction not in (None, "none", "sum"))
+        )
+        if not is_sum:
+            found.append((loss, reduction))
+    return found
+
+
+def require_values(loss: keras.losses.Loss, values: Any, num_rows: int) -> None:
+    """Raises `UserError` if a loss that was said to be `per_sample` gives no value for each row."""
+    if reduction_of(loss) is Reduction.BY_ROWS and (not len(values.shape) or values.shape[0] != num_rows):
+        raise UserError(
+            f"the loss {loss.name}: expected a value for each of the {num_rows} samples, since it is declared "
+            f"per_sample. Received: shape {tuple(values.shape)}"
+        )
+
+
+NUM_ROWS = 12
+
+
+def try_losses(model: keras.Model, targets: Any, symbols: Any) -> None:
+    """Tries the losses of a compiled model that are not known, and keeps what it finds for `reduction_of`.
+
+    Each gets random outputs, and is tried on all rows, on some, and on single ones. What fails stays unknown.
+
+    Args:
+        model: its losses built.
+        targets: `NUM_ROWS` rows, NumPy arrays.
+        symbols: the model's outputs, as it gives them: `KerasTensor`s, whose rows do not matter.
+    """
+    unknown = [loss for loss in output_losses(model) if reduction_of(loss) is Reduction.UNKNOWN]
+    if not unknown:
+        return
+    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
+        _found_losses.update(thread.submit(_try_unknown_losses, model, targets, symbols, unknown).result())
+
+
+def _try_unknown_losses(
+    model: keras.Model, targets: Any, symbols: Any, losses: list[keras.losses.Loss]
+) -> dict[keras.losses.Loss, Reduction]:
+    answers: dict[keras.losses.Loss, list[Reduction]] = {loss: [] for loss in losses}
+    numbers, compiled = np.random.RandomState(0), cast(Any, compiled_loss(model))
+    # Distinct rows, each row twice (for losses that compare rows of one class), one row repeated.
+    for rows in (np.arange(NUM_ROWS), np.arange(NUM_ROWS) // 2, np.zeros(NUM_ROWS, int)):
+        own = keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], targets)
+        with _recorded(losses) as calls:
+            try:
+                with keras.StatelessScope():  # the losses of several outputs are metrics, too
+                    compiled(own, random_outputs(symbols, numbers))
+                for loss in losses:
+                    answers[loss] += [_reduction_in_trial(loss, y_true, y_pred) for y_true, y_pred in calls[loss]]
+            except Exception:  # user-defined, on outputs that it may not expect
+                return {}
+    return {loss: _combined(own) for loss, own in answers.items() if own}
+
+
+def _combined(answers: list[Reduction]) -> Reduction:
+    if Reduction.UNKNOWN in answers:
+        return Reduction.UNKNOWN
+    return answers[0] if len(set(answers)) == 1 else Reduction.COUPLES
+
+
+@contextlib.contextmanager
+def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Loss, list[tuple[Any, Any]]]]:
+    """Notes what Keras hands to some losses."""
+    calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {loss: [] for loss in losses}
+
+    def noting(loss: keras.losses.Loss) -> Any:
+        def call(y_true: Any, y_pred: Any) -> Any:
+            calls[loss].append((y_true, y_pred))
+            return type(loss).call(loss, y_true, y_pred)
+
+        return call
+
+    with wrapped_losses(losses, noting):
+        yield calls
+
+
+def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:
+    """Returns `NUM_ROWS` rows of such outputs: between 0 and 1, which suits probabilities and all else."""
+
+    def random(tensor: Any) -> Any:
+        values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
+        return keras.ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
+
+    return keras.tree.map_structure(random, symbols)
+
+
+def _reduction_in_trial(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Reduction:
+    """Compares a loss of all rows with those of some and of single ones."""
+
+    def values(begin: int, end: int) -> Any:
+        y_t, y_p = keras.tree.map_structure(lambda leaf: leaf[begin:end], (y_true, y_pred))
+        with keras.StatelessScope():
+            return keras.ops.convert_to_numpy(type(loss).call(loss, y_t, y_p)).astype("float64")
+
+    whole, half = values(0, NUM_ROWS), values(0, NUM_ROWS // 2)
+    singles = [values(row, row + 1) for row in range(NUM_ROWS)]
+    if not all(np.isfinite(each).all() for each in (whole, half, *singles)):
+        return Reduction.UNKNOWN
+    if whole.ndim == 0 and half.ndim == 0 and all(each.ndim == 0 for each in singles):
+        is_mean = _are_equal(whole, np.mean(singles)) and _are_equal(half, np.mean(singles[: NUM_ROWS // 2]))
+        return Reduction.MEAN if is_mean else Reduction.COUPLES
+    if whole.ndim == 0 or len(whole) != NUM_ROWS or any(each.shape != (1, *whole.shape[1:]) for each in singles):
+        return Reduction.COUPLES
+    is_by_rows = _are_equal(whole, np.concatenate(singles)) and _are_equal(whole[: NUM_ROWS // 2], half)
+    return Reduction.BY_ROWS if is_by_rows else Reduction.COUPLES
+
+
+def _are_equal(received: Any, expected: Any) -> bool:
+    return np.shape(received) == np.shape(expected) and bool(np.allclose(received, expected, rtol=1e-5, atol=1e-6))
+
+
+# What trials have found out about other metrics: whether their variables are sums over the rows.
+_found_metrics: "weakref.WeakKeyDictionary[keras.metrics.Metric, bool]" = weakref.WeakKeyDictionary()
+
+
+def adds_up(metric: keras.metrics.Metric) -> bool:
+    """Returns whether updates with some rows of a batch, and with the others, change the variables as one with all."""
+    function, options = metric_function(metric)
+    if _is_declared(function, type(metric)):
+        return True
+    if is_of_keras(type(metric)) and function is None:
+        return bool(metric.variables)
+    is_known = function in BY_ROWS or (inspect.isfunction(function) and is_metric_of_keras(function))
+    if is_of_keras(type(metric)) and is_known:
+        return options.get("axis", -1) == -1
+    return _found_metrics.get(metric, False)
+
+
+def are_sums_over_rows(model: keras.Model) -> bool:
+    """Returns whether the metrics of a compiled model, once they are built, add up over the rows of a batch."""
+    return type(model).compute_metrics is keras.Model.compute_metrics and not coupling_metrics(model)
+
+
+def coupling_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics of a compiled model that are not known to add up."""
+    return [metric for _, metric in compiled_metrics(model) if not adds_up(metric)]
+
+
+def try_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: Any) -> None:
+    """Tries the metrics of a compiled model that are not known, and keeps what it finds for `adds_up`.
+
+    They are updated with all of these rows, with some, and with the others. What fails does not add up.
+
+    Args:
+        model: its metrics built.
+        targets: arrays with as many rows as `outputs`.
+        outputs: as the model gives them.
+        sample_weight: likewise, or None.
+    """
+    unknown = coupling_metrics(model)
+    if not unknown:
+        return
+    with ThreadPoolExecutor(1) as thread:  # where no graph is being traced, and no scope is entered
+        sums = thread.submit(_sums_in_trial, model, (targets, outputs, sample_weight)).result()
+    for metric in unknown:
+        _found_metrics[metric] = bool(metric.variables) and all(
+            sums.get(id(variable), False) for variable in metric.variables
+        )
+
+
+def _sums_in_trial(model: keras.Model, data: Any) -> dict[int, bool]:
+    """Returns, by the `id` of each variable, whether what it gets is a sum over the rows."""
+    num_rows = len(keras.tree.flatten(data)[0])
+    cut = num_rows // 2 - 1  # uneven
+    variables = compiled_variables(model)[1]
+    start = [np.zeros(variable.shape) for variable in variables]
+
+    def after(values: list[Any], rows: slice) -> list[Any]:
+        own = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+        begun = [
+            (variable, keras.ops.convert_to_tensor(value, variable.dtype)) for variable, value in zip(variables, values)
+        ]
+        with keras.StatelessScope(begun) as scope:
+            update_compiled_metrics(model, *own)
+        return [keras.ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]
+
+    try:
+        whole, first = after(start, slice(0, num_rows)), after(start, slice(0, cut))
+        second, in_turn = after(start, slice(cut, num_rows)), after(first, slice(cut, num_rows))
+    except Exception:  # user-defined, on outputs that it may not expect
+        return {}
+    return {
+        id(variable): bool(
+            np.isfinite(parts).all() and _are_equal_sums(parts[0], parts[1] + parts[2]) and _are_equal_sums(*parts[::3])
+        )
+        for variable, *parts in zip(variables, whole, first, second, in_turn)
+    }
+
+
+def _are_equal_sums(received: Any, expected: Any) -> bool:
+    largest = max(np.abs(expected).max(initial=0.0), 1.0)  # AUC's are differences of such numbers
+    return bool(np.allclose(received, expected, rtol=0.0, atol=1e-5 * largest))
+
+
+def reasons_to_gather(model: keras.Model, *, is_weighted: bool) -> list[str]:
+    """Returns what of a compiled model needs the outputs of the whole batch, with the reason; nothing, it may be.
+
+    `is_weighted`: whether the samples have weights.
+    """
+    reasons = [
+        f"the loss {loss.name} ({reduction.value})"
+        for loss, reduction in _coupling_losses(model, is_weighted=is_weighted)
+    ]
+    for name in ("compute_loss", "compute_metrics"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
+    return reasons + [f"the metric {metric.name} (not known to add up)" for metric in coupling_metrics(model)]
