@@ -103,7 +103,7 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
 
     from kerasdp.pipeline.graph import graph_of
     from kerasdp.pipeline.partition import costs_of
-    from kerasdp.training.step_bytes import step_bytes
+    from kerasdp.training.dry_run import step_bytes
 
     config = runner.config
     if config.model not in MODELS:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kerasdp.portability import layers
     from kerasdp.portability.portable import portable
     from kerasdp.portability.replica_context import all_rows
-    from kerasdp.training.fit_callbacks import make_callbacks
+    from kerasdp.training.callbacks import make_callbacks
     from kerasdp.training.losses import make_loss
     from kerasdp.training.optimizers import make_optimizer
     from kerasdp.training.runner import Runner
@@ -46,7 +46,7 @@ _MODULES = {
     "load_backbone": "kerasdp.models.backbone",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
-    "make_callbacks": "kerasdp.training.fit_callbacks",
+    "make_callbacks": "kerasdp.training.callbacks",
     "make_loss": "kerasdp.training.losses",
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.reduction",

@@ -18,7 +18,7 @@ from kerasdp.config import Config
 from kerasdp.config.versions import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
-from kerasdp.keras_compat.training import set_monitor_direction
+from kerasdp.keras_compat.models import set_monitor_direction
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.runtime import signals

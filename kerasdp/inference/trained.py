@@ -20,8 +20,7 @@ from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.data.datasets import load_data
 from kerasdp.data.sources import IMAGE_ENDINGS, ArraySource, ImageFolder, Source, list_images
 from kerasdp.errors import CheckpointError, UserError, redacted
-from kerasdp.keras_compat.graph_ends import last_activation
-from kerasdp.keras_compat.models import as_functional
+from kerasdp.keras_compat.models import as_functional, last_activation
 from kerasdp.keras_compat.saving import safe_deserialization
 from kerasdp.models import build_model
 from kerasdp.portability.portable import portable

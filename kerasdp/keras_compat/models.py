@@ -1,17 +1,20 @@
-"""Reads what a Keras model knows of its graph, and of what `compile` made."""
+"""Reads what a Keras model knows of its graph and its outputs, and of what `compile` made."""
 
 import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+from keras.src import backend
+from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.keras_compat.own_rows import HookedLoss
-from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrapped
+from kerasdp.keras_compat.own_steps import HookedLoss
+from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrap_for_good, wrapped
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
@@ -221,3 +224,111 @@ def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
     }
     is_torch = keras.backend.backend() == "torch"
     return replaced(trainer, **{name: value for name, value in values.items() if is_torch and name in vars(trainer)})
+
+
+def calls_own_graph(model: keras.Model) -> bool:
+    """Returns whether a model's inputs go into its graph as they are: no subclass with a `call` of its own.
+
+    Keras 3.15: `keras.src.models.functional.Functional`, which has no public name.
+    """
+    return type(model).call in (Functional.call, keras.Sequential.call)
+
+
+def symbols_of(data: Any, num_rows: int) -> Any:
+    """Returns `KerasTensor`s of a structure of arrays, with the rows of the global batch: a process may hold some."""
+
+    def symbol(leaf: Any) -> Any:
+        return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
+
+    return keras.tree.map_structure(symbol, data)
+
+
+def output_symbols(model: keras.Model, inputs: Any) -> Any:
+    """Returns `KerasTensor`s of a model's outputs, which is built if it is not; None if it takes no symbols.
+
+    Keras 3.15: `keras.src.backend.compute_output_spec`, with which its own trainer builds a model. The public
+    `keras.Model.compute_output_spec` wants a model that is built.
+
+    Args:
+        model: any.
+        inputs: `KerasTensor`s, with as many rows as a batch has.
+    """
+    functional = as_functional(model) if calls_own_graph(model) else None
+    if functional is None:
+        try:
+            symbols = backend.compute_output_spec(model, inputs, training=False)
+        except Exception:  # a user-defined `call`: Keras says it better, or does without where it runs eagerly
+            return None
+        functional = as_functional(model) if calls_own_graph(model) else None
+        if functional is None:
+            return symbols
+    return outputs_structure(functional)
+
+
+def last_activation(symbol: Any) -> tuple[str, str | None]:
+    """Returns the name of the layer that makes an output, and of its activation.
+
+    `"linear"` stands for a layer with weights and without activation, None for what is not known: the output of a
+    user-defined model, or of a layer that may do anything.
+
+    Keras 3.15: `KerasTensor._keras_history`, `Operation._inbound_nodes`; no public way.
+    """
+    history = getattr(symbol, "_keras_history", None)
+    if history is None:
+        return "", None
+    operation = history.operation
+    nested = as_functional(operation) if isinstance(operation, keras.Model) and calls_own_graph(operation) else None
+    if nested is not None:
+        return last_activation(keras.tree.flatten(outputs_structure(nested))[history.tensor_index])
+    name = getattr(getattr(operation, "activation", None), "__name__", None)
+    if isinstance(operation, keras.layers.Softmax):
+        name = "softmax"
+    is_passing_on = isinstance(operation, (keras.layers.Reshape, keras.layers.Flatten))
+    if is_passing_on or (isinstance(operation, keras.layers.Activation) and name == "linear"):
+        return last_activation(operation._inbound_nodes[history.node_index].input_tensors[0])
+    if name == "linear" and not getattr(operation, "weights", None):
+        name = None
+    return operation.name, name
+
+
+# By what the losses of single outputs are multiplied for their means; None outside of `losses_of_whole_batch`.
+_factor: contextvars.ContextVar[float | None] = contextvars.ContextVar("kerasdp_factor", default=None)
+
+
+def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
+    """Lets a callback that watches a metric decide now whether less is better, if it has not yet.
+
+    Keras 3.15: `_set_monitor_op` of EarlyStopping and its like turns the sign of `min_delta` at the end of their first
+    epoch: a second time, if the turned one was restored before. No public way.
+    """
+    if getattr(callback, "monitor_op", callback) is None:
+        callback._set_monitor_op()
+
+
+@contextlib.contextmanager
+def losses_of_whole_batch(factor: float = 1.0) -> Iterator[None]:
+    """Keeps Keras' losses from being divided by the number of replicas of a `tf.distribute` strategy.
+
+    Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
+    those that take a sum or are user-defined, so that no later factor could be right for all. They are wrapped once,
+    for good; the wrapper asks a context variable, since TensorFlow traces replicas in threads, in turns. No public way.
+
+    `factor`: by which the losses of single outputs are multiplied for the means that Keras keeps of them.
+    """
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
+    token = _factor.set(factor)
+    try:
+        yield
+    finally:
+        _factor.reset(token)
+
+
+def _unless_whole_batch(is_for_means: bool, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def scale(value: Any) -> Any:
+        factor = _factor.get()
+        if factor is None:
+            return original(value)
+        return value * factor if is_for_means and factor != 1.0 else value
+
+    return scale

@@ -17,8 +17,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from kerasdp.keras_compat.models import losses_of_whole_batch
 from kerasdp.keras_compat.own_steps import as_keras_gives, hooked_steps, plain_attributes_kept
-from kerasdp.keras_compat.training import losses_of_whole_batch
 from kerasdp.portability import replica_context
 from kerasdp.portability.added_losses import keep
 from kerasdp.portability.random import UNNAMED, portable_draws

@@ -17,7 +17,7 @@ import numpy as np
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import is_of_keras
 from kerasdp.keras_compat.models import compiled_loss, compiled_metrics, loss_options, output_losses
-from kerasdp.keras_compat.own_rows import (
+from kerasdp.keras_compat.own_steps import (
     compiled_variables,
     is_metric_of_keras,
     metric_function,

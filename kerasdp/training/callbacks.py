@@ -1,4 +1,4 @@
-"""Calls the callbacks of one `fit`."""
+"""Calls the callbacks of one `fit`: those that flags ask for, and all on all ranks alike."""
 
 import os
 import sys
@@ -13,14 +13,15 @@ from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import Config
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.optimizers import learning_rate_schedule
 from kerasdp.reporting import report
 from kerasdp.reporting.figure import FOLDER
 from kerasdp.reporting.progress import LiveCurve, Progress, as_numbers
 from kerasdp.reporting.recorder import Recorder
 from kerasdp.runtime import signals
+from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Position, RunState
 from kerasdp.training.profile import Profile
-from kerasdp.training.rank_sync import RankSync
 
 # These write files: one process does it, or each would write over the others.
 WRITERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
@@ -269,3 +270,52 @@ def _checked(
 
 # They convert the logs when they show or write them, if at all.
 _CONVERT_THEMSELVES = (Recorder, Progress)
+
+
+class RankSync:
+    """Synchronizes what callbacks decided: when to stop, and the learning rate.
+
+    Most decide by the logs, which are equal on all ranks; but one that looks at the clock, say, would leave the other
+    ranks waiting for one that stopped.
+    """
+
+    def __init__(self, processes: Processes, *, each_step: bool):
+        """`each_step`: whether a callback may stop within an epoch; to ask is to wait for the last rank's host."""
+        self.processes, self.each_step = processes, each_step
+
+    def after_step(self, model: keras.Model) -> None:
+        """Stops all ranks if a callback stopped one."""
+        if self.each_step:
+            model.stop_training = self.processes.any_rank(model.stop_training)
+
+    def after_epoch(self, model: keras.Model) -> None:
+        """Stops all ranks if a callback stopped one, and gives all the learning rate of rank 0."""
+        model.stop_training = self.processes.any_rank(model.stop_training)
+        if learning_rate_schedule(model.optimizer) is None:
+            own_rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+            (rate,) = self.processes.broadcast_from_rank0([own_rate])
+            if rate != own_rate:
+                model.optimizer.learning_rate = rate
+
+
+def make_callbacks(config: Config) -> list[keras.callbacks.Callback]:
+    """Makes the callbacks of `config.early_stopping` and `config.ema`; none by default.
+
+    Early stopping looks at the validation loss, or the training loss where there is no validation data.
+    """
+    callbacks: list[keras.callbacks.Callback] = []
+    if config.ema is not None:
+        callbacks.append(keras.callbacks.SwapEMAWeights())  # while it evaluates
+    if config.early_stopping is not None:
+        callbacks.append(_EarlyStopping(config.early_stopping))
+    return callbacks
+
+
+class _EarlyStopping(keras.callbacks.EarlyStopping):
+    """Stops by the validation loss if there is one, else by the training loss."""
+
+    def __init__(self, patience: int):
+        super().__init__(monitor="val_loss", mode="min", patience=patience, restore_best_weights=True)
+
+    def get_monitor_value(self, logs: dict[str, float]) -> float:
+        return logs.get("val_loss", logs["loss"])

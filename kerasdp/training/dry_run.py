@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -15,12 +17,14 @@ from kerasdp.data.feed import Reader
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import slots_by_weight
+from kerasdp.keras_compat.own_steps import compiled_variables
 from kerasdp.pipeline.plan import make_plan
+from kerasdp.portability.portable import batch_norms
+from kerasdp.portability.reduction import reasons_to_gather
 from kerasdp.reporting.dry_run import lines
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.training.runner import Runner
-from kerasdp.training.step_bytes import bytes_of, numbers_in, step_bytes
 
 # Samples that are read, of the first batch.
 _FEW = 32
@@ -223,3 +227,114 @@ def _cost(config: Config, model: keras.Model, num_devices: int) -> dict[str, Any
         return {"stages": stages, "micro_batch": plan.size, "is_cut_by_time": is_by_time}
     sent = step_bytes(model, config, config.num_replicas(num_devices))
     return {"step_bytes": dataclasses.asdict(sent), "sent_in_ring": sent.in_ring(num_devices)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a device gives into the collectives of a step with a full batch, in bytes.
+
+    Args:
+        gradients: are summed over the devices.
+        metrics: loss and metrics, likewise.
+        statistics: of batch norms, likewise.
+        gathered: own statistics of batch norms, which all other devices get.
+        num_gatherings: messages of these.
+        outputs: own outputs and targets, which all others get where the loss or a metric needs the whole batch.
+        gathers_by_sums: whether what all get is put between zeros and summed (tensorflow), which sends twice as much.
+    """
+
+    gradients: int
+    metrics: int = 0
+    statistics: int = 0
+    gathered: int = 0
+    num_gatherings: int = 0
+    outputs: int = 0
+    gathers_by_sums: bool = False
+
+    def in_ring(self, num_devices: int) -> dict[str, int]:
+        """Returns the bytes that each of so many devices sends in a ring, by what they are; nothing of one device."""
+        of_sum = 2 * (num_devices - 1) / num_devices
+        of_gathering = (num_devices - 1) * (2 if self.gathers_by_sums else 1)
+        return {
+            "gradients": round(self.gradients * of_sum),
+            "batch_norm": round(self.statistics * of_sum) + self.gathered * of_gathering,
+            "metrics": round(self.metrics * of_sum),
+            "outputs": self.outputs * (num_devices - 1),
+        }
+
+
+def step_bytes(model: keras.Model, config: Config, num_replicas: int) -> StepBytes:
+    """Computes what the devices of a data-parallel run exchange in a training step, from the built model.
+
+    The sizes are those of the tensors that the engines hand to collectives. How often these are sent along depends on
+    the algorithm: a ring sends 2 (N - 1) / N times the bytes of a sum, and N - 1 times those of a part that all others
+    get (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+    doi:10.1177/1094342005051521).
+
+    Args:
+        model: built and compiled, with the batch norm of the run.
+        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size` and `accumulate` are read.
+        num_replicas: of the run.
+    """
+    gradients = bytes_of(model.trainable_variables)
+    if config.gradient_precision == "bfloat16":
+        gradients = 2 * numbers_in(model.trainable_variables)
+    size = 8 if config.precision == "float64" else 4
+    outputs = 0
+    if config.backend == "jax":
+        # XLA sums the gradients of each micro-batch, and of a metric's mean only the total: it knows the count.
+        gradients *= config.accumulate
+        metrics = size * (1 + numbers_in(each for each in metric_variables(model) if each.name != "count"))
+    else:
+        metrics = size * (1 + numbers_in(metric_variables(model)))
+        if reasons_to_gather(model, is_weighted=False):
+            metrics, outputs = 0, _bytes_of_outputs(model) * config.replica_batch_size(num_replicas)
+    norms = [norm for norm in batch_norms(model) if norm.trainable]
+    return StepBytes(
+        gradients=gradients,
+        metrics=metrics,
+        outputs=outputs,
+        gathers_by_sums=config.backend == "tensorflow",
+        **_of_batch_norms(norms, config, size),
+    )
+
+
+def _of_batch_norms(norms: list[Any], config: Config, size: int) -> dict[str, int]:
+    channels = [math.prod(norm.moving_mean.shape) for norm in norms]
+    if config.backend == "jax":
+        # Sums of the gradients by scale and offset are needed, and are those that the weights get.
+        known = sum(count * (bool(norm.center) + bool(norm.scale)) for norm, count in zip(norms, channels))
+        backward = size * (2 * sum(channels) - known)
+        if config.batch_norm == "replica":
+            return {"statistics": backward + size * 2 * sum(channels)}
+        return {"statistics": backward, "gathered": size * 2 * sum(channels), "num_gatherings": len(norms)}
+    if config.batch_norm == "replica":  # count, mean and squares, with the gradients
+        return {"statistics": size * 3 * sum(channels)}
+    # These forward, and two sums backward.
+    return {"gathered": size * 5 * sum(channels), "num_gatherings": 2 * len(norms)}
+
+
+def metric_variables(model: keras.Model) -> list[Any]:
+    """Returns the variables that replicas sum: of the losses of single outputs, and of the metrics of `compile`."""
+    return [variable for variables in compiled_variables(model) for variable in variables]
+
+
+def bytes_of(variables: Iterable[Any]) -> int:
+    """Returns the bytes of variables on a device."""
+    return sum(math.prod(variable.shape) * _size(variable.dtype) for variable in variables)
+
+
+def numbers_in(variables: Iterable[Any]) -> int:
+    """Returns how many numbers variables hold."""
+    return sum(math.prod(variable.shape) for variable in variables)
+
+
+def _size(dtype: Any) -> int:
+    bits = re.search(r"\d+$", keras.backend.standardize_dtype(dtype))
+    return int(bits[0]) // 8 if bits else 1
+
+
+def _bytes_of_outputs(model: keras.Model) -> int:
+    """Returns the bytes of a sample's outputs; 0 where the model does not tell."""
+    symbols = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    return sum(math.prod(size or 1 for size in symbol.shape[1:]) * _size(symbol.dtype) for symbol in symbols)

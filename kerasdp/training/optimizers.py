@@ -1,13 +1,16 @@
-"""Makes Keras optimizers by name."""
+"""Makes Keras optimizers by name, and the learning rate of each update."""
 
+import inspect
+import math
 from typing import Any
 
 import keras
+from keras import ops
+from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PiecewiseConstantDecay, PolynomialDecay
 
 from kerasdp.config import Config, spec
 from kerasdp.data.sources import Source
 from kerasdp.errors import UserError
-from kerasdp.training.schedules import make_schedule
 
 
 def make_optimizer(config: Config, train: Source | None = None) -> keras.optimizers.Optimizer:
@@ -46,3 +49,106 @@ def _optimizers() -> dict[str, Any]:
         for name, value in vars(keras.optimizers).items()
         if isinstance(value, type) and issubclass(value, base) and value not in (base, wrapper)
     }
+
+
+@keras.saving.register_keras_serializable("kerasdp")
+class WarmUp(LearningRateSchedule):
+    """Rises to a learning rate, or to the first one of a schedule, which begins behind it.
+
+    Update `n`, from 0, has `(n + 1) / (steps + 1)` of it, so that none is without effect.
+
+    Args:
+        rate: a number, or a `LearningRateSchedule`.
+        steps: updates until the full rate.
+    """
+
+    def __init__(self, rate: float | LearningRateSchedule, steps: int):
+        super().__init__()
+        self.rate, self.steps = rate, steps
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of an update, by its number from 0."""
+        step = ops.cast(step, "float32")
+        behind = ops.maximum(step - self.steps, 0.0)
+        full = self.rate(behind) if isinstance(self.rate, LearningRateSchedule) else self.rate
+        return full * ops.minimum((step + 1.0) / (self.steps + 1.0), 1.0)
+
+    def as_keras(self) -> LearningRateSchedule:
+        """Returns what an exported model has in its place.
+
+        The same rates for a number and for `CosineDecay`, whose own warm-up does it; another schedule goes without. A
+        number stays a schedule: an optimizer keeps a number as one more variable, and would lose its state.
+        """
+        rate = self.rate
+        if isinstance(rate, CosineDecay) and not rate.warmup_steps:
+            full, decay_steps, alpha = rate.initial_learning_rate, rate.decay_steps, rate.alpha
+        elif isinstance(rate, LearningRateSchedule):
+            return rate
+        else:
+            full, decay_steps, alpha = rate, 1, 1.0
+        first = full / (self.steps + 1)
+        return CosineDecay(first, decay_steps, alpha, warmup_target=full, warmup_steps=self.steps)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        rate = self.rate
+        is_number = not isinstance(rate, LearningRateSchedule)
+        return {"rate": rate if is_number else keras.saving.serialize_keras_object(rate), "steps": self.steps}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "WarmUp":
+        """Makes it from its arguments."""
+        rate = config["rate"]
+        return cls(keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate, config["steps"])
+
+
+def make_schedule(config: Config, rate: float, num_samples: int | None) -> float | LearningRateSchedule:
+    """Returns the rate that `config.schedule` and `config.warmup` make of a learning rate.
+
+    Args:
+        config: `schedule`, `warmup`, `epochs`, `max_steps` and `batch_size` are read.
+        rate: the full one.
+        num_samples: of an epoch; None: not known.
+
+    Raises:
+        UserError: if the number of samples is needed, or the warm-up is longer than the training.
+    """
+    name, arguments = spec.parse(config.schedule, "schedule")
+    wanted = {"step": _step}.get(name, _to_the_end)
+    try:
+        inspect.signature(wanted).bind(name, rate, 1, 1, **arguments)
+    except TypeError as error:
+        raise UserError(f"--schedule: {name} does not take these arguments: {error}") from error
+    made: float | LearningRateSchedule = rate
+    if name != "constant":
+        if num_samples is None:
+            raise UserError(
+                f"--schedule={name} needs the number of samples: expected make_optimizer(config, data.train). "
+                "Received: make_optimizer(config)"
+            )
+        steps_per_epoch = -(-num_samples // config.batch_size)
+        num_steps = min(config.epochs * steps_per_epoch, config.max_steps or math.inf)
+        if num_steps <= config.warmup:
+            raise UserError(f"--warmup: expected less than {num_steps}, all updates. Received: {config.warmup}")
+        made = wanted(name, rate, int(num_steps) - config.warmup, steps_per_epoch, **arguments)
+    elif arguments:
+        raise UserError(f"--schedule: constant takes no arguments. Received: {config.schedule!r}")
+    return WarmUp(made, config.warmup) if config.warmup else made
+
+
+def _to_the_end(name: str, rate: float, num_steps: int, steps_per_epoch: int) -> LearningRateSchedule:
+    if name == "cosine":
+        return CosineDecay(rate, num_steps)
+    return PolynomialDecay(rate, num_steps, end_learning_rate=0.0)
+
+
+def _step(
+    name: str, rate: float, num_steps: int, steps_per_epoch: int, *, every: int = 10, factor: float = 0.1
+) -> LearningRateSchedule:
+    if not (isinstance(every, int) and every > 0 and factor > 0):
+        raise UserError(f"--schedule: step: expected every of at least 1, factor above 0. Received: {every}, {factor}")
+    boundaries = list(range(every * steps_per_epoch, num_steps, every * steps_per_epoch))
+    # Keras (3.15): the rate changes behind a boundary, so the last update of an epoch is the boundary.
+    return PiecewiseConstantDecay(
+        [boundary - 1 for boundary in boundaries], [rate * factor**number for number in range(len(boundaries) + 1)]
+    )

@@ -31,9 +31,8 @@ from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, explained
 from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.loop import Loop
+from kerasdp.training.loop import Loop, ModelSteps
 from kerasdp.training.model_calls import model_calls_through, through_model
-from kerasdp.training.model_steps import ModelSteps
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, feeding, make_reader
 

@@ -10,7 +10,7 @@ from keras.optimizers.schedules import CosineDecay, PolynomialDecay
 
 import kerasdp
 from kerasdp.training.losses import SmoothedCrossentropy
-from kerasdp.training.schedules import WarmUp
+from kerasdp.training.optimizers import WarmUp
 
 PLAIN_KERAS = """
 import sys

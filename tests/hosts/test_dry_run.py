@@ -12,8 +12,7 @@ from kerasdp.data.datasets import load_data
 from kerasdp.data.sampling import pad_rows, shard_rows
 from kerasdp.errors import UserError
 from kerasdp.reporting.dry_run import size
-from kerasdp.training.dry_run import split_rows
-from kerasdp.training.step_bytes import StepBytes
+from kerasdp.training.dry_run import StepBytes, split_rows
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
 
 # Of a message through the sockets of torch's virtual devices.

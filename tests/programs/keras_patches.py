@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kerasdp.keras_compat import optimizers, settings, training
+from kerasdp.keras_compat import models, optimizers, settings
 from kerasdp.keras_compat.layers import set_raw_value
 from kerasdp.keras_compat.numerics import same_on_all_backends
 
@@ -176,7 +176,7 @@ def on_tensorflow():
 
     @contextlib.contextmanager
     def whole():
-        in_replica.append(training.losses_of_whole_batch)
+        in_replica.append(models.losses_of_whole_batch)
         yield
 
     own = keras.Variable(np.zeros(2, "float32"))

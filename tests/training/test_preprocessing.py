@@ -6,7 +6,7 @@ import pytest
 
 from kerasdp.backends.base import SingleProcess
 from kerasdp.errors import UserError
-from kerasdp.training.preprocessing import preprocessed
+from kerasdp.training.model_calls import preprocessed
 
 
 class Lengths(keras.Model):

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdp.keras_compat.graph_ends import calls_own_graph, last_activation, output_symbols
 from kerasdp.keras_compat.layers import (
     added_losses,
     all_layers,
@@ -20,10 +19,13 @@ from kerasdp.keras_compat.layers import (
 from kerasdp.keras_compat.models import (
     as_functional,
     calls,
+    calls_own_graph,
     compiled_metrics,
     inputs_structure,
+    last_activation,
     loss_options,
     output_losses,
+    output_symbols,
     outputs_structure,
 )
 from kerasdp.keras_compat.optimizers import (

@@ -18,20 +18,8 @@ from keras.src.saving import serialization_lib
 from keras.src.utils import module_utils
 
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat import (
-    layers,
-    models,
-    numerics,
-    optimizers,
-    own_rows,
-    own_steps,
-    patches,
-    random,
-    saving,
-    settings,
-    training,
-)
-from kerasdp.keras_compat.loss_scaling import deciding_on_device
+from kerasdp.keras_compat import layers, models, numerics, optimizers, own_steps, patches, random, saving, settings
+from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability import initial_weights, replica_context
 from kerasdp.portability import layers as portable_layers
@@ -255,7 +243,7 @@ def test_a_compiled_model_is_built_without_training():
             self.always, self.sometimes = keras.layers.Dense(1), keras.layers.Dense(1)
 
         def call(self, inputs, training=False):
-            return self.always(inputs) + (self.sometimes(inputs) if training else 0)
+            return self.always(inputs) + (self.sometimes(inputs) if models else 0)
 
     model = Own()
     model.compile("adam", "mse", metrics=["mae"])
@@ -290,7 +278,7 @@ def test_losses_are_reduced_otherwise():
     model, targets = dense(), ONES[:, :2]
     models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 2)), None))
     compiled = models.compiled_loss(model)
-    with own_rows.reducing_losses(
+    with own_steps.reducing_losses(
         model, lambda loss, y_true, y_pred, weights: keras.ops.sum(loss.call(y_true, y_pred))
     ):
         assert float(array(compiled(targets, 3 * targets))) == 8
@@ -300,13 +288,13 @@ def test_losses_are_reduced_otherwise():
     def refuse(*_):
         raise UserError("one line")
 
-    with pytest.raises(UserError, match="^one line$"), own_rows.reducing_losses(model, refuse):
+    with pytest.raises(UserError, match="^one line$"), own_steps.reducing_losses(model, refuse):
         compiled(targets, targets)
 
 
 def test_wrapped_losses():
     loss = keras.losses.MeanSquaredError()
-    with own_rows.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
+    with own_steps.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
         assert float(array(loss(ONES, 7 * ONES))) == 7
     assert float(array(loss(ONES, 7 * ONES))) == 36
 
@@ -324,7 +312,7 @@ def test_means_of_losses_are_multiplied():
         return model.test_on_batch(ONES, [zeros, zeros], return_dict=True)
 
     before = means()
-    with training.losses_of_whole_batch(3.0):
+    with models.losses_of_whole_batch(3.0):
         within = means()
     assert before == means() == {"loss": 2, **{name: 1 for name in before if name != "loss"}}
     assert within == {"loss": 2, **{name: 3 for name in before if name != "loss"}}
@@ -678,7 +666,7 @@ def test_a_monitor_decides_before_its_first_epoch():
     callback = keras.callbacks.EarlyStopping(monitor="loss", min_delta=0.5)
     callback.set_model(dense())
     assert callback.monitor_op is None
-    training.set_monitor_direction(callback)
+    models.set_monitor_direction(callback)
     assert callback.monitor_op is not None and callback.min_delta == -0.5
-    training.set_monitor_direction(callback)
+    models.set_monitor_direction(callback)
     assert callback.min_delta == -0.5  # Keras turns the sign each time

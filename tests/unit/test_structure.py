@@ -247,10 +247,9 @@ ASSIGNED_ELSEWHERE = {
     "runtime/heartbeat.py": ("setattr(owner", "the kit's own"),
     "runtime/model_cache.py": ("object.__setattr__(model, _ATTRIBUTE", "an attribute of the kit's"),
     "runtime/signals.py": ("sys.unraisablehook", "Python's own switch"),
-    "training/callbacks.py": ("self._trained.stop_training", "what Keras' callbacks set"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
     "training/optimizers.py": ("optimizer.learning_rate", "what Keras' callbacks set"),
-    "training/rank_sync.py": ("model.", "stop_training, learning_rate: what Keras' callbacks set"),
+    "training/callbacks.py": ("model.", "stop_training, learning_rate: what Keras' callbacks set"),
 }
 CHANGES = """
 layer.call = call

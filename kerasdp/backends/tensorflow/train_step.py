@@ -93,8 +93,8 @@ class ReplicaSteps:
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+        from kerasdp.keras_compat.models import losses_of_whole_batch
         from kerasdp.keras_compat.own_steps import as_keras_gives
-        from kerasdp.keras_compat.training import losses_of_whole_batch
         from kerasdp.portability.own_steps import run_on_shard
 
         model, strategy = self.model, self.strategy

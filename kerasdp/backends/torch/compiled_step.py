@@ -35,8 +35,7 @@ class CompiledTraining:
         import keras
 
         from kerasdp.backends.observer import forward_pass, observed, watched_layers
-        from kerasdp.keras_compat.loss_scaling import deciding_on_device
-        from kerasdp.keras_compat.optimizers import updating_one_by_one
+        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 
         model, strategy = self.model, self.strategy
         inputs, targets, sample_weight = data

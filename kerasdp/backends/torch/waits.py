@@ -85,8 +85,7 @@ def updating_on(device: torch.device, optimizer: Any) -> Iterator[None]:
         return
     import keras
 
-    from kerasdp.keras_compat.loss_scaling import deciding_on_device
-    from kerasdp.keras_compat.optimizers import inner_optimizer, updating_one_by_one
+    from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_one_by_one
 
     with contextlib.ExitStack() as stack:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
