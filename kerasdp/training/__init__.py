@@ -1,1 +1,1 @@
-"""Runs Keras' `fit`, `evaluate` and `predict` on all devices of a run."""
+"""Trains, evaluates and predicts on all devices of a run."""

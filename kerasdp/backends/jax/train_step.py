@@ -184,7 +184,11 @@ def _packed(data: tuple[Any, ...]) -> Any:
 
 
 def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail) -> tuple[Any, Any]:
-    """Runs Keras' training step, and also returns this batch's loss (Keras' logs hold the epoch's mean) and rate."""
+    """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed, and the state.
+
+    It is Keras' own step, in one program for all devices: XLA adds the sums over them. Keras' logs hold the mean of the
+    epoch, so the loss of the batch is returned besides.
+    """
     import keras
 
     from kerasdp.backends.observer import forward_pass, observed, watched_layers
@@ -205,13 +209,16 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
         # Only tensors leave, without the masks that layers have left at them.
         return loss, (updates, keras.tree.map_structure(mask_of, updates[1]), found)
 
+    # Forward and backward pass.
     (_, (updates, masks, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
     loss, outputs, non_trainable, metrics = updates
     outputs = keras.tree.map_structure(set_mask, outputs, masks)
     seen = observed(detail, gradients, found)
+    # The update.
     with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
         rate = learning_rate(model.optimizer)
     trainable, optimizer = _updated(model, state, gradients)
+    # The metrics.
     with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
         update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])
         logs = model.compute_metrics(inputs, targets, outputs, sample_weight)

@@ -38,7 +38,10 @@ class ReplicaSteps:
     def train(
         self, detail: Detail, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure
     ) -> tuple[Any, ...]:
-        """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed."""
+        """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
+
+        The data is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
+        """
         from kerasdp.backends.observer import forward_pass, observed
 
         model, strategy = self.model, self.strategy
@@ -46,26 +49,30 @@ class ReplicaSteps:
             logs, _ = self.own_step("train_step", num_rows, (inputs, targets, sample_weight))
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
+            # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
             with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
                 outputs = self._forward(inputs, training=True)
+            # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
             whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
             scaled_loss = model.optimizer.scale_loss(whole.loss)
         whole.share_metrics()
+        # The backward pass, and the mean of the gradients over the replicas (2), in one message with the metrics (3).
         variables = model.trainable_weights
         gradients = optimizer_update.dense(tape.gradient(scaled_loss, variables))
         take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, {})  # noqa: E731
-        if context is not None:  # in one collective with the gradients
+        if context is not None:
             take_apart = collectives.mean(gradients, whole.shared, strategy.gradient_precision)
         means, sums = take_apart()
         observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
 
         def update() -> None:
-            means, sums = take_apart()  # anew, within what is compiled
+            means, sums = take_apart()  # once more, within what is compiled
             whole.take(sums)
-            whole.move_statistics()
+            whole.move_statistics()  # (5)
             if variables:
                 model.optimizer.apply_gradients(zip(means, variables, strict=True))
 
+        # The update, the same on each replica; loss and metrics of the global batch (3).
         if optimizer_update.can_be_one(model):
             optimizer_update.as_one(model, update)
         else:
