@@ -11,7 +11,7 @@ FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices", "stages": "n
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
 _SWITCHES = ("deterministic", "dry_run", "resume", "trust_checkpoint")
-# Of a URL: what stands before the host's `@`, and what follows a `?`, in which clouds put signatures and tokens.
+# The user and the query of a URL: clouds put passwords before the host's `@`, signatures and tokens after a `?`.
 _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s'\"@:]*:[^\s'\"]*|[^/\s'\"@]+)@")
 _URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"?]*\?)[^\s'\"]+")
 _HIDDEN = "***"
@@ -38,7 +38,7 @@ def is_from_command_line() -> bool:
 
 
 def addressed(message: str) -> str:
-    """Returns a message in which choices are written as whoever started the run writes them.
+    """Returns a message in which choices are written as the user writes them, on the command line or in Python.
 
     Args:
         message: with flags, as `--gpus=2`. They stay on the command line, and become arguments, as `num_devices=2`, for

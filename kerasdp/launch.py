@@ -27,7 +27,7 @@ from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.watch import judging
 from kerasdp.runtime.workers import supervise
 
-# What a dry run leaves to the machines that it tells of: it runs on one CPU device of this one.
+# Fields that a dry run resets to their defaults: they concern machines that are not present.
 _OF_THE_MACHINES = (
     "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
     "micro_batches", "pipeline_schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
@@ -192,7 +192,7 @@ def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any])
     with ending_together(cluster):
         with _native_stderr_suppressed(), signals.delayed():
             backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")
-        # Where others are waited for, that is said.
+        # With several machines, keep stderr: "waits for ..." lines must be visible.
         with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
             devices = backend.make_devices(settings, cluster)
     _warn_of_cuda(devices)

@@ -39,7 +39,7 @@ def all_variables(model: Any) -> list[Any]:
 class TrainedWeights:
     """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
 
-    Keras (3.15) heeds that at once on torch, not before the next `compile` on TensorFlow, and fails on JAX.
+    Keras (3.15) follows at once on torch, not before the next `compile` on TensorFlow, and fails on JAX.
     """
 
     def __init__(self, model: Any):
@@ -51,7 +51,7 @@ class TrainedWeights:
         self._known: set[tuple[bool, ...]] = set()
 
     def key(self) -> tuple[bool, ...]:
-        """Returns what differs where other weights are trained.
+        """Returns a key of the weights that are trained now: whether each layer and weight is trainable.
 
         Raises:
             UserError: if the optimizer was not built for some of them.

@@ -128,7 +128,7 @@ def methods_through(wraps: dict[str, Callable[[Any], Any]]) -> contextlib.Abstra
 
 
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
-    """Returns the two objects that each `compile` makes anew, whatever it is given; Nones before the first.
+    """Returns `CompileLoss` and `CompileMetrics`, new objects after each `compile`; (None, None) before the first.
 
     Keras 3.15: `Trainer._compile_loss`, `_compile_metrics`; no public way to see that a model was compiled again.
     """

@@ -26,7 +26,7 @@ def own_steps(model: keras.Model) -> set[str]:
 
 
 def as_keras_gives(data: Any) -> Any:
-    """Returns inputs, targets and sample weights as Keras hands them to a step: without what there is not."""
+    """Returns inputs, targets and sample weights as Keras hands them to a step: without those that are None."""
     return keras.utils.pack_x_y_sample_weight(*data)
 
 
@@ -110,7 +110,7 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
             object.__setattr__(model, key, value)
 
 
-# Of a loss, targets, outputs and sample weights.
+# Reduces a loss: called with the loss, targets, outputs and sample weights.
 Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 
 _reduce: contextvars.ContextVar[Reduce | None] = contextvars.ContextVar("kerasdp_reduce", default=None)

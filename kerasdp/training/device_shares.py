@@ -13,9 +13,9 @@ from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.own_steps import own_steps
 
-# Of the time for each row that there would be if a pass had none of its own: timings are not exact.
+# The least time for one more row, as a fraction of the time of a pass divided by its rows: timings are not exact.
 _LEAST_SLOPE = 0.2
-# Of the time with equal shards: what unequal ones must be below.
+# Unequal shards are taken if they need less than this fraction of the time of equal ones.
 _CLEARLY = 0.9
 
 
@@ -56,12 +56,12 @@ def choose_shares(
         split.shares = shares_by_time(tried[0], tried[-1], num_rows)
         tried.append(_seconds(model, strategy, reader))
     first, split.shares = tried[0], fastest(tried, num_rows)
-    anew = "" if resumed is None else "; the checkpoint has none for so many devices"
+    why = "" if resumed is None else "; the checkpoint has none for so many devices"
     rates = ", ".join(f"{rows / seconds:,.0f}" for rows, seconds in first)
-    say(f"device shares: {in_words(split.shares)} of {num_rows} samples; measured: {rates} samples/s{anew}")
+    say(f"device shares: {in_words(split.shares)} of {num_rows} samples; measured: {rates} samples/s{why}")
 
 
-# Of a device: its rows, and the seconds of a pass with them.
+# The rows of a device, and the seconds of a pass with them.
 Timed = tuple[int, float]
 
 

@@ -227,7 +227,7 @@ def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> 
         if weights.key() != key:
             raise UserError(
                 f"{model.name} has layers that were frozen or unfrozen since it was compiled, which a pipeline or "
-                "accumulation cannot heed: call model.compile again"
+                "accumulation cannot follow: call model.compile again"
             )
         return functions.train(batch, detail)
 

@@ -135,7 +135,7 @@ def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any
     return call
 
 
-# Of each array so many rows, and of each row so many numbers, are looked at.
+# Rows of each array, and values of each row, that are compared.
 _MOST = 64
 # What may differ: what is shown, and callbacks, some of which are for one rank.
 _OWN = ("verbose", "callbacks")
@@ -264,7 +264,7 @@ def _preprocess(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple
     parts = [_part(model, (x, y, sample_weight), first) for first in range(0, num_rows, _ROWS_AT_ONCE)]
     again = _part(model, (x, y, sample_weight), 0)
     if _digest(again) != _digest(parts[0]):
-        report.warn(f"the preprocessor of {model.name} draws random numbers: once, not anew in each epoch")
+        report.warn(f"the preprocessor of {model.name} draws random numbers: once, not in each epoch")
     try:
         return keras.tree.map_structure(_concatenate, *parts)
     except ValueError as error:

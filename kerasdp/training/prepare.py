@@ -178,7 +178,7 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
 def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:
     """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
     for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
-        # The check of the first step knows those that take their statistics of training for no call.
+        # The check of the first step covers layers whose `call` uses no statistics of the batch.
         if layer.trainable and config.check == "off":
             raise UserError(
                 f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "

@@ -27,10 +27,10 @@ MOST_ON_DEVICE = 2**30
 
 
 class FitNumbers(ModelCache[int]):
-    """Which orders of the samples a `fit` of a model has: the n-th that begins at epoch 0 has the n-th, from 0."""
+    """Numbers the fits of each model, so that each new `fit` shuffles differently."""
 
     def next(self, model: keras.Model, initial_epoch: int) -> int:
-        """Returns the number of one more `fit`. From a later epoch on it continues the orders of the one before."""
+        """Returns the number of one more `fit`, from 0. One that begins at a later epoch continues the last number."""
         known = self.get(model)
         number = 0 if known is None else known + (initial_epoch == 0)
         self.put(model, number)

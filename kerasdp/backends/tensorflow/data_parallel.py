@@ -63,7 +63,7 @@ class DataParallel(Strategy):
         reset = tf.compat.v1.reset_default_graph
 
         def reset_default_graph() -> None:
-            """Enters the scope anew: `keras.utils.clear_session` takes it away with TensorFlow's graph."""
+            """Enters the scope again: `keras.utils.clear_session` takes it away with TensorFlow's graph."""
             nonlocal scope
             reset()
             scope = self.mirrored.scope()

@@ -130,7 +130,7 @@ class _NormalizeTogether(torch.autograd.Function):
         variance = (squares + counts * (means - mean).square()).sum(0) / ctx.count
         inverse = torch.rsqrt(variance + epsilon).reshape(ctx.shape)
         factor = inverse if scale is None else inverse * _wide(scale).reshape(ctx.shape)
-        shift = (own_mean - mean.reshape(ctx.shape)) * factor  # of which the own mean is wrong
+        shift = (own_mean - mean.reshape(ctx.shape)) * factor  # corrects for centering by this rank's mean
         if offset is not None:
             shift = shift + _wide(offset).reshape(ctx.shape)
         if num_rows is not None:

@@ -219,8 +219,9 @@ class DataParallel(Strategy):
         return self._on_own_rows(model, "train_step", batch, is_trial=True)[1]
 
     def _compiles(self, model: Any, num_steps: int | None, is_full: bool) -> bool:
-        """Returns whether one of so many steps is compiled; None: not known. That of a smaller last batch is not.
+        """Returns whether a step is compiled. The step of a smaller last batch (`is_full` False) never is.
 
+        `num_steps`: of the whole training; None if that is not known.
         A resumed run must decide as the interrupted one did, or they would differ by round-off.
         """
         if model.run_eagerly or self.config.compile == "off" or self.host_sums is not None or not is_full:

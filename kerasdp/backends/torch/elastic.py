@@ -162,7 +162,7 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
 
     They fail, too, as soon as this one leaves, and torch records only the first error that it sees.
     """
-    end_with_parent()  # torch (2.13) sends SIGINT, which what waits in native code does not heed
+    end_with_parent()  # torch (2.13) sends SIGINT, which native code that waits does not notice
     start_processes_as_usual()
     # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
