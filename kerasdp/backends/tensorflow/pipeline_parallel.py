@@ -8,11 +8,11 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, StagedModels, StepFunctions, Strategy, Structure
 from kerasdp.backends.steps import require_device_batch
-from kerasdp.backends.tensorflow.deterministic import require_deterministic
 from kerasdp.backends.tensorflow.devices import (
     device_names,
     peak_memory_by_device,
     put_on_device,
+    require_deterministic,
 )
 from kerasdp.backends.tensorflow.feed_dataset import FeedDataset
 from kerasdp.backends.tensorflow.gradient_accumulation import Accumulation
