@@ -25,8 +25,7 @@ import sys
 from typing import Any
 
 from kerasdp.benchmark.contenders import PEERS, Contender
-from kerasdp.benchmark.measure import run
-from kerasdp.benchmark.results import Measured, spread
+from kerasdp.benchmark.measure import Measured, run, spread
 from kerasdp.config.versions import versions
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 

@@ -23,11 +23,8 @@ from kerasdp.runtime.sending import SentFunction, SentResult, sent
 from kerasdp.sweep import Trial, finished, in_own_process, trials_of, write_results
 
 __all__ = ["run", "sweep"]
-
 # What Ray keeps of a run, in the workdir or beside the checkpoints.
 _FOLDER = "ray"
-
-
 _ERROR = "error"
 
 

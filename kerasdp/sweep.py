@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 
 
 __all__ = ["run"]
-
 # What a sweep itself decides.
 _NOT_SWEPT = (
     "workdir", "checkpoint_dir", "resume", "max_restarts", "export", "hosts", "host_rank", "coordinator", "dry_run",
 )  # fmt: skip
-
-
 _NEVER = 1e9  # seconds
 
 
@@ -43,8 +40,6 @@ class Trial(Run):
 
 # In the workdir: Optuna's journal, which unlike SQLite may lie on any file system. And the study's name in it.
 STUDY_FILE, STUDY = "optuna.journal", "sweep"
-
-
 # What a run may change when it resumes.
 _FREE = (*PLACES, "backend", "device", "num_devices", "precision")
 
@@ -261,7 +256,7 @@ def _trial_of(settings: Config, workdir: str, choices: dict[str, Any]) -> Trial:
 
 
 def in_own_process(settings: Config) -> Config:
-    """Returns the choices with a limit for hanging, whereby `launch` starts a process."""
+    """Returns the choices with a limit for hanging, so that `launch` starts a process."""
     timeout = HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or _NEVER
     return dataclasses.replace(settings, hang_timeout=timeout)
 

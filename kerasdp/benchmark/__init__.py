@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kerasdp.benchmark.contenders import PEERS
-    from kerasdp.benchmark.measure import compare
-    from kerasdp.benchmark.pipeline_study import measured, stage_work, study
-    from kerasdp.benchmark.results import Measured, Measurement
+    from kerasdp.benchmark.measure import Measured, compare
+    from kerasdp.benchmark.pipeline_study import Measurement, measured, stage_work, study
 
 _MODULES = {
     "PEERS": "contenders",
-    "Measured": "results",
-    "Measurement": "results",
+    "Measured": "measure",
+    "Measurement": "pipeline_study",
     "compare": "measure",
     "measured": "pipeline_study",
     "stage_work": "pipeline_study",

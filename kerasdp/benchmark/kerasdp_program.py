@@ -41,7 +41,7 @@ def of_config(config: "kerasdp.Config") -> tuple[Any, Any, Callable[[], Any]]:
     return x, y, functools.partial(kerasdp.build_model, config, data.input_shape, data.num_classes)
 
 
-# Counts, of what trains so many steps, the bytes that a device sends in a step.
+# Takes a function that trains a number of steps; returns the bytes that a device sends in a step.
 Traffic = Callable[[Callable[[int], Any]], int]
 
 

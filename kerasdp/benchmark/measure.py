@@ -1,22 +1,88 @@
-"""Runs contenders in turn, and compares them."""
+"""Runs contenders in turn, compares them, and draws the comparison."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
 import re
+import statistics
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
-from kerasdp.benchmark.results import Measured, draw_scaling, draw_speeds, spread
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.config.versions import versions
 from kerasdp.errors import RunError
+from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.runtime.devices import is_installed
 
+FASHION_MNIST = 60_000  # training images
 SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
+
+
+@dataclasses.dataclass(kw_only=True)
+class Measured:
+    """What a contender took.
+
+    Args:
+        name: of the contender.
+        backend: its framework.
+        num_devices: that it trained on.
+        seconds: of each round; of one in which it failed, none, and it took no part any more.
+        ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
+        last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
+        rates: samples a second, of each round.
+        mfu: model FLOPs utilization (`kerasdp.benchmark.measure.utilization`), from 0 to 1; None where it is not known.
+        error: why it could not be measured; empty if it could.
+    """
+
+    name: str
+    backend: str
+    num_devices: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    ready: dict[str, Any] = dataclasses.field(default_factory=dict)
+    last: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mfu: float | None = None
+    error: str = ""
+
+    @property
+    def is_kit(self) -> bool:
+        """Returns whether it is this package."""
+        return self.name.startswith("kerasdp-")
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, the median of the rounds."""
+        return statistics.median(self.rates)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields for JSON."""
+        found = dataclasses.asdict(self)
+        if self.rates:
+            found |= {"images_per_second": spread(self.rates), "seconds_an_epoch_of_60000": FASHION_MNIST / self.rate}
+        return found
+
+    def __str__(self) -> str:
+        name = self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
+        if self.error:
+            return f"{name:28} {self.error}"
+        low, high = min(self.rates), max(self.rates)
+        share = f" {self.mfu:8.1%}" if self.mfu is not None else ""
+        return (
+            f"{name:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
+            f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"
+            f" {FASHION_MNIST / self.rate:10,.1f} s{share}"
+        )
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Returns the median, the lowest and the highest."""
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratios(measured: list[Measured]) -> list[dict[str, Any]]:
@@ -219,7 +285,7 @@ PEAKS: dict[str, tuple[float | None, float | None]] = {
     "TPU v6 lite": (None, 918e12), "TPU v5 lite": (None, 197e12), "TPU v5p": (None, 459e12), "TPU v5": (None, 459e12),
     "TPU v4": (None, 275e12),
 }  # fmt: skip
-# A part of a GPU, or a chip of the same name that is another one.
+# Words in the name of a part of a GPU, or of another chip with the same name.
 _OTHERS = {"MIG", "Laptop", "Max", "Ti", "D"}
 
 
@@ -236,3 +302,62 @@ def peak_of(device: str, precision: str) -> float | None:
     known = [name for name in PEAKS if set(name.split()) <= words]
     best = max(known, key=lambda name: len(name.split()), default=None)
     return None if best is None else PEAKS[best][precision == "bfloat16"]
+
+
+def draw_speeds(measurements: list[Measured], path: str) -> None:
+    """Draws a bar for each contender: the median of its rounds, from the lowest to the highest. The kit's are full.
+
+    Args:
+        measurements: of `kerasdp.benchmark.compare`.
+        path: of the PNG file.
+    """
+    figure, (axes,) = make_figure(7.2, 1.3 + 0.36 * len(measurements), grid="x")
+    for index, measured in enumerate(measurements):
+        colour = BACKEND_COLOURS[measured.backend]
+        axes.barh(
+            index, measured.rate, xerr=_error_bars([measured]), height=0.7, capsize=3, edgecolor=colour,
+            color=colour if measured.is_kit else "white", hatch=None if measured.is_kit else "///",
+        )  # fmt: skip
+        axes.annotate(
+            f"{measured.rate:,.0f}",
+            (max(measured.rates), index),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    names = [f"{one.name} x {one.num_devices}" if one.num_devices > 1 else one.name for one in measurements]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="images a second (median; lowest and highest)", title="The kit (full) and its peers")
+    figure.savefig(path, dpi=120)
+
+
+def draw_scaling(measurements: list[Measured], path: str) -> None:
+    """Draws images a second by number of devices, and how the fastest would scale at best. Args as in `draw_speeds`."""
+    figure, (axes,) = make_figure(8.0, 4.4, grid="y")
+    counts = sorted({measured.num_devices for measured in measurements})
+    names = list({measured.name: None for measured in measurements})
+    for index, name in enumerate(names):
+        shift = 0.02 * (index - len(names) // 2)  # so that error bars stand side by side
+        ways = sorted((one for one in measurements if one.name == name), key=lambda one: one.num_devices)
+        axes.errorbar(
+            [one.num_devices + shift for one in ways], [one.rate for one in ways], yerr=_error_bars(ways), capsize=3,
+            marker="o" if ways[0].is_kit else "s^Dv"[index % 4],
+            color=BACKEND_COLOURS[ways[0].backend], label=name, linestyle="-" if ways[0].is_kit else "--",
+        )  # fmt: skip
+    first = max((one for one in measurements if one.num_devices == counts[0]), key=lambda one: one.rate, default=None)
+    if first is not None:
+        ideal = [first.rate * count / counts[0] for count in counts]
+        axes.plot(counts, ideal, color="#bbbbbb", linestyle=":", label="ideal")
+    axes.set(xlabel="devices", ylabel="images a second", xticks=counts, ylim=(0, None), title="More devices")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=120)
+
+
+def _error_bars(measurements: list[Measured]) -> list[list[float]]:
+    """Returns the distances from the medians down to the lowest, and up to the highest."""
+    return [
+        [one.rate - min(one.rates) for one in measurements],
+        [max(one.rates) - one.rate for one in measurements],
+    ]

@@ -24,7 +24,7 @@ import safetensors.numpy
 from kerasdp.checkpoint.storage import Marker, OutOfReachError, folder_at, is_left_over, is_url
 from kerasdp.errors import CheckpointError, UserError
 
-# Increased when the reader of before would misread, or wrongly refuse, what is written. Only this one is read.
+# Increased when an older reader would misread, or wrongly refuse, what is written. Only this one is read.
 FORMAT = 4
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _NAMES = re.compile(r"(step-\d{8,}|best)\.safetensors")
@@ -259,7 +259,7 @@ _MOST = 2**53  # beyond it a float, as ranks exchange them, is no longer exact
 
 
 def _check_fields(path: str, state: Any) -> dict[str, Any]:
-    """Returns the state of a checkpoint, of which each known field that is there is of its kind.
+    """Returns the state of a checkpoint; each known field in it is of its kind.
 
     Raises:
         CheckpointError: if one is not, or there is no `step`.

@@ -346,7 +346,7 @@ def _version(package: str) -> str | None:
 
 def _backend_facts(name: str) -> dict[str, Any]:
     """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
-    program = f"import json; from kerasdp.backends.{name}.about import describe; print('FOUND', json.dumps(describe()))"
+    program = f"import json, kerasdp.backends.{name}.devices as own; print('FOUND', json.dumps(own.describe()))"
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path]))
     try:

@@ -12,10 +12,9 @@ from typing import Any
 from absl import flags
 
 from kerasdp.benchmark.contenders import PEERS
-from kerasdp.config import Config
+from kerasdp.config import Config, Request
 from kerasdp.config.choices import COUNT, POSITIVE, Choice, Range, check_ranges, choice, choices_of, is_count_or_range
 from kerasdp.config.config import meant
-from kerasdp.config.request import Request
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 
 # The groups of the flags of a few recipes.

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
-from kerasdp.config import Config
+from kerasdp.config import Config, Request
 from kerasdp.config.choices import choices_of
-from kerasdp.config.request import Request
 from kerasdp.errors import FIELDS_OF_FLAGS, PreemptedError, RunError, UserError, from_command_line
 from kerasdp.launch import launch
 from kerasdp.runtime.devices import choose_backend

@@ -25,8 +25,6 @@ from kerasdp.errors import UserError
 
 # Where Debian and Ubuntu put the package dataset-fashion-mnist.
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
-
-
 Arrays = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -278,14 +276,8 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "synthetic": synthetic,
     "images": images,
 }
-
-
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-
-
 _MOST_AXES = 8  # images in colour have 4
-
-
 _IDX_CHUNK = 2**24
 
 
@@ -370,8 +362,6 @@ _PUBLISHED: dict[str, tuple[int, int, tuple[int, ...], int]] = {
     "fashion_mnist": (60_000, 10_000, (28, 28, 1), 10),
     "cifar10": (50_000, 10_000, (32, 32, 3), 10),
 }
-
-
 _IMAGENET_CLASSES = 1000
 
 

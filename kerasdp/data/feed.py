@@ -26,8 +26,8 @@ class Feed:
     ):
         """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
 
-        `shard_batch` brings a batch to this process's devices; it is called in a reading thread, of which each calls
-        `begin_thread` before it reads.
+        `shard_batch` brings a batch to this process's devices; it is called in the reading threads, each of which
+        calls `begin_thread` before it reads.
         """
         self.reader, self.shard_batch, self._begin_thread = reader, shard_batch, begin_thread
         self.num_batches = reader.num_batches
@@ -63,8 +63,8 @@ class Feed:
                 yield batch
             self._is_left_in_order = True
         finally:
-            # Batches that are handed out: each process has asked for equally many, and gets them. After a failure it
-            # may be that nobody gives them any more.
+            # If one process hands out the batches, all have asked for equally many and receive them: none is cancelled.
+            # After a failure they may never come, so nothing waits for them.
             if not self.reader.hands_out:
                 for future in ahead:
                     future.cancel()

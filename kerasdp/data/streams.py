@@ -120,7 +120,7 @@ def seed_pass(batches: Any, seed: int, number: int) -> None:
     The random numbers of Python, NumPy and torch, a DataLoader's own generator, and what has a `set_epoch`.
 
     Args:
-        batches: of which a pass begins.
+        batches: the object; a pass over it begins.
         seed: of the run.
         number: of the pass, from 0.
     """
@@ -162,7 +162,7 @@ def refuse_split_data(batches: Any) -> None:
 
 
 def unpacked(data: Any) -> tuple[Any, Any, Any]:
-    """Returns inputs, targets and sample weights of a batch, in NumPy, None for what there is not."""
+    """Returns inputs, targets and sample weights of a batch, in NumPy; None for those that are missing."""
     return as_arrays(keras.utils.unpack_x_y_sample_weight(data))
 
 

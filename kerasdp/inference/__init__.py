@@ -3,7 +3,7 @@
 For the functions that `kerasdp.launch` calls, as in recipes/evaluate.py and recipes/predict.py.
 """
 
-from kerasdp.config.request import Request
+from kerasdp.config import Request
 from kerasdp.inference.conversion import check_elsewhere, check_target, convert
 from kerasdp.inference.outputs import (
     check_classes,

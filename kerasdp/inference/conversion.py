@@ -23,8 +23,6 @@ from kerasdp.runtime.devices import is_installed
 
 # What Keras (3.15) converts with, on each backend.
 _PACKAGES = {"torch": ("onnx", "onnxscript"), "tensorflow": ("tf2onnx",), "jax": ("jax2onnx",)}
-
-
 TOLERANCE = 1e-5
 
 

@@ -13,8 +13,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.checkpoint.state import build_architecture, load_keras_file
 from kerasdp.checkpoint.storage import is_url
-from kerasdp.config import Config, spec
-from kerasdp.config.request import Request
+from kerasdp.config import Config, Request, spec
 from kerasdp.config.validation import DATASETS, MODELS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.data.datasets import load_data

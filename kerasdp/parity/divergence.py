@@ -257,7 +257,7 @@ def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) ->
             f"{agreed}, but not the loss that is made of them: its weights, or its mean over samples or replicas",
             apart > _BEYOND_ROUND_OFF * tolerance.after(step),
         )
-    # A weight whose gradient is nothing but round-off, as that of a bias before a batch norm, says nothing.
+    # A gradient that is nothing but round-off, as that of a bias before a batch norm, proves nothing.
     scale = max((np.abs(gradient).max() for gradient in expected.gradients.values() if gradient.size), default=1.0)
     allowed = tolerance.of_gradients(step)
     for name, gradient in reversed(expected.gradients.items()):

@@ -87,7 +87,7 @@ def _use(share: Share | None) -> Iterator[None]:
 @contextlib.contextmanager
 def joined_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
-    clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.gradient_clipping")
+    clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
     hooks = hooked_steps(model, _joining_apply, _weighing_update, _remembered_result)
     with hooks, clipping.clipping_means(_means_of_clipped):
         yield

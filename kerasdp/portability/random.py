@@ -195,7 +195,7 @@ def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, te
             "a layer draws random numbers for a tensor whose samples are not on axis 0, which stages on jax cannot: "
             "use --strategy=data"
         )
-    # Rare: draws for the global batch, of which this replica's rows are a part.
+    # Rare: draws for the global batch, and takes this replica's rows.
     whole = list(shape)
     whole[axis.axis] = size // context.rows * context.total_rows
     indices = axis.indices(size, context.rows, context.first_row, context.total_rows)

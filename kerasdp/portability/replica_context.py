@@ -304,7 +304,7 @@ def all_rows(rows: Any) -> Any:
     if "float" not in name:  # without a gradient
         if context.gather_rows is None:
             return rows
-        # What it takes: with equal shards their size, of which the last may have fewer rows here.
+        # With equal shards `gather_rows` takes shards of that size; the last one may have fewer rows here.
         return context.gather_rows(_pad_to(rows, largest) if len({each.size for each in replicas}) == 1 else rows)
     wide = ops.cast(rows, keras.backend.result_type(name, "float32"))  # TensorFlow (2.21) sums no others on the CPU
     whole = context.gather(_pad_to(wide, largest))

@@ -23,13 +23,13 @@ class Profile(keras.callbacks.Callback):
         super().__init__()
         self._state, self._folder = state, os.path.join(folder, "profile")
         self._first, self._last = config.profiled_steps
-        self._profiler = importlib.import_module(f"kerasdp.backends.{config.backend}.profiling")
+        self._profiler = importlib.import_module(f"kerasdp.backends.{config.backend}.devices")
         self._is_running = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Begins before the first of the steps; a resumed run may begin behind it."""
         if not self._is_running and self._first <= self._state.step + 1 <= self._last:
-            self._profiler.start(self._folder)
+            self._profiler.start_profiler(self._folder)
             self._is_running = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -44,7 +44,7 @@ class Profile(keras.callbacks.Callback):
     def _end(self) -> None:
         if self._is_running:
             self._is_running = False
-            self._profiler.stop(self._folder)
-            how = self._profiler.HOW_TO_OPEN
+            self._profiler.stop_profiler(self._folder)
+            how = self._profiler.HOW_TO_OPEN_PROFILE
             how = f"{how}{self._folder}" if how.endswith("=") else how
             print(f"profile up to step {self._state.step} in {self._folder}; {how}", flush=True)

@@ -15,7 +15,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("the captured step is torch's", allow_module_level=True)
 
 from kerasdp.backends.base import DeviceBatch  # noqa: E402
-from kerasdp.backends.torch import compiled_graphs  # noqa: E402
+from kerasdp.backends.torch import compiled_step  # noqa: E402
 from kerasdp.backends.torch.compiled_step import CompiledEvaluation, CompiledTraining  # noqa: E402
 from kerasdp.backends.torch.gradient_buckets import GradientBuckets  # noqa: E402
 from kerasdp.backends.torch.train_step import ShardSteps  # noqa: E402
@@ -167,8 +167,8 @@ def test_compiling_may_begin_anew(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(compiled_graphs, "compile_with_inductor", compile_once)
-    compiler = compiled_graphs._Compiler(SingleProcess(), {})
+    monkeypatch.setattr(compiled_step, "compile_with_inductor", compile_once)
+    compiler = compiled_step._Compiler(SingleProcess(), {})
     with pytest.raises(RuntimeError, match="begin anew"):
         compiler(None, [])
     assert compiler(None, []) == "compiled"
@@ -188,7 +188,7 @@ def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, deterministic, 
     own = strategy()
     own.is_gpu, own.num_replicas = is_gpu, num_replicas
     own.config = Config(backend="torch", deterministic=deterministic)
-    options = compiled_graphs.inductor_options(own, False)
+    options = compiled_step.inductor_options(own, False)
     assert {name for name, is_on in options.items() if is_on} == expected
     known = torch._inductor.config.get_config_copy()
     assert options.keys() <= known.keys()

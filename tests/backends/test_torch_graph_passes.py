@@ -31,12 +31,12 @@ def test_channels_stay_last_behind_images_with_one_channel(channels):
 def one_rank(monkeypatch):
     """Sockets of a run of one rank, which gathers its own rows alone."""
     pytest.importorskip("torch")
-    from kerasdp.backends.torch import sockets
+    from kerasdp.backends.torch import collectives
 
-    alone = object.__new__(sockets._Sockets)
+    alone = object.__new__(collectives._Sockets)
     alone.rank, alone.size, alone.others = 0, 1, {}
-    monkeypatch.setattr(sockets, "_sockets", alone)
-    return sockets
+    monkeypatch.setattr(collectives, "_sockets", alone)
+    return collectives
 
 
 def test_weight_gradients_are_computed_while_messages_travel(one_rank):
@@ -50,9 +50,9 @@ def test_weight_gradients_are_computed_while_messages_travel(one_rank):
 
     def step(gradient, images, kernel):
         places = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-        first = one_rank.gather(gradient.sum((0, 2, 3)))  # nothing can be computed meanwhile
+        first = one_rank.gather_by_sockets(gradient.sum((0, 2, 3)))  # nothing can be computed meanwhile
         for_images, for_kernel, for_bias = backward(gradient, images, kernel, [4], *places, [True] * 3)
-        sums = one_rank.gather(for_images.sum((0, 2, 3)))
+        sums = one_rank.gather_by_sockets(for_images.sum((0, 2, 3)))
         return first, for_images * sums[0].reshape(-1, 1, 1), for_kernel * 2, for_bias
 
     graph = make_fx(step, tracing_mode="fake")(gradient, images, kernel)

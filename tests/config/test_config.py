@@ -10,9 +10,8 @@ import pytest
 
 from kerasdp import config, errors
 from kerasdp.cli.flags import Own
-from kerasdp.config import Config, validation
+from kerasdp.config import Config, Request, validation
 from kerasdp.config.choices import choices_of
-from kerasdp.config.request import Request
 from kerasdp.errors import UserError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.config.request import Request
+from kerasdp.config import Request
 from kerasdp.errors import UserError
 from kerasdp.inference import (
     Samples,

@@ -8,8 +8,7 @@ import pytest
 
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint.state import architecture_of, build_architecture, gather
-from kerasdp.config import Config
-from kerasdp.config.request import Request
+from kerasdp.config import Config, Request
 from kerasdp.errors import UserError
 from kerasdp.inference import load_trained
 from kerasdp.models import build_model

@@ -118,9 +118,9 @@ class watched:  # noqa: N801
     """Looks at the steps that are captured, instead of compiling them, and at the batches that are sent."""
 
     def __init__(self, found, runs):
-        from kerasdp.backends.torch import compiled_graphs, data_parallel
+        from kerasdp.backends.torch import compiled_step, data_parallel
 
-        self.places = [(compiled_graphs.CompiledGraphs, "_captured"), (data_parallel, "put_batch"), (torch, "compile")]
+        self.places = [(compiled_step.CompiledGraphs, "_captured"), (data_parallel, "put_batch"), (torch, "compile")]
         self.kept = captured, put_batch, _ = [getattr(*place) for place in self.places]
 
         def capture(graphs, *args):

@@ -4,7 +4,7 @@ import atexit
 import sys
 import time
 
-from kerasdp.backends.jax.hosts import join_hosts
+from kerasdp.backends.jax.devices import join_hosts
 from kerasdp.config import Config
 from kerasdp.runtime.cluster import Cluster
 

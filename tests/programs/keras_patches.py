@@ -151,8 +151,8 @@ def on_tensorflow():
     import tensorflow as tf
     from keras.src.backend.tensorflow import trainer
 
-    from kerasdp.backends.tensorflow.gradient_clipping import clipping_means
     from kerasdp.backends.tensorflow.optimizer_update import taking_dense
+    from kerasdp.backends.tensorflow.train_step import clipping_means
 
     strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
     with strategy.scope():

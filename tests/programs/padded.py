@@ -25,10 +25,10 @@ def train(runner):
     import keras
     from learn_classes import StepLosses
 
-    from kerasdp.backends.torch import compiled_graphs
+    from kerasdp.backends.torch import compiled_step
 
     pads = []
-    fold_padding = compiled_graphs.fold_padding
+    fold_padding = compiled_step.fold_padding
 
     def count(graph):
         return sum("constant_pad_nd" in str(node.target) for node in graph.nodes)
@@ -38,7 +38,7 @@ def train(runner):
         fold_padding(graph)
         pads.append([before, count(graph)])
 
-    compiled_graphs.fold_padding = counted
+    compiled_step.fold_padding = counted
     with runner.scope():
         model = net(keras)
         model.compile(
@@ -48,7 +48,7 @@ def train(runner):
     x, y = numbers.rand(32, 12, 12, 3).astype("float32"), numbers.randint(0, 4, 32)
     losses = StepLosses(runner)
     runner.fit(model, x, y, epochs=3, callbacks=[losses])
-    compiled_graphs.fold_padding = fold_padding
+    compiled_step.fold_padding = fold_padding
     return {"losses": losses.values, "pads": pads, "weights": [weight.tolist() for weight in model.get_weights()]}
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import kerasdp
 from kerasdp.backends.tensorflow import collectives, data_parallel
-from kerasdp.backends.tensorflow.deterministic import make_deterministic
+from kerasdp.backends.tensorflow.devices import make_deterministic
 from kerasdp.runtime.devices import Devices
 
 

@@ -19,7 +19,7 @@ from tensorflow.python.framework import op_callbacks
 
 import kerasdp
 from kerasdp.backends.tensorflow import data_parallel, devices, pipeline_parallel
-from kerasdp.backends.tensorflow.deterministic import require_deterministic
+from kerasdp.backends.tensorflow.devices import require_deterministic
 
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
 ADAM = "adam(global_clipnorm=1.0)"

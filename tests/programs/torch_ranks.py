@@ -16,7 +16,7 @@ def exchange(runner):
     import torch
     import torch.distributed as dist
 
-    from kerasdp.backends.torch import sockets
+    from kerasdp.backends.torch import collectives
 
     rank = runner.strategy.processes.rank
     gathered = {}
@@ -24,13 +24,13 @@ def exchange(runner):
         own = (torch.arange(6).reshape(2, 3) + rank).to(dtype).t()  # not contiguous
         expected = [torch.empty_like(own.contiguous(), dtype=torch.uint8) for _ in range(2)]
         dist.all_gather(expected, own.contiguous().to(torch.uint8))
-        received = sockets.gather(own)
+        received = collectives.gather_by_sockets(own)
         same = torch.equal(received.to(torch.uint8), torch.stack(expected))
-        gathered[str(dtype)] = [sockets.takes(own), same, received.dtype == dtype, list(received.shape)]
+        gathered[str(dtype)] = [collectives.fits_sockets(own), same, received.dtype == dtype, list(received.shape)]
     large = torch.full((2**14,), float(rank))
-    gathered["large"] = [sockets.takes(large), sockets.gather(large).mean(1).tolist()]
-    gathered["too large"] = sockets.takes(torch.zeros(2**14 + 1))
-    gathered["empty"] = sockets.takes(torch.zeros(0))
+    gathered["large"] = [collectives.fits_sockets(large), collectives.gather_by_sockets(large).mean(1).tolist()]
+    gathered["too large"] = collectives.fits_sockets(torch.zeros(2**14 + 1))
+    gathered["empty"] = collectives.fits_sockets(torch.zeros(0))
     send, receive = torch.ops.kerasdp.send, torch.ops.kerasdp.receive
     first, other, second = ((torch.full((size,), 10.0 * size + rank), tag) for size, tag in ((1, 7), (3, 8), (2, 7)))
     for message in [(first, other, second), (other, first, second)][rank]:

@@ -16,8 +16,7 @@ from kerasdp.checkpoint import files, state
 from kerasdp.checkpoint.state import architecture_of, build_architecture, gather, load_keras_file
 from kerasdp.checkpoint.storage import folder_at
 from kerasdp.cli.main import parse, parse_evaluation, parse_export, parse_prediction
-from kerasdp.config import Config
-from kerasdp.config.request import Request
+from kerasdp.config import Config, Request
 from kerasdp.errors import UserError
 from kerasdp.inference import load_trained, open_samples
 from kerasdp.models import build_model

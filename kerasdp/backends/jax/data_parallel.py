@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Tensor
-from kerasdp.backends.hosts import processes_of
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Tensor, processes_of
 from kerasdp.backends.jax.devices import (
     BatchSharder,
     DeviceMesh,
@@ -18,7 +17,7 @@ from kerasdp.backends.jax.devices import (
     variables_not_on,
     without_distribution,
 )
-from kerasdp.backends.jax.hosts import put
+from kerasdp.backends.jax.devices import put_rows as put
 from kerasdp.backends.jax.train_step import make_step_functions
 from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config

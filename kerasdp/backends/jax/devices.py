@@ -1,7 +1,9 @@
-"""JAX: the devices of a run, driven by one process a machine: how they are made, and how data is brought to them."""
+"""JAX: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
 
+import atexit
 import contextlib
 import hashlib
+import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.jax import hosts
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor, reach_without_proxy
+from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
 from kerasdp.errors import UserError
+from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import (
     AlreadyStartedError,
@@ -25,6 +28,7 @@ from kerasdp.runtime.devices import (
     share_of_process,
 )
 from kerasdp.runtime.gpu_count import PLATFORMS, num_gpus
+from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import current_link, join
 from kerasdp.runtime.ranks import Processes
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.data.batch import Batch
+
 
 # What makes GPUs repeat themselves, bit for bit (XLA's names, jaxlib 0.10.2, which ends a process at any that it does
 # not know): no sums in the order in which threads happen to come, and no kernels chosen by the time they took.
@@ -61,7 +66,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
         _choose_platforms(config, cluster)
         if cluster:
-            hosts.join_hosts(cluster, config)
+            join_hosts(cluster, config)
     elif (started := len(jax.local_devices(backend="cpu"))) < num_devices:
         raise AlreadyStartedError(f"JAX has already started with {started} CPU devices")
     elif cluster and current_link():
@@ -71,7 +76,7 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
         _check_hidden(config, num_found)
     else:
         _hide(config, kind, num_found)
-    hosts.check_joined(cluster)  # which starts JAX, if nothing has
+    check_joined(cluster)  # which starts JAX, if nothing has
     return choose_devices(config, num_found, kind, cluster)
 
 
@@ -164,7 +169,7 @@ class BatchSharder:
         import keras
 
         def put(leaf: np.ndarray | None, sharding: NamedSharding) -> Tensor | None:
-            return None if leaf is None else hosts.put(leaf, sharding)
+            return None if leaf is None else put_rows(leaf, sharding)
 
         inputs = batch.inputs
         if isinstance(inputs, CachedRows):
@@ -280,3 +285,103 @@ def _devices_of(kind: str) -> list[jax.Device]:
 def device_name() -> str:
     """Returns the name of the first GPU or TPU, as its maker has it."""
     return jax.devices()[0].device_kind
+
+
+# Longer than any run: who is gone is noticed by the link, which says who, where JAX's heartbeat ends a process by
+# SIGABRT. At the end of a program all wait for each other.
+_SECONDS_OF_HEARTBEAT, _SECONDS_TO_END = 10**6, 20
+
+
+def join_hosts(cluster: Cluster, config: Config) -> None:
+    """Joins the others; returns when all have come. Call before JAX starts.
+
+    Raises:
+        UserError: if they do not come.
+    """
+    link = join(cluster, config)
+    own = link.own or addresses.LOOPBACK
+    with addresses.listen(own, 0) as probe:
+        port = probe.getsockname()[1]
+    address = link.all_gather_object(f"{own}:{port}")[0]
+    # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Otherwise the end of one process ends the others by SIGABRT, before they can say which it was.
+    jax.config.update("jax_enable_recoverability", True)
+    use_address_of_host(own)
+    # gRPC (of jaxlib 0.10.2) would send what goes to the other machines through a proxy, of which JAX warns.
+    jax.config.update("jax_check_proxy_envs", False)
+    reach_without_proxy([address])
+    jax.distributed.initialize(
+        coordinator_address=address,
+        num_processes=cluster.num_processes,
+        process_id=cluster.process,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,
+        heartbeat_timeout_seconds=_SECONDS_OF_HEARTBEAT,
+        shutdown_timeout_seconds=_SECONDS_TO_END,
+    )
+    atexit.register(_leave, link)
+
+
+def _leave(link: Link) -> None:
+    """Disconnects from JAX's service, which process 0 takes away with it, before process 0 ends.
+
+    jaxlib (0.10.2) ends a process by SIGABRT that finds it gone; with recoverability it does not wait for the others.
+    """
+    if link.is_failing:  # and nobody waits for anybody
+        return
+    if link.rank:
+        jax.distributed.shutdown()
+    all_left = link.gather_later(None)
+    if link.rank == 0:
+        all_left()
+
+
+def check_joined(cluster: Cluster | None) -> None:
+    """Raises if JAX has started in this process alone, or was joined with others by somebody else.
+
+    Raises:
+        AlreadyStartedError: if only a new process can join the others.
+        UserError: if others were joined that the run knows nothing of.
+    """
+    if cluster is None and jax.process_count() > 1:
+        raise UserError(
+            f"jax.distributed.initialize has joined {jax.process_count()} processes, but the run is not told of them: "
+            "leave that call out, and add --hosts, --host_rank and --coordinator"
+        )
+    if cluster is not None and current_link() is None:
+        raise AlreadyStartedError("JAX has already started in one process")
+
+
+def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
+    """Brings to the devices what this process has of an array: its own rows, or, if all have a copy, the whole."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(rows, sharding)
+    # `device_put` would let the processes compare what they have, each time.
+    return jax.make_array_from_process_local_data(sharding, rows)
+
+
+def describe() -> dict[str, Any]:
+    """Returns the version, the devices, and the platform that drives them."""
+    found = [device for device in jax.devices() if device.platform != "cpu"]
+    memory = [(device.memory_stats() or {}).get("bytes_limit", 0) / 2**30 for device in found]
+    return {
+        "version": jax.__version__,
+        "devices": [f"{device.device_kind} ({size:.0f} GiB for jax)" for device, size in zip(found, memory)],
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "platform": found[0].client.platform_version.replace("\n", " ") if found else None,
+    }
+
+
+HOW_TO_OPEN_PROFILE = "pip install xprof, then: xprof --logdir="
+
+
+def start_profiler(folder: str) -> None:
+    """Begins to record."""
+    jax.profiler.start_trace(folder)
+
+
+def stop_profiler(folder: str) -> None:
+    """Waits for the steps that are on their way, ends the record, and writes it."""
+    jax.block_until_ready(jax.live_arrays())
+    jax.profiler.stop_trace()

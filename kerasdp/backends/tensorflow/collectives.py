@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.tensorflow.hosts import HostGroup, group_of
+from kerasdp.backends.tensorflow.devices import HostGroup, group_of
 from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
 

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure, Trained
-from kerasdp.backends.hosts import processes_of
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure, Trained, processes_of
 from kerasdp.backends.steps import TrainedWeights, all_variables
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.batch_shards import shard_batch
-from kerasdp.backends.tensorflow.deterministic import require_deterministic
-from kerasdp.backends.tensorflow.devices import device_names, give_back_memory, peak_memory_by_device
-from kerasdp.backends.tensorflow.hosts import differing_variables, mirrored_strategy
+from kerasdp.backends.tensorflow.devices import (
+    device_names,
+    differing_variables,
+    give_back_memory,
+    mirrored_strategy,
+    peak_memory_by_device,
+    require_deterministic,
+)
 from kerasdp.backends.tensorflow.several_steps import several
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL

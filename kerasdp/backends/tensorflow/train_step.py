@@ -11,6 +11,8 @@ import tensorflow as tf
 from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.tensorflow import collectives, optimizer_update
+from kerasdp.backends.tensorflow.optimizer_update import dense
+from kerasdp.keras_compat.patches import wrapped
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.portability.global_batch import GlobalBatch
+
 
 # Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
 _UNMEASURED, _MEASURED = 2, 5
@@ -232,3 +235,12 @@ def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
 
     strategy.mirrored.run(run, args=tuple(batch[:3]))
     return found[0]
+
+
+def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which `tf.clip_by_global_norm` sees means; `mean`: as with torch."""
+
+    def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda t_list, *args, **kwargs: clip(mean(dense(list(t_list))), *args, **kwargs)
+
+    return wrapped(tf, clip_by_global_norm=of_means)

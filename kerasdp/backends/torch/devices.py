@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, Structure
-from kerasdp.backends.torch import sockets
+from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.launcher import start_workers
 from kerasdp.config import Config
 from kerasdp.data.device_cache import CachedRows
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.data.batch import Batch
+
 
 # Batches of tf.data and what is sent to another process lie in memory that nobody may write, and nobody does.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -111,7 +112,10 @@ def _make_deterministic() -> None:
 
 
 def timeout_of(config: Config) -> timedelta:
-    """Returns how long torch waits in a collective: longer than whoever watches over the ranks, who knows more."""
+    """Returns how long torch waits in a collective.
+
+    That is longer than the watchdog's timeout, so that its more specific error comes first.
+    """
     if config.hang_timeout == 0:
         return timedelta(days=365)
     return timedelta(seconds=max(config.hang_timeout or 0, SECONDS_TO_COMPILE) + 600)
@@ -140,7 +144,7 @@ def join_processes(devices: Devices, device: torch.device, timeout: timedelta, c
             store=_open_store(link), rank=link.rank, world_size=link.num_processes,
         )  # fmt: skip
         if not is_gpu:
-            sockets.connect(link)
+            collectives.connect_sockets(link)
     local = (int(os.environ["LOCAL_RANK"]), devices.of_process) if devices.of_process > 1 else (0, 1)
     return LinkedProcesses(link, local)
 
@@ -240,3 +244,35 @@ def _number_of_gpu(devices: Devices) -> int:
 def device_name() -> str:
     """Returns the name of the first GPU or TPU, as its maker has it."""
     return torch.cuda.get_device_name()
+
+
+def describe() -> dict[str, Any]:
+    """Returns the version, the devices, and the versions of the libraries of GPUs."""
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return {
+        "version": torch.__version__,
+        "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "cuDNN": torch.backends.cudnn.version() if gpus else None,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
+    }
+
+
+HOW_TO_OPEN_PROFILE = "open the file at https://ui.perfetto.dev"
+
+_running: list[torch.profiler.profile] = []
+
+
+def start_profiler(folder: str) -> None:
+    """Begins to record, of this process."""
+    os.makedirs(folder, exist_ok=True)
+    _running.append(torch.profiler.profile())  # of the CPU, and of a GPU if there is one
+    _running[-1].start()
+
+
+def stop_profiler(folder: str) -> None:
+    """Ends the record, and writes `trace.json`."""
+    profile = _running.pop()
+    profile.stop()
+    profile.export_chrome_trace(os.path.join(folder, "trace.json"))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kerasdp.backends.torch import sockets  # noqa: F401  # defines torch.ops.kerasdp
+from kerasdp.backends.torch import collectives  # noqa: F401  # defines torch.ops.kerasdp
 from kerasdp.backends.torch.private import force_strides
 
 _aten = torch.ops.aten

@@ -1,7 +1,9 @@
 """PyTorch: trains a model in stages, with the schedules of torch.distributed.pipelining."""
 
+import contextlib
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,9 @@ from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule, to_torch_dtype
 from kerasdp.backends.torch.waits import updating_on
+
+if TYPE_CHECKING:
+    from kerasdp.pipeline.partition import MeasuringDevice
 
 
 class Pipeline:
@@ -24,13 +29,12 @@ class Pipeline:
     """
 
     def __init__(self, model: Any, strategy: Any):
-        from kerasdp.backends.torch.measuring import measuring_on
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.pipeline.plan import make_plan
 
         self.model, self.optimizer, self.strategy = model, getattr(model, "optimizer", None), strategy
         with strategy.scope():  # where the weights still are
-            costs_of_rank0, measuring = strategy.processes.broadcast_from_rank0, measuring_on(strategy.device)
+            costs_of_rank0, measuring = strategy.processes.broadcast_from_rank0, _measuring_on(strategy.device)
             self.plan = make_plan(model, strategy.config, strategy.num_devices, costs_of_rank0, measuring)
         self.group, self.replica_group = strategy.stage_group, strategy.replica_group
         self.rank_in_pipeline, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -214,7 +218,7 @@ class Pipeline:
         return total_penalty
 
     def _sum_over_stages(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the sums over the stages, in float64: what a stage has none of says nothing of a type."""
+        """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
         totals = torch.stack([value.double() for value in values])
         if self.num_ranks > 1:
             dist.all_reduce(totals, group=self.group)
@@ -292,3 +296,32 @@ class Pipeline:
 def _with_penalty(loss: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
     """Adds all stages' penalties to a loss, in its type."""
     return loss + penalty.to(loss.dtype)
+
+
+def _measuring_on(device: torch.device) -> "MeasuringDevice":
+    """Returns what measures on a device, which holds the weights of one layer at a time: all may be too many."""
+    from kerasdp.pipeline.partition import HERE, MeasuringDevice
+
+    if device.type == "cpu":
+        return HERE
+
+    @contextlib.contextmanager
+    def holding(operation: Any) -> Iterator[None]:
+        import keras
+
+        values = [variable.value for variable in getattr(operation, "variables", [])]
+        kept = [value.data for value in values]
+        for value in values:
+            value.data = value.data.to(device)
+        try:
+            with torch.no_grad(), keras.device(str(device)):  # without what a backward pass would need
+                yield
+        finally:
+            for value, data in zip(values, kept):
+                value.data = data
+
+    def wait(_: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return MeasuringDevice(holding=holding, wait=wait)

@@ -1,6 +1,8 @@
 """PyTorch: computes loss and metrics of the global batch from each rank's forward pass on its shard."""
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
 from kerasdp.backends.steps import learning_rate
 from kerasdp.backends.torch.private import all_reduce_async, wait
 from kerasdp.backends.torch.waits import updating_on
+from kerasdp.keras_compat.patches import wrapped
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -166,3 +169,21 @@ def sums_over_ranks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def _add_up(tensor: torch.Tensor) -> torch.Tensor:
     return wait(all_reduce_async(tensor))
+
+
+def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` see means.
+
+    `mean`: of gradients, over the ranks, where a step wants that.
+    """
+
+    def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_means(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            for weight, gradient in zip(weights, mean([weight.grad for weight in weights])):
+                weight.grad = gradient
+            return clip(weights, *args, **kwargs)
+
+        return clip_means
+
+    return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)
