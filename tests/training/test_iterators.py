@@ -43,8 +43,8 @@ def assert_trained_as_read(stopped, resumed, folder, names):
     return found, said
 
 
-def test_stopped_and_resumed_on_another_backend(tmp_path):
-    found, said = assert_trained_as_read(*PAIRS[0], tmp_path, FEW)
+def test_stopped_and_resumed_on_another_number_of_devices(tmp_path):
+    found, said = assert_trained_as_read((BACKENDS[0], 2), (BACKENDS[0], 1), tmp_path, FEW)
     assert len(found["py_dataset_with_threads"]) == STEPS * EPOCHS
     # What is read again is said; Grain's iterator has a state, and a PyDataset an index.
     for kind in ("tf.data.Dataset", "DataLoader", "generator"):
