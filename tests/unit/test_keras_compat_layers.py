@@ -22,7 +22,6 @@ from kerasdp.keras_compat.random import (
     seed_of,
 )
 from kerasdp.keras_compat.settings import kept_by_clear_session
-from kerasdp.keras_compat.training import DataAdapter
 
 
 def test_schedule():
@@ -70,7 +69,6 @@ def test_calls_of_layers_are_seen():
 
 @pytest.mark.parametrize("name", ["get_numpy_iterator", "get_jax_iterator", "get_torch_dataloader", "get_tf_dataset"])
 def test_data_adapters_have(name):
-    assert hasattr(DataAdapter, name)
     several = {"super_batch": None} if name == "get_jax_iterator" else {}  # of Keras 3.16
     assert getattr(FeedAdapter("batches", 1), name)(**several) == "batches"
 
@@ -90,11 +88,3 @@ def test_clear_session_keeps_what_a_run_has_chosen():
     finally:
         keras.distribution.set_distribution(None)
         keras.config.set_dtype_policy("float32")
-
-
-@pytest.mark.parametrize("kind", [keras.layers.BatchNormalization, keras.layers.SpatialDropout2D])
-def test_protected_names_of_layers_that_are_derived_from(kind):
-    layer = kind(0.5) if kind is keras.layers.SpatialDropout2D else kind()
-    layer.build((None, 4, 4, 3))
-    name = "_get_noise_shape" if kind is keras.layers.SpatialDropout2D else "_reduction_axes"
-    assert hasattr(layer, name)
