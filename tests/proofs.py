@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proofs.md"
 NEVER = "not recorded"
 SECONDS_OF_A_SLICE = 1200
-# What a file without a record is taken to last, so that a slice has two of them at most.
-SECONDS_IF_UNKNOWN = 600
+# What a file without a record is taken to last, so that a slice has four of them at most.
+SECONDS_IF_UNKNOWN = 300
 PACKAGES = ("keras", "torch", "jax", "tensorflow")
 
 

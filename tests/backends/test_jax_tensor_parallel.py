@@ -13,12 +13,13 @@ each_case = pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=py
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    """Returns what the program prints that has trained a case."""
+
     @functools.cache
-    def get(case=FEW[0]):
-        cases = FEW if case in FEW else OTHERS
+    def trained(cases):
         return result_of(run(PROGRAMS / "tensor.py", tmp_path_factory.mktemp("tensor"), *cases, backend="jax"))
 
-    return get
+    return lambda case=FEW[0]: trained(FEW if case in FEW else OTHERS)
 
 
 @each_case
