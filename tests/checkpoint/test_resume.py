@@ -81,8 +81,8 @@ def test_the_same_backend_resumes_bit_for_bit(backend, undisturbed, stopped, tmp
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        # Of the others TensorFlow's steps take longest to compile, and jax's last one is another program.
-        pytest.param(old, BACKENDS[place - 1], marks=[pytest.mark.proof] * (old == "tensorflow"))
+        # One pair in short; a run of jax is resumed in backends/test_jax_tensor_parallel.py.
+        pytest.param(old, BACKENDS[place - 1], marks=[pytest.mark.proof] * (place > 0))
         for place, old in enumerate(BACKENDS)
     ],
 )
@@ -213,7 +213,7 @@ print("RESULT", json.dumps(found))
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
-        (BACKENDS[0], [name for name in BACKENDS if name != "tensorflow"]),
+        (BACKENDS[0], BACKENDS[:1]),
         *(pytest.param(name, BACKENDS, marks=pytest.mark.proof) for name in BACKENDS),
     ],
 )

@@ -31,7 +31,7 @@ REFUSED = {
 QUICK = {
     "torch": (*ALIKE, *REFUSED),
     "jax": ("frozen_by_callback", "stateful", "method_of_task", "optimizer_made_before_launch"),
-    "tensorflow": ("fit_by_fit", "train_on_batch", "own_loop"),
+    "tensorflow": ("only_predicts", "train_on_batch", "own_loop"),
 }
 
 
