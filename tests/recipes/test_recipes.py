@@ -37,7 +37,7 @@ def some_of(cases, chosen):
 NINE = [(name, count) for name in BACKENDS for count in (1, 2, 4)]
 
 
-@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [("jax", 2)]))
+@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(BACKENDS[0], 1)]))
 def test_the_default_command_learns(backend, count, tmp_path):
     """The nine runs: accuracy on held-out digits, the lines that people see, the files that a run leaves."""
     done = train(f"--backend={backend}", f"--gpus={count}", "--device=cpu", f"--workdir={tmp_path}")
@@ -258,7 +258,7 @@ def test_a_copy_of_the_benchmark_recipe(tmp_path):
 def test_a_pipeline_from_the_command_line(tmp_path):
     """It says how the model is cut and which micro-batches it tried."""
     flags = ["--strategy=pipeline", "--stages=2", "--split_size=auto", "--model=mlp", "--max_steps=3", "--device=cpu"]
-    done = train(f"--backend={BACKENDS[len(BACKENDS) // 2]}", *flags, f"--workdir={tmp_path}")
+    done = train(f"--backend={BACKENDS[0]}", *flags, f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^split size \d+ is the fastest; tried .*: \d+ ms", done.stdout, re.M)
     assert re.search(r"^    0 +flatten \.\.\. ", done.stdout, re.M) or "stage  layers" in done.stdout
