@@ -92,7 +92,7 @@ def test_the_diff_of_the_readme(tmp_path):
         assert script.count(before) == 1, before
         script = script.replace(before, after)
     (tmp_path / "script.py").write_text(script)
-    done = run("script.py", cwd=tmp_path, KERAS_BACKEND=BACKENDS[0], PYTHONPATH=str(ROOT))
+    done = run("script.py", backend=BACKENDS[0], cwd=tmp_path, KERAS_BACKEND=BACKENDS[0], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "5"
 
