@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from kerasdp.errors import from_command_line
+from tests import proofs
 from tests.gpu.report import REPORT, write_report
 from tests.helpers import BACKENDS, SECRET
 
@@ -18,6 +19,12 @@ os.environ["KERASDP_SECRET"] = SECRET
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what the tests on GPUs know; pytest reads options here and not in their folder."""
     parser.addoption("--rehearse", action="store_true", help="tests on GPUs: run on virtual CPU devices instead")
+    proofs.pytest_addoption(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets the runs of proofs be written down."""
+    proofs.pytest_configure(config)
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:

@@ -61,7 +61,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("", DETERMINISTIC),
+        pytest.param("", DETERMINISTIC, marks=pytest.mark.proof),
         ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=true"),
     ],
 )

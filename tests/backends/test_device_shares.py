@@ -15,8 +15,8 @@ ONE, SPLITTING = {"num_devices": 1}, [name for name in ("torch", "tensorflow") i
 NUMBERS = ("losses", "history", "evaluate", "predictions", "weights")
 
 
-def results(backend, *ways):
-    return result_of(run(PROGRAMS / "device_shares.py", backend, json.dumps(ways), timeout=900))
+def results(backend, *ways, warm=None):
+    return result_of(run(PROGRAMS / "device_shares.py", backend, json.dumps(ways), backend=warm, timeout=900))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_in_a_line(fields, words):
 @pytest.mark.parametrize(
     ("backend", "way"),
     [
-        pytest.param(backend, way, marks=[] if (backend, way) == ("tensorflow", "shares") else pytest.mark.proof)
+        pytest.param(backend, way, marks=[] if (backend, way) == ("torch", "shares") else pytest.mark.proof)
         for backend in SPLITTING
         for way in ("shares", "host")
     ],
@@ -96,7 +96,8 @@ def test_what_cannot_be_is_refused_in_a_line(fields, words):
 def test_unequal_shards_and_sums_in_host_memory_teach_the_same(backend, way):
     """A penalty, a loss that a layer adds, batch norm, dropout, weights; evaluation and prediction; uneven batches."""
     settings = {"shares": {"device_shares": "3,1"}, "host": {"reduce": "host"}}[way]
-    one, found = results(backend, ONE, {"num_devices": 2} | settings)
+    # On two devices first: a worker that is forked after a training would have the locks of its threads.
+    found, one = results(backend, {"num_devices": 2} | settings, ONE, warm=backend)
     assert way == "host" or found["first"] == [11, 4]
     assert len(one["losses"]) == 9
     for name in NUMBERS:

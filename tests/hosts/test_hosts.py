@@ -44,7 +44,7 @@ def test_two_processes_learn_what_one_does(backend):
     """200 samples in batches of 61: the last one has 17, of which the last device has one less."""
     settings = {"backend": backend, "epochs": 1, "num_devices": 1}
     expected = alone(**settings)
-    for found in filter(None, results_of(started(2, **settings))):
+    for found in filter(None, results_of(started(2, warm=backend, **settings))):
         assert max(differences(found, expected)) < 1e-5
 
 

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from tests.helpers import PROGRAMS, ROOT, environment
+from tests.helpers import PROGRAMS, ROOT, environment, finish, result_of, run, start
 
 PROGRAM = PROGRAMS / "hosts.py"
 
@@ -16,33 +16,31 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def started(number, program=PROGRAM, variables=(), **settings):
-    """One process of the program for each host."""
+def started(number, program=PROGRAM, variables=(), warm=None, **settings):
+    """One process of the program for each host; with a backend that is there already, if each is one rank."""
     settings = {"hosts": str(number), "coordinator": f"127.0.0.1:{free_port()}", "num_devices": 2} | settings
+    texts = [json.dumps(settings | {"host_rank": rank}) for rank in range(number)]
+    if warm is not None:
+        return [start(program, text, backend=warm, **dict(variables)) for text in texts]
     return [
         subprocess.Popen(
-            [sys.executable, str(program), json.dumps(settings | {"host_rank": rank})],
+            [sys.executable, str(program), text],
             cwd=ROOT, env=environment(PYTHONPATH=str(ROOT), **dict(variables)),
             text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        for rank in range(number)
+        for text in texts
     ]  # fmt: skip
 
 
 def results_of(processes, timeout=200):
     """What each printed behind RESULT."""
-    done = [(process, *process.communicate(timeout=timeout)) for process in processes]
-    for process, stdout, stderr in done:
-        assert process.returncode == 0, stdout + stderr
-    lines = [[line for line in stdout.splitlines() if line.startswith("RESULT ")] for _, stdout, _ in done]
+    done = [finish(process, timeout) for process in processes]
+    for each in done:
+        assert each.returncode == 0, each.stdout + each.stderr
+    lines = [[line for line in each.stdout.splitlines() if line.startswith("RESULT ")] for each in done]
     return [json.loads(found[0].removeprefix("RESULT ")) if found else None for found in lines]
 
 
 def alone(**settings):
     """What one process with one device finds."""
-    return results_of([
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps({"num_devices": 1} | settings)],
-            cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-    ])[0]  # fmt: skip
+    return result_of(run(PROGRAM, json.dumps({"num_devices": 1} | settings), backend=settings["backend"]))

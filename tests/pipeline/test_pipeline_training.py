@@ -40,7 +40,7 @@ def cut(num_stages, schedule="gpipe", split_size=4, **case):
     return fields | {"split_size": str(split_size)} | case
 
 
-@all_but("jax")
+@all_but("tensorflow", "jax")
 @pytest.mark.parametrize("rule", ["sgd", pytest.param("adam", marks=pytest.mark.proof)])
 def test_stages_train_as_one_device_with_the_same_micro_batches(backend, rule):
     """Four steps (two epochs) of a residual net with batch norm: a plain loop, one stage, several."""

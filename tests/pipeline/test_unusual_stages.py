@@ -5,7 +5,7 @@ import numpy as np
 from tests.helpers import PROGRAMS, all_but, result_of, run
 
 
-@all_but("jax")
+@all_but("jax", "tensorflow")
 def test_they_learn_as_in_keras(backend):
     results = result_of(run(PROGRAMS / "unusual_stages.py", backend, backend=backend))
     for name, (in_stages, by_keras, steps) in results.items():

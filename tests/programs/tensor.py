@@ -1,6 +1,6 @@
 """Trains small models cut over four devices, and whole on one, in one process; prints what came out.
 
-python tensor.py FOLDER
+python tensor.py FOLDER CASE ...    # a case is the model and the optimizer, as "convnet, sgd"
 """
 
 import json
@@ -47,7 +47,7 @@ def compiled(runner, name, optimizer):
 
 
 def learn(runner):
-    cases = [(name, optimizer) for name in ("convnet", "residual") for optimizer in ("sgd", "adam")]
+    cases = [tuple(case.split(", ")) for case in sys.argv[2:]]
     return {
         ", ".join(case): learn_one(runner, compiled(runner, *case), everything=case == ("residual", "adam"))
         for case in cases

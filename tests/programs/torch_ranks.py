@@ -3,6 +3,7 @@
 python torch_ranks.py
 """
 
+import copy
 import json
 import os
 import types
@@ -101,14 +102,25 @@ VALUES = {
 }
 
 
+def is_same(one, other):
+    """Whether two values are of the same types, with the same arrays."""
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
+    return type(one) is type(other) and one == other
+
+
 def handed_out(runner, make):
     """Whether each rank gets its value eight times, which rank 0 changes when it has given it."""
     scatter, are_right = runner.strategy.processes.open_scatter(), []
     for number in range(8):
         values = [make(rank) for rank in range(2)]
-        expected = repr(values[scatter.rank])
+        expected = copy.deepcopy(values[scatter.rank])
         value = scatter(values, number, wait=False)
-        are_right.append(repr(value) == expected)
+        are_right.append(is_same(value, expected))
         for array in values[1] if isinstance(values[1], list) else ():
             if isinstance(array, np.ndarray):
                 array[...] = -1

@@ -29,7 +29,7 @@ def losses(folder, backend, count):
     script = changed_script(folder)
     if count == 1:
         script.write_text(script.read_text().replace("num_devices=2", "num_devices=1"))
-    done = run(script, cwd=folder, KERAS_BACKEND=backend, PYTHONPATH=str(ROOT))
+    done = run(script, backend=backend, cwd=folder, KERAS_BACKEND=backend, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert done.stdout.count("Validation accuracy") == done.stdout.count("Losses:") == 1, done.stdout
     assert (folder / "best.keras").is_file() and list((folder / "logs").rglob("events.*"))

@@ -18,11 +18,8 @@ COMMANDS = list(dict.fromkeys(line for line in BASH if line.startswith("python r
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize(
-    "line",
-    # The first of each recipe that no other test here runs; the rest are proofs.
-    [pytest.param(line, marks=[] if number == 0 else pytest.mark.proof) for number, line in enumerate(COMMANDS)],
-)
+@pytest.mark.proof  # in short: test_recipes.py, and the flags of all commands in docs/test_docs.py
+@pytest.mark.parametrize("line", COMMANDS)
 def test_commands_of_the_readme(line, idx_folder, tmp_path):
     words = shlex.split(line, comments=True)
     for names in re.findall(r"--backends?=(\S+)", line):
@@ -62,7 +59,7 @@ def test_code_of_the_readme(code, tmp_path):
     file = tmp_path / "test_readme.py"
     file.write_text(code)
     as_test = ("-m", "pytest", f"--parity-backends={BACKENDS[-1]}") if "def test_" in code else ()
-    done = run(*as_test, file, cwd=tmp_path)
+    done = run(*as_test, file, cwd=tmp_path, backend=None if as_test else BACKENDS[0])
     assert done.returncode == 0, done.stdout + done.stderr
     assert not as_test or "2 passed" in done.stdout
 
@@ -95,7 +92,7 @@ def test_the_diff_of_the_readme(tmp_path):
         assert script.count(before) == 1, before
         script = script.replace(before, after)
     (tmp_path / "script.py").write_text(script)
-    done = run("script.py", cwd=tmp_path, KERAS_BACKEND=BACKENDS[-1], PYTHONPATH=str(ROOT))
+    done = run("script.py", backend=BACKENDS[0], cwd=tmp_path, KERAS_BACKEND=BACKENDS[0], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "5"
 

@@ -35,12 +35,12 @@ def losses(recipe, backend, count, workdir, folder, *flags):
 
 
 def expected(folder, tmp_path):
-    return losses("train", BACKENDS[-1], 1, tmp_path / "arrays", folder, f"--max_steps={STEPS}")
+    return losses("train", BACKENDS[0], 1, tmp_path / "arrays", folder, f"--max_steps={STEPS}")
 
 
 def test_the_same_losses_as_of_arrays(folder, tmp_path):
     flags = f"--data_dir={shards(folder, 'array_record')}", f"--max_steps={STEPS}"
-    found = losses("sharded", BACKENDS[-1], 2 if BACKENDS[-1] == "jax" else 1, tmp_path / "shards", folder, *flags)
+    found = losses("sharded", BACKENDS[0], 1, tmp_path / "shards", folder, *flags)
     assert found == pytest.approx(expected(folder, tmp_path), rel=2e-4)
 
 

@@ -14,7 +14,7 @@ CASES = [
         backend,
         devices,
         is_cold,
-        marks=[pytest.mark.proof] * (devices == 1 or is_cold),
+        marks=[pytest.mark.proof] * (devices == 1 or is_cold or backend == "tensorflow"),
         id=f"{backend}-{devices}{'-cold' * is_cold}",
     )
     for backend in BACKENDS

@@ -101,7 +101,7 @@ def check(backend, kinds):
         assert found == losses
 
 
-@all_but("tensorflow")
+@all_but("jax", "tensorflow")
 def test_all_kinds_of_strangers_at_a_time(backend):
     check(backend, list(KINDS))
 
@@ -114,7 +114,8 @@ def test_each_kind_of_stranger(backend, kind):
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
-@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.proof  # that nothing is unpickled of who has no secret: test_all_kinds_of_strangers_at_a_time
+@pytest.mark.parametrize("num_hosts", [1, 2])
 def test_nothing_is_unpickled_of_torchs_stores(num_hosts):
     """Its elastic launcher unpickles what is at a key of a store that asks nobody who he is."""
     variables = {"KERASDP_SECRET": SECRET} if num_hosts > 1 else {}
@@ -142,7 +143,7 @@ def one_line(done, code):
     return errors[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@all_but("torch", "tensorflow")
 def test_hosts_without_a_secret_do_not_start(backend):
     with netns.network(2) as hosts, Run(hosts, backend) as run:
         for number in (0, 1):

@@ -28,8 +28,11 @@ REFUSED = {
     "made_before_launch": "was made before kerasdp.launch: make (or load) the model, the optimizer and the metrics in",
     "optimizer_made_before_launch": "/iteration of sequential",
 }
-QUICK = {"torch": (*ALIKE, *REFUSED), "tensorflow": (*ALIKE[:1], "fit_by_fit", *list(REFUSED)[2:])}
-QUICK["jax"] = (*ALIKE[:1], "frozen_by_callback", *list(REFUSED)[2:])
+QUICK = {
+    "torch": (*ALIKE, *REFUSED),
+    "jax": ("frozen_by_callback", "stateful", "method_of_task", "optimizer_made_before_launch"),
+    "tensorflow": ("only_predicts", "train_on_batch", "own_loop"),
+}
 
 
 def is_there(backend, count, case):

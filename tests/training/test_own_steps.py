@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
 ALIKE = (
     "custom_step",
@@ -23,9 +23,8 @@ ALIKE = (
 )
 # They compile for long, and are proofs.
 APART = (
-    *(("tensorflow", case) for case in ALIKE if case not in ("custom_step", "as_in_the_guide", "gan")),
-    ("jax", "diffusion"),
-    ("jax", "neighbours"),
+    *(("tensorflow", case) for case in ALIKE if case != "custom_step"),
+    *(("jax", case) for case in ALIKE if case not in ("custom_step", "gan")),
 )
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
@@ -38,6 +37,8 @@ REFUSED = {
     "largest_output": "than with all of it, first in the change of metric largest/value",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }
+# In the default suite; torch refuses all of them there.
+REFUSED_ON_TENSORFLOW = ("queue", "contrastive")
 NOT_ON_JAX = (
     "as_in_the_guide",
     "gradient_penalty",
@@ -45,12 +46,13 @@ NOT_ON_JAX = (
     "largest_output",
     "clipped",
 )  # in another form there
-USUAL = (("torch", 1), ("torch", 2), ("jax", 2), ("tensorflow", 2))
-OTHERS = (("torch", 4), ("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 4))
+USUAL = (("torch", 2), ("jax", 2), ("tensorflow", 2))
+OTHERS = (("torch", 1), ("torch", 4), ("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 4))
 
 
 def is_proof(backend, count, case):
-    return (backend, count) not in USUAL or (backend, case) in APART
+    usual = REFUSED_ON_TENSORFLOW if backend == "tensorflow" and case in REFUSED else (case,)
+    return (backend, count) not in USUAL or (backend, case) in APART or case not in usual
 
 
 def each_way(cases):
@@ -71,7 +73,7 @@ def outcomes(backend, count, cases):
 
 def outcome(backend, count, case):
     """What a case gave; most of them share a process."""
-    shared = [name for name in (*ALIKE, *REFUSED) if (backend, name) not in APART and name != "clipped"]
+    shared = [name for name in (*ALIKE, *REFUSED) if not is_proof(backend, 2, name) and name != "clipped"]
     shared = tuple(name for name in shared if backend != "jax" or name not in NOT_ON_JAX)
     return outcomes(backend, count, shared if case in shared else (case,))[case]
 
@@ -114,7 +116,7 @@ MOVES = (("torch", 1, "tensorflow", 2), ("tensorflow", 1, "jax", 1), ("jax", 2, 
 @pytest.mark.parametrize(
     ("move", "case"),
     [
-        pytest.param(move, case, marks=[pytest.mark.proof] * ((move, case) != (MOVES[0], "gan")))
+        pytest.param(move, case, marks=[pytest.mark.proof] * ((move, case) != (MOVES[-1], "gan")))
         for move in MOVES
         for case in ("gan", "neighbours")
         if {move[0], move[2]} <= set(BACKENDS)
@@ -133,6 +135,7 @@ def test_resumes_with_all_its_optimizers(move, case, tmp_path):
     np.testing.assert_allclose(numbers(received), numbers(expected), rtol=1e-9, atol=1e-12)
 
 
+@all_but("jax", "tensorflow")
 def test_an_optimizer_that_no_checkpoint_can_hold(backend, tmp_path):
     """Without checkpoints it trains."""
     settings = json.dumps({"workdir": str(tmp_path)})

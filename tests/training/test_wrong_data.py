@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
 OUTPUTS = "targets: expected labels from 0 to 2, since the model has 3 outputs. Received: "
 FEWER = "targets: expected labels from 0 to 1, since the model has 2 outputs. Received: 2 (sample {}); give the last "
@@ -131,6 +131,7 @@ FLAGS = {
 }
 
 
+@all_but("jax", "tensorflow")
 @pytest.mark.parametrize("flag", FLAGS)
 def test_from_the_command_line(flag, backend, tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 
 from kerasdp.keras_compat.layers import (
     has_mask,
@@ -81,11 +80,3 @@ def test_clear_session_keeps_what_a_run_has_chosen():
     finally:
         keras.distribution.set_distribution(None)
         keras.config.set_dtype_policy("float32")
-
-
-@pytest.mark.parametrize("kind", [keras.layers.BatchNormalization, keras.layers.SpatialDropout2D])
-def test_protected_names_of_layers_that_are_derived_from(kind):
-    layer = kind(0.5) if kind is keras.layers.SpatialDropout2D else kind()
-    layer.build((None, 4, 4, 3))
-    name = "_get_noise_shape" if kind is keras.layers.SpatialDropout2D else "_reduction_axes"
-    assert hasattr(layer, name)
