@@ -113,6 +113,11 @@ class _SignedBackend(C10dRendezvousBackend):
     torch's own keeps it as it comes, in a server that anybody may write to.
     """
 
+    @property
+    def name(self) -> str:
+        """Returns the name under which it is registered: torch (2.13) refuses a handler of another one."""
+        return _RENDEZVOUS
+
     def get_state(self) -> tuple[bytes, Any] | None:
         """See `RendezvousBackend`."""
         found = super().get_state()
