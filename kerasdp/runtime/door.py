@@ -15,6 +15,7 @@ import resource
 import secrets
 import socket
 import stat
+import struct
 import sys
 import tempfile
 import threading
@@ -25,7 +26,6 @@ from typing import Any
 from kerasdp.errors import UserError
 from kerasdp.runtime import addresses
 
-SECONDS_BETWEEN_LINES = 30.0
 # Of a secret that nobody guesses.
 FEWEST_LETTERS = 16
 # Where the processes of a run meet: host and port; or, on one machine, the path of a socket.
@@ -34,6 +34,8 @@ Place = tuple[str, int] | str
 # The name in front tells other programs that knock.
 _GREETING = b"kerasdp 2\n"
 _NONCE, _DIGEST, _MOST_WORDS = 32, 32, 4096
+# What a process that joins answers: the greeting, a nonce of its own, the digest, and the bytes of words after it.
+_ANSWER = struct.Struct(f"<{len(_GREETING)}s{_NONCE}s{_DIGEST}sI")
 # A whole greeting; those that are slower are sent away, the oldest first when there are too many.
 _SECONDS_TO_GREET, _MOST_GREETINGS = 10.0, 256
 _SECONDS_BETWEEN_TRIES = 0.2
@@ -118,46 +120,43 @@ class Door:
             try:
                 connection, address = self._socket.accept()
                 self._greeting.append(connection)
-                if len(self._greeting) > self._most:
-                    with contextlib.suppress(OSError, IndexError):
-                        self._greeting[0].shutdown(socket.SHUT_RDWR)
+                for oldest in self._greeting[: -self._most]:
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
                 name = str(address[0]) if address else ""
                 try:
                     threading.Thread(target=self._greet, args=(connection, name), daemon=True, name="greeting").start()
                 except RuntimeError:
-                    self._forget(connection)
+                    self._greeting.remove(connection)
                     connection.close()
                     raise
             except (OSError, RuntimeError):  # closed; or there are too many files or threads, for a moment
                 self._is_closed.wait(_SECONDS_BETWEEN_TRIES)
 
     def _greet(self, connection: socket.socket, address: str) -> None:
-        """Lets a process that has connected show that it knows the secret, and hear that this one does."""
-        mine = secrets.token_bytes(_NONCE)
-        try:
-            with _deadline(connection) as read:
-                connection.sendall(_GREETING + mine)
-                if read(len(_GREETING)) != _GREETING:
-                    raise ConnectionRefusedError("another program")
-                theirs, digest, size = read(_NONCE), read(_DIGEST), int.from_bytes(read(4), "little")
-                if size > _MOST_WORDS:
-                    raise ConnectionRefusedError("another program")
-                words = read(size)
-                if not hmac.compare_digest(digest, _digest(b"joins", mine, theirs, words)):
-                    connection.sendall(bytes(_DIGEST))
-                    self._refuse(address)
-                    raise ConnectionRefusedError("another secret")
-                connection.sendall(_digest(b"listens", theirs, mine))
-            said = json.loads(words)
-            self._forget(connection)  # before another thread may end the greetings
-            self._come.put((connection, said))
-        except (OSError, ValueError):
-            self._forget(connection)
+        said = None
+        with contextlib.suppress(OSError, ValueError):
+            said = self._words_of(connection, address)
+        self._greeting.remove(connection)  # before another thread may end the greetings
+        if said is None:
             connection.close()
+        else:
+            self._come.put((connection, said))
 
-    def _forget(self, connection: socket.socket) -> None:
-        with contextlib.suppress(ValueError):
-            self._greeting.remove(connection)
+    def _words_of(self, connection: socket.socket, address: str) -> Any:
+        """Lets a process that has connected show that it knows the secret, and hear that this one does."""
+        mine, read = secrets.token_bytes(_NONCE), _reader(connection)
+        connection.sendall(_GREETING + mine)
+        greeting, theirs, digest, size = _ANSWER.unpack(read(_ANSWER.size))
+        if greeting != _GREETING or size > _MOST_WORDS:
+            raise ConnectionRefusedError("another program")
+        words = read(size)
+        if not hmac.compare_digest(digest, _digest(b"joins", mine, theirs, words)):
+            connection.sendall(bytes(_DIGEST))
+            self._refuse(address)
+            raise ConnectionRefusedError("another secret")
+        connection.sendall(_digest(b"listens", theirs, mine))
+        return json.loads(words)
 
     def _refuse(self, address: str) -> None:
         if address not in self._refused and len(self._refused) < _MOST_GREETINGS:
@@ -171,9 +170,8 @@ def connect(place: Place, words: dict[str, Any], seconds: float = addresses.SECO
     Raises:
         UserError: if nobody listens there for so many seconds, or it knows another secret.
     """
-    begin = told = time.monotonic()
+    wait, num_refused = addresses.Wait(seconds), 0
     name = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
-    num_refused = 0
     while True:
         try:
             return _connected(place, json.dumps(words).encode())
@@ -184,15 +182,11 @@ def connect(place: Place, words: dict[str, Any], seconds: float = addresses.SECO
             reason = "it knows another KERASDP_SECRET"
         except OSError as error:
             reason = error.strerror or str(error)
-        now = time.monotonic()
-        if now - begin > seconds:
+        if wait.is_over(f"waits for {name} ({reason})"):
             raise UserError(
                 f"--coordinator: nobody listens at {name} for {seconds:.0f} s ({reason}); start process 0, and "
                 "check address, port and firewall"
             )
-        if now - told > SECONDS_BETWEEN_LINES:
-            told = now
-            print(f"waits for {name} ({reason})", file=sys.stderr, flush=True)
         time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
@@ -208,28 +202,28 @@ def _connected(place: Place, words: bytes) -> socket.socket:
     else:
         connection = socket.create_connection(place, _SECONDS_TO_GREET)
     try:
-        with _deadline(connection) as read:
-            if read(len(_GREETING)) != _GREETING:
-                raise ConnectionRefusedError("another program listens there")
-            mine, theirs = secrets.token_bytes(_NONCE), read(_NONCE)
-            digest = _digest(b"joins", theirs, mine, words)
-            connection.sendall(_GREETING + mine + digest + len(words).to_bytes(4, "little") + words)
-            try:
-                answer = read(_DIGEST)
-            except ConnectionResetError:
-                raise ConnectionRefusedError("it accepts no connections now") from None
-            if not hmac.compare_digest(answer, _digest(b"listens", mine, theirs)):
-                raise _OtherSecretError
+        read = _reader(connection)
+        if read(len(_GREETING)) != _GREETING:
+            raise ConnectionRefusedError("another program listens there")
+        mine, theirs = secrets.token_bytes(_NONCE), read(_NONCE)
+        digest = _digest(b"joins", theirs, mine, words)
+        connection.sendall(_ANSWER.pack(_GREETING, mine, digest, len(words)) + words)
+        try:
+            answer = read(_DIGEST)
+        except ConnectionResetError:
+            raise ConnectionRefusedError("it accepts no connections now") from None
+        if not hmac.compare_digest(answer, _digest(b"listens", mine, theirs)):
+            raise _OtherSecretError
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-@contextlib.contextmanager
-def _deadline(connection: socket.socket) -> Iterator[Callable[[int], bytes]]:
-    """Yields a function that reads so many bytes; all of them together have a deadline."""
+def _reader(connection: socket.socket) -> Callable[[int], bytes]:
+    """Returns a function that reads so many bytes; all of them together have a deadline."""
     end = time.monotonic() + _SECONDS_TO_GREET
+    connection.settimeout(_SECONDS_TO_GREET)
 
     def read(size: int) -> bytes:
         content = b""
@@ -241,8 +235,7 @@ def _deadline(connection: socket.socket) -> Iterator[Callable[[int], bytes]]:
             content += part
         return content
 
-    connection.settimeout(_SECONDS_TO_GREET)
-    yield read
+    return read
 
 
 @contextlib.contextmanager

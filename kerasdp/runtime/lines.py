@@ -7,7 +7,6 @@ import sysconfig
 import threading
 import traceback
 import types
-from collections.abc import Iterator
 
 _KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
@@ -27,7 +26,7 @@ def is_of_framework(place: str) -> bool:
 def place_of(thread: int) -> str:
     """Returns the line where a user would look: where a thread is, or the one that it waits for."""
     frames = sys._current_frames()  # No public way: faulthandler writes text alone.
-    own = frames.pop(thread, None)
+    own = frames.pop(thread)
     frames.pop(threading.get_ident(), None)
     for frame in (own, *frames.values()):
         # Code of the user that the kit calls; of the run's thread, the training function, too.
@@ -48,29 +47,24 @@ def of_error(error: BaseException) -> str:
     return f"{text} ({places[-1]})" if places else text
 
 
-def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """Yields a frame and those that called it."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def of_call() -> str:
     """Returns the line that called the kit; empty if there is none."""
-    found = next((found for found in _frames(inspect.currentframe()) if is_of_user(found.f_code.co_filename)), None)
-    return "" if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
+        if is_of_user(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    return ""
 
 
-def _innermost(frame: types.FrameType | None, of_user: bool = False) -> str:
+def _innermost(frame: types.FrameType, of_user: bool = False) -> str:
     """Returns the innermost line that is not the standard library's; of the user: unless the kit's is further in."""
-    for found in _frames(frame):
+    for found, line in traceback.walk_stack(frame):
         path = found.f_code.co_filename
         if of_user and path.startswith(_KIT):
             return ""
         if is_of_user(path) or (not of_user and path.startswith((_PACKAGES, _KIT))):
-            return f"{path}:{found.f_lineno}, in {found.f_code.co_name}"
+            return f"{path}:{line}, in {found.f_code.co_name}"
     return ""
 
 
-def _is_called_by_kit(frame: types.FrameType | None) -> bool:
-    return any(found.f_code.co_filename.startswith(_KIT) for found in _frames(frame))
+def _is_called_by_kit(frame: types.FrameType) -> bool:
+    return any(found.f_code.co_filename.startswith(_KIT) for found, _ in traceback.walk_stack(frame))

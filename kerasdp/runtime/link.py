@@ -6,23 +6,18 @@ which tells all. On one machine whoever started the processes sees what becomes 
 """
 
 import collections
-import contextlib
-import json
 import pickle
-import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kerasdp import errors
 from kerasdp.errors import RunError, UserError, WorkerError
 from kerasdp.runtime import outcome
-from kerasdp.runtime.addresses import SECONDS_TO_JOIN
+from kerasdp.runtime.addresses import SECONDS_TO_JOIN, Wait
 from kerasdp.runtime.channel import Channel
-from kerasdp.runtime.door import SECONDS_BETWEEN_LINES, Door, Place, connect
+from kerasdp.runtime.door import Door, Place, connect
 
 T = TypeVar("T")
 
@@ -32,9 +27,8 @@ SECONDS_OF_SILENCE = 15.0
 # Processes that do different things are ended, with the reason; before process 0 ends, the others get to hear why.
 _SECONDS_TO_BE_ENDED, _SECONDS_TO_HEAR = 30.0, 2.0
 
-_ALIVE, _VALUE, _VALUES, _PART, _FAILED, _LEAVES = range(6)
-# What comes in place of a value when a process has left.
-_NOTHING = object()
+# Kinds of messages: a sign of life; a value for process 0, which gathers it; what somebody waits for; an end.
+_ALIVE, _VALUE, _PART, _FAILED, _LEAVES = range(5)
 # The channel of values. Others are of scatters.
 _VALUES_CHANNEL = 0
 
@@ -49,8 +43,8 @@ class Link:
         own: this machine's address, as the others reach it; None if all are on one.
         error: why the run has to end, once that is known.
         num_runs: of this program, on the link, so far.
-        status: returns where this process is, for `judge`; JSON can hold it. None: nobody asks.
-        judge: gets those of all processes, on process 0, again and again; returns what ends the run, or None.
+        status: returns where this process is, for `judge`.
+        judge: gets those of all processes, on process 0, every second; returns what ends the run, or None.
     """
 
     def __init__(self, rank: int, num_processes: int, own: str | None):
@@ -64,9 +58,9 @@ class Link:
         self._channels: dict[int, Channel] = {}
         self._left: set[int] = set()
         self._parting: RunError | None = None  # of one that has left with it
-        self._arrived: dict[tuple[int, int], queue.SimpleQueue[Any]] = collections.defaultdict(queue.SimpleQueue)
+        self._arrived: dict[tuple[int, int], collections.deque[Any]] = collections.defaultdict(collections.deque)
         self._values: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
-        self._lock, self._is_over = threading.RLock(), threading.Event()
+        self._changed, self._is_over = threading.Condition(), threading.Event()
         self._num_values = 0
 
     @classmethod
@@ -101,39 +95,31 @@ class Link:
 
     def _gather(self, door: Door) -> None:
         """Waits for all others."""
-        begin = told = time.monotonic()
-        while len(self._channels) < self.num_processes - 1:
-            missing = [rank for rank in range(1, self.num_processes) if rank not in self._channels]
+        wait = Wait(SECONDS_TO_JOIN)
+        while missing := [rank for rank in range(1, self.num_processes) if rank not in self._channels]:
             shown = ", ".join([*map(str, missing[:8]), *["..."] * (len(missing) > 8)])
             words = f"waits for {len(missing)} of {self.num_processes} processes: {shown}"
-            now = time.monotonic()
-            if now - begin > SECONDS_TO_JOIN:
+            if wait.is_over(words):
                 raise UserError(
                     f"{words}: nothing for {SECONDS_TO_JOIN:.0f} s; start them, with the same --coordinator"
                 )
-            if now - told > SECONDS_BETWEEN_LINES:
-                told = now
-                print(words, file=sys.stderr, flush=True)
             if (come := door.next(1.0)) is None:
                 continue
-            connection, of_it = come
-            rank, num_processes = of_it["rank"], of_it["num_processes"]
+            channel, said = Channel(come[0]), come[1]
+            rank, num_processes, reason = said["rank"], said["num_processes"], ""
             if num_processes != self.num_processes or not 0 < rank < num_processes:
-                self._turn_away(
+                reason = (
                     "--hosts or --gpus: expected the same number of processes on all. Received: "
-                    f"{self.num_processes} on {self.names[0]}, {num_processes} on {of_it['name']}; give each the same, "
-                    "and a number of its own",
-                    Channel(connection),
+                    f"{self.num_processes} on {self.names[0]}, {num_processes} on {said['name']}; give each the same, "
+                    "and a number of its own"
                 )
-            if rank in self._channels and self._channels[rank].is_alive():
-                self._turn_away(f"two processes have the number {rank}; give each its own", Channel(connection))
-            self._channels[rank] = Channel(connection)  # the one before it has ended
-
-    def _turn_away(self, reason: str, late: Channel) -> None:
-        self._channels[-1] = late  # hears it, too
-        error = UserError(reason)
-        self._send_to_all(_FAILED, _packed(error))
-        raise error
+            elif rank in self._channels and self._channels[rank].is_alive():
+                reason = f"two processes have the number {rank}; give each its own"
+            self._channels[-1 if reason else rank] = channel  # the one before it has ended
+            if reason:
+                error = UserError(reason)
+                self._send_to_all(_FAILED, pickle.dumps(error))  # to that one, too
+                raise error
 
     def all_gather_object(self, value: T, what: str = "") -> list[T]:
         """See `kerasdp.runtime.ranks.Processes`; `what`: is exchanged, the same on all."""
@@ -146,10 +132,10 @@ class Link:
         if self.rank == 0:
             self._take_value(0, number, content)
         else:
-            self._send(0, _VALUE, 0, number, content)
+            self._channels[0].send(_VALUE, _VALUES_CHANNEL, number, content)
 
         def values() -> list[T]:
-            given = [pickle.loads(each) for each in self._next(_VALUES_CHANNEL, number)]
+            given = [pickle.loads(each) for each in self.next_part(_VALUES_CHANNEL, number)]
             if any(other != what for other, _ in given):  # whoever watches knows where each is
                 self._is_over.wait(_SECONDS_TO_BE_ENDED)
                 raise WorkerError(f"the ranks exchange different things: {', '.join(other for other, _ in given)}")
@@ -159,13 +145,22 @@ class Link:
 
     def send_part(self, rank: int, channel: int, number: int, value: Any) -> None:
         """Sends a value from process 0 to another one, for its `next_part`; waits until it is on its way."""
-        self._send(rank, _PART, channel, number, pickle.dumps(value, protocol=5))
-        with contextlib.suppress(OSError):
-            self._channels[rank].flush(None)
+        self._channels[rank].send(_PART, channel, number, pickle.dumps(value, protocol=5))
+        self._channels[rank].flush()
 
     def next_part(self, channel: int, number: int) -> Any:
         """Waits for what process 0 sends."""
-        return pickle.loads(self._next(channel, number))
+        with self._changed:
+            arrived = self._arrived[channel, number]
+            self._changed.wait_for(lambda: arrived or self._left or self._is_over.is_set())
+            if not arrived:
+                left = ", ".join(self.names[rank] for rank in sorted(self._left)) or "this process"
+                words = f"{left} left the run while others wait: call launch alike"
+                raise self.error or self._parting or WorkerError(words)
+            content = arrived.popleft()
+            if not arrived:  # of a scatter, another one of the same number may be there already
+                del self._arrived[channel, number]
+        return pickle.loads(content)
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process fails, and of what; they end with the same."""
@@ -186,108 +181,68 @@ class Link:
         if not self._is_over.is_set():
             self._is_over.set()
             self._send_to_all(_LEAVES, b"" if error is None else self._packed_own(error))
-            self._flush()
 
     def reason(self, seconds: float) -> RunError | None:
         """Returns why the run has to end, if that becomes known in so many seconds."""
-        end = time.monotonic() + seconds
-        while (found := self.error or self._parting) is None and time.monotonic() < end:
-            time.sleep(0.05)
-        return found
-
-    def _arrive_nothing(self) -> None:
-        """Wakes up who waits for a process that has left."""
-        with self._lock:
-            for waiting in self._arrived.values():
-                waiting.put(_NOTHING)
-
-    def _next(self, channel: int, number: int) -> Any:
-        with self._lock:
-            arrived = self._arrived[channel, number]
-            if arrived.empty() and (self._left or self._is_over.is_set()):
-                arrived.put(_NOTHING)
-        result = arrived.get()
-        if result is _NOTHING:
-            left = ", ".join(self.names[rank] for rank in sorted(self._left)) or "this process"
-            raise (
-                self.error or self._parting or WorkerError(f"{left} left the run while others wait: call launch alike")
-            )
-        with self._lock:
-            if arrived.empty():  # of a scatter, another one of the same number may be there already
-                del self._arrived[channel, number]
-        return result
-
-    def _arrive(self, channel: int, number: int, content: Any) -> None:
-        with self._lock:
-            self._arrived[channel, number].put(content)
+        with self._changed:
+            self._changed.wait_for(lambda: self.error or self._parting, seconds)
+            return self.error or self._parting
 
     def _take_value(self, rank: int, number: int, content: bytes) -> None:
         """Keeps a value, on process 0, until all are there."""
-        with self._lock:
+        with self._changed:
             self._values[number][rank] = content
             if len(self._values[number]) < self.num_processes:
                 return
             values = self._values.pop(number)
-            ordered = [values[rank] for rank in range(self.num_processes)]
-            together = pickle.dumps(ordered)
-            for other in self._channels:
-                self._send(other, _VALUES, _VALUES_CHANNEL, number, together)
-            self._arrive(_VALUES_CHANNEL, number, ordered)  # before it is heard that one which has them left
-
-    def _send(self, rank: int, kind: int, channel: int, number: int, content: bytes) -> None:
-        try:
-            self._channels[rank].send(kind, channel, number, content)
-        except OSError:
-            self._lose(rank, "has left")
+            together = pickle.dumps([values[rank] for rank in range(self.num_processes)])
+            for channel in self._channels.values():
+                channel.send(_PART, _VALUES_CHANNEL, number, together)
+            self._take(0, _PART, _VALUES_CHANNEL, number, together)  # before it is heard that one with them has left
 
     def _send_to_all(self, kind: int, content: bytes) -> None:
-        for channel in self._channels.values():
-            with contextlib.suppress(OSError):  # gone, too
-                channel.send(kind, content=content)
-
-    def _flush(self) -> None:
-        """Waits, for a moment at most, until what was sent is on its way: this process may end then."""
+        """Sends, and waits for a moment until all is on its way: this process may end then."""
         end = time.monotonic() + _SECONDS_TO_HEAR
+        for channel in self._channels.values():
+            channel.send(kind, content=content)
         for rank in self._channels.keys() - self._left:
-            with contextlib.suppress(OSError):
-                self._channels[rank].flush(end - time.monotonic())
+            self._channels[rank].flush(end - time.monotonic())
 
     def _read(self, rank: int, channel: Channel) -> None:
         """Takes the messages of one process, in a thread."""
-        while True:
-            try:
-                kind, number_of_channel, number, content = channel.receive()
-                self._take(rank, kind, number_of_channel, number, content)
-            except OSError:
-                self._lose(rank, "has left")
-                return
-            except Exception as error:
-                self._lose(rank, f"has sent what cannot be read ({type(error).__name__}): corrupt on its way?")
-                return
+        try:
+            while True:
+                self._take(rank, *channel.receive())
+        except OSError:
+            self._lose(rank, "has left")
+        except Exception as error:
+            self._lose(rank, f"has sent what cannot be read ({type(error).__name__}): corrupt on its way?")
 
-    def _take(self, rank: int, kind: int, channel: int, number: int, content: bytearray) -> None:
-        if kind == _VALUE:
+    def _take(self, rank: int, kind: int, channel: int, number: int, content: bytes | bytearray) -> None:
+        if kind == _ALIVE:
+            self._statuses[rank] = pickle.loads(content)
+        elif kind == _VALUE:
             self._take_value(rank, number, bytes(content))
-        elif kind == _VALUES:
-            self._arrive(channel, number, pickle.loads(content))
         elif kind == _PART:
-            self._arrive(channel, number, content)
-        elif kind == _ALIVE:
-            self._statuses[rank] = json.loads(content)
-        elif kind == _LEAVES:
-            self._left.add(rank)
-            if content:
-                self._parting = _unpacked(content)
-                threading.Thread(target=self._end_later, args=(self._parting,), daemon=True, name="link end").start()
-            self._arrive_nothing()
+            with self._changed:
+                self._arrived[channel, number].append(content)
+                self._changed.notify_all()
         elif kind == _FAILED:
             self._left.add(rank)
-            self._end(_unpacked(content))
+            self._end(pickle.loads(content))
+        else:
+            with self._changed:
+                self._left.add(rank)
+                if content:
+                    self._parting = pickle.loads(content)
+                    threading.Thread(
+                        target=self._end_later, args=(self._parting,), daemon=True, name="link end"
+                    ).start()
+                self._changed.notify_all()
 
     def _live(self) -> None:
         """Tells the others that this process lives, and notices those that are silent, in a thread."""
         last = time.monotonic()
-        error: RunError | None = None
         while not self._is_over.wait(SECONDS_BETWEEN_SIGNS):
             now, before = time.monotonic(), last
             last, own = now, self.status()
@@ -296,16 +251,14 @@ class Link:
                     channel.heard = now
                 if rank in self._left:
                     continue
-                with contextlib.suppress(OSError):  # of which the reader knows
-                    channel.send_sign(_ALIVE, json.dumps(own).encode())
+                channel.send_sign(_ALIVE, pickle.dumps(own))
                 if now - channel.heard > SECONDS_OF_SILENCE:
                     seconds = f"has not been heard of for {now - channel.heard:.0f} s"
                     self._lose(rank, f"{seconds}: stopped, or its machine or network failed")
             if self.rank == 0:
-                found = self.judge([own, *(self._statuses.get(rank) for rank in range(1, self.num_processes))])
-                if found and error:  # twice: one that is on its way is not where it was
-                    self._end(found)
-                error = found
+                error = self.judge([own, *(self._statuses.get(rank) for rank in range(1, self.num_processes))])
+                if error is not None:
+                    self._end(error)
 
     def _lose(self, rank: int, words: str) -> None:
         if self._is_over.is_set() or rank in self._left:
@@ -323,26 +276,16 @@ class Link:
 
         It may wait for ever in native code; and JAX (0.10.2) aborts without a word 0.1 s after its coordinator.
         """
-        with self._lock:
+        with self._changed:
             if self.error is not None or self._is_over.is_set():
                 return
             self.error = error
         if self.rank == 0:
-            self._send_to_all(_FAILED, _packed(error))
-            self._flush()
+            self._send_to_all(_FAILED, pickle.dumps(error))
         outcome.leave_with(error)
 
     def _packed_own(self, error: BaseException) -> bytes:
         """Returns an error of this process as the others are to read it."""
         own = self.names[min(self.rank, len(self.names) - 1)]
-        kind = type(error) if isinstance(error, RunError) else WorkerError
-        return _packed(kind(f"{own} failed: {outcome.line_of(error)}"))
-
-
-def _packed(error: RunError) -> bytes:
-    return json.dumps([type(error).__name__, str(error)]).encode()
-
-
-def _unpacked(content: bytes | bytearray) -> RunError:
-    name, text = json.loads(content)
-    return errors.from_name(name, text) or WorkerError(text)
+        kind = outcome.kind_of(error) or WorkerError
+        return pickle.dumps(kind(f"{own} failed: {outcome.line_of(error)}"))

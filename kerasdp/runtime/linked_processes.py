@@ -91,28 +91,26 @@ def join(cluster: Cluster, config: Config) -> Link:
     Raises:
         UserError: if they do not come, or differ; if this program has joined others before.
     """
-    if _link is not None and cluster != _cluster:
-        raise UserError(f"this program has joined the processes of {_cluster} before. Received: {cluster}")
-    if _link is not None and _link.is_failing:
-        raise _link.error or WorkerError("this program has left the other processes: start all of them again")
-    link = _link or _join(cluster, config.interface)
-    _require_same(link, config)
-    return link
-
-
-def _join(cluster: Cluster, interface: str | None) -> Link:
     global _link, _cluster
-    if cluster.is_local:
-        meeting = hashlib.sha256(f"{cluster.source} {cluster.coordinator}".encode()).hexdigest()[:16]
-        # Programs that this one starts are none of these processes.
-        place = os.environ.pop(MEETING_PLACE, "") or os.path.join(private_folder(), meeting)
-        _link = Link.among(cluster.process, cluster.num_processes, place)
-    else:
-        own = addresses.own_address(cluster.address, interface)
-        _link = Link.among(cluster.process, cluster.num_processes, cluster.address, own)
-    _cluster = cluster
-    atexit.register(_link.leave)
+    if _link is None:
+        _link, _cluster = _joined(cluster, config.interface), cluster
+        atexit.register(_link.leave)
+    elif cluster != _cluster:
+        raise UserError(f"this program has joined the processes of {_cluster} before. Received: {cluster}")
+    elif _link.is_failing:
+        raise _link.error or WorkerError("this program has left the other processes: start all of them again")
+    _require_same(_link, config)
     return _link
+
+
+def _joined(cluster: Cluster, interface: str | None) -> Link:
+    if not cluster.is_local:
+        own = addresses.own_address(cluster.address, interface)
+        return Link.among(cluster.process, cluster.num_processes, cluster.address, own)
+    meeting = hashlib.sha256(f"{cluster.source} {cluster.coordinator}".encode()).hexdigest()[:16]
+    # Programs that this one starts are none of these processes.
+    place = os.environ.pop(MEETING_PLACE, "") or os.path.join(private_folder(), meeting)
+    return Link.among(cluster.process, cluster.num_processes, place)
 
 
 def _require_same(link: Link, config: Config) -> None:

@@ -4,7 +4,6 @@ A process that is killed leaves none.
 """
 
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -14,7 +13,6 @@ import time
 import traceback
 from typing import Any, NamedTuple
 
-from kerasdp import errors
 from kerasdp.errors import RunError, WorkerError
 
 
@@ -25,11 +23,13 @@ class Place(NamedTuple):
         folder: of its run, which only this user can enter.
         number: of the process among those of this machine.
         num_workers: how many these are.
+        is_watched: whether the process that has started it sees where it is, and ends it where it hangs.
     """
 
     folder: str
     number: int
     num_workers: int
+    is_watched: bool = True
 
 
 class Outcome(NamedTuple):
@@ -37,42 +37,33 @@ class Outcome(NamedTuple):
 
     Attributes:
         time: when, in seconds of `time.monotonic`.
-        name: the error's class; empty: it returned.
-        message: the error's text; of SystemExit its code.
-        frames: the error's stack.
+        error: a `RunError` or SystemExit that it raised.
+        frames: the stack of whatever it raised; empty: it returned.
         is_echo: whether it ended for another process.
+        result: what its function returned, pickled.
     """
 
     time: float
-    name: str = ""
-    message: Any = ""
+    error: RunError | SystemExit | None = None
     frames: str = ""
     is_echo: bool = False
+    result: bytes = b""
 
     def as_error(self, words: str) -> BaseException:
         """Returns the error; one that is no `RunError` as the error of a worker, which `words` name."""
-        if self.name == SystemExit.__name__:
-            return SystemExit(self.message)
-        known = errors.from_name(self.name, str(self.message))
-        return known or WorkerError(f"{words} failed\n{self.frames}".rstrip())
+        return self.error or WorkerError(f"{words} failed\n{self.frames}".rstrip())
 
 
 _place: Place | None = None
-_is_watched = False
 _lock = threading.Lock()
 
 
-def begin(place: Place, is_watched: bool = True) -> None:
-    """Makes this process a worker, which leaves an outcome.
-
-    Args:
-        place: of its files. What an earlier worker with that place has left is removed.
-        is_watched: whether the process that has started it sees where it is, and ends it where it hangs.
-    """
-    global _place, _is_watched
-    _place, _is_watched = place, is_watched
+def begin(place: Place) -> None:
+    """Makes this process a worker, which leaves an outcome. What an earlier one with that place has left is removed."""
+    global _place
+    _place = place
     with contextlib.suppress(FileNotFoundError):
-        os.remove(_path(place, "outcome"))
+        os.remove(_path(place))
 
 
 def place() -> Place | None:
@@ -82,37 +73,29 @@ def place() -> Place | None:
 
 def is_watched() -> bool:
     """Returns whether another process on this machine sees what becomes of this one."""
-    return _is_watched
+    return _place is not None and _place.is_watched
 
 
 def write_result(result: Any) -> None:
     """Ends a worker with what its function returned."""
-    assert _place is not None  # noqa: S101
-    with open(_path(_place, "result"), "wb") as file:
-        pickle.dump(result, file)
-    _write(Outcome(time.monotonic()))
+    _write(Outcome(time.monotonic(), result=pickle.dumps(result)))
 
 
 def write_error(error: BaseException, is_echo: bool = False) -> None:
     """Ends a worker with an error. The first one counts."""
-    message = error.code if isinstance(error, SystemExit) else str(error)
-    frames = "".join(traceback.format_exception(error))
-    _write(Outcome(time.monotonic(), type(error).__name__, message, frames, is_echo))
+    known: RunError | SystemExit | None = None
+    if isinstance(error, SystemExit):
+        known = SystemExit(error.code if isinstance(error.code, int | None) else str(error.code))
+    elif (kind := kind_of(error)) is not None:
+        known = kind(str(error))
+    _write(Outcome(time.monotonic(), known, "".join(traceback.format_exception(error)), is_echo))
 
 
 def read(place: Place) -> Outcome | None:
     """Returns how a worker ended; None before that, and if it left nothing."""
-    try:
-        with open(_path(place, "outcome")) as file:
-            return Outcome(*json.load(file))
-    except FileNotFoundError:
-        return None
-
-
-def read_result(place: Place) -> Any:
-    """Returns what a worker's function returned."""
-    with open(_path(place, "result"), "rb") as file:
-        return pickle.load(file)
+    with contextlib.suppress(FileNotFoundError), open(_path(place), "rb") as file:
+        return Outcome(*pickle.load(file))
+    return None
 
 
 def leave_with(error: RunError) -> None:
@@ -123,6 +106,11 @@ def leave_with(error: RunError) -> None:
         write_error(error, is_echo=True)
     sys.stdout.flush()
     os._exit(error.exit_code)
+
+
+def kind_of(error: BaseException) -> type[RunError] | None:
+    """Returns the class of an error that each process knows; None: it may be known here alone."""
+    return type(error) if isinstance(error, RunError) and type(error).__module__ == RunError.__module__ else None
 
 
 def line_of(error: BaseException) -> str:
@@ -143,13 +131,13 @@ def how_it_ended(exit_code: int) -> str:
 def _write(outcome: Outcome) -> None:
     if _place is None:
         return
-    path = _path(_place, "outcome")
+    path, content = _path(_place), pickle.dumps(tuple(outcome))
     with _lock:  # a link may end this process for another one while it fails
         if not os.path.exists(path):
-            with open(f"{path}.new", "w") as file:
-                json.dump(outcome, file, default=str)
+            with open(f"{path}.new", "wb") as file:
+                file.write(content)
             os.replace(f"{path}.new", path)
 
 
-def _path(place: Place, name: str) -> str:
-    return os.path.join(place.folder, f"{name}-{place.number}")
+def _path(place: Place) -> str:
+    return os.path.join(place.folder, f"outcome-{place.number}")

@@ -24,13 +24,24 @@ SECONDS_TO_NOTE = 600.0
 # And one that has not left by then after a second signal, which ends it at once.
 _SECONDS_TO_LEAVE = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.5
-# An exception that was lost is raised again so long after: into the pipe of signals goes this byte.
-_SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, b"\0"
+# A signal whose exception was lost is sent again so long after: into the pipe of signals goes its number with this bit.
+_SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, 0x80
 _noted: list[int] = []
 # When they were passed on, in seconds of `time.monotonic`.
 _passed_on: list[float] = []
-_noted_at = 0.0
-_is_awaited = _is_inside = _is_lost = _is_passing = False
+# What the program is in: `noticed`, `awaited`, `passed_on`, or none of them. And where the interpreter writes the
+# number of each signal at once, wherever the main thread is.
+_context, _pipe = "", -1
+
+
+@contextlib.contextmanager
+def _within(context: str) -> Iterator[None]:
+    global _context
+    kept, _context = _context, context
+    try:
+        yield
+    finally:
+        _context = kept
 
 
 @contextlib.contextmanager
@@ -39,31 +50,26 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
 
     `is_watched`: whether another process kills this one if it does not note them.
     """
-    global _is_inside, _is_lost
-    if _is_inside or threading.current_thread() is not threading.main_thread():
+    if _context or threading.current_thread() is not threading.main_thread():
         yield
         return
     _noted.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handlers[signal.SIGINT] = _note
-    _is_inside, _is_lost = True, False
     try:
-        with _handlers(handlers), _raised_again(), _arrivals(is_watched):
+        with _within("noticed"), _arrivals(is_watched), _handlers(handlers), _raised_again():
             yield
     except Exception as error:
         # A framework's native code may make an error of its own of an exception that went through it.
         if signal.SIGINT in _noted:
             raise KeyboardInterrupt from error
         raise
-    finally:
-        _is_inside = False
 
 
 @contextlib.contextmanager
 def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting."""
-    global _is_passing
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -80,12 +86,8 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, number)
 
-    _is_passing = True
-    try:
-        with _handlers(dict.fromkeys(_SIGNALS, pass_on)):
-            yield
-    finally:
-        _is_passing = False
+    with _within("passed_on"), _handlers(dict.fromkeys(_SIGNALS, pass_on)):
+        yield
 
 
 @contextlib.contextmanager
@@ -119,15 +121,9 @@ def let_in() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-@contextlib.contextmanager
-def awaited() -> Iterator[None]:
+def awaited() -> contextlib.AbstractContextManager[None]:
     """Marks a `fit` with checkpoints, which queries `noted` after each step."""
-    global _is_awaited
-    _is_awaited = True
-    try:
-        yield
-    finally:
-        _is_awaited = False
+    return _within("awaited")
 
 
 def noted() -> signal.Signals | None:
@@ -143,7 +139,7 @@ def noted() -> signal.Signals | None:
 
 def is_finishing() -> bool:
     """Returns whether a signal has been noted, and the run ends after its step, with a checkpoint."""
-    return bool(_noted) and _is_awaited
+    return bool(_noted) and _context == "awaited"
 
 
 def seconds_since_passed_on() -> list[tuple[int, float]]:
@@ -161,22 +157,14 @@ def leave_as(exit_code: int) -> None:
 
 def leave_if_asked() -> None:
     """Ends the run if a signal should have done so already: code between may have caught what it raised."""
-    if _noted and (not _is_awaited or signal.SIGINT in _noted):
+    if _noted and (_context != "awaited" or signal.SIGINT in _noted):
         _raise(_noted[-1])
 
 
 def _note(number: int, _: Any) -> None:
-    global _is_lost, _noted_at
-    is_again = number in _noted and number != signal.SIGINT and not _is_lost
-    is_second = bool(_noted) and time.monotonic() - _noted_at > SECONDS_OF_ONE
+    is_again = number in _noted and number != signal.SIGINT
     _noted.append(number)
-    _noted_at = time.monotonic()
-    if is_second and _is_awaited and not _pipes:  # nobody watches what arrives
-        os._exit(128 + number)
-    if is_again:
-        return
-    if number == signal.SIGINT or not _is_awaited:
-        _is_lost = False
+    if number == signal.SIGINT or not (is_again or _context == "awaited"):
         _raise(number)
 
 
@@ -207,14 +195,11 @@ def _raised_again() -> Iterator[None]:
     """
     kept = sys.unraisablehook
 
-    def hook(lost: Any) -> None:
-        global _is_lost
-        if not _noted or lost.exc_type not in (KeyboardInterrupt, SystemExit):
+    def hook(lost: Any) -> None:  # takes no lock, which the main thread may hold
+        if _noted and lost.exc_type in (KeyboardInterrupt, SystemExit):
+            os.write(_pipe, bytes([_noted.pop() | _AGAIN]))
+        else:
             kept(lost)
-            return
-        _is_lost = True
-        for pipe in _pipes:  # nothing that takes a lock, which the main thread may hold
-            os.write(pipe, _AGAIN)
 
     sys.unraisablehook = hook
     try:
@@ -225,67 +210,56 @@ def _raised_again() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _arrivals(is_watched: bool) -> Iterator[None]:
-    """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called.
-
-    The interpreter writes the number of each signal into a pipe at once, wherever the main thread is.
-    """
+    """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called."""
+    global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    kept = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if kept != -1:  # of an event loop, as in a notebook
-        signal.set_wakeup_fd(kept)
-        os.close(reader)
-        os.close(writer)
-        yield
-        return
-    _pipes.append(writer)
-    threading.Thread(target=_watch, args=(reader, is_watched), daemon=True, name="signals").start()
+    other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
+    threading.Thread(target=_watch, args=(reader, other, is_watched), daemon=True, name="signals").start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(-1)
-        _pipes.remove(writer)
+        signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+        _pipe = -1
         os.close(writer)  # with which the thread ends
 
 
-def _watch(reader: int, is_watched: bool) -> None:
+def _watch(reader: int, other: int, is_watched: bool) -> None:
+    """Runs in a thread. `other`: a pipe of an event loop, as in a notebook, that gets the numbers, too; -1: none."""
     arrived: list[tuple[int, float]] = []  # signals, each once, with their times
-    expected: list[int] = []  # those that were sent from here
-    main = threading.main_thread().ident or 0
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
-            seconds = [time_of - time.monotonic() for time_of in _ends(arrived, is_watched)]
-            if any(each <= 0 for each in seconds):
+            looked = time.monotonic()
+            seconds = min([*(end - looked for end in _ends(arrived, is_watched)), _SECONDS_BETWEEN_LOOKS])
+            if seconds <= 0:
                 _leave(arrived[-1][0])
                 return
-            looked = time.monotonic()
-            if not select.select([arrivals], [], [], max(0.0, min([*seconds, _SECONDS_BETWEEN_LOOKS])))[0]:
+            if not select.select([arrivals], [], [], seconds)[0]:
                 continue
-            numbers, now = arrivals.read(1), time.monotonic()
+            byte, now = arrivals.read(1), time.monotonic()
+            if not byte:
+                return
+            if (number := byte[0]) & _AGAIN:
+                time.sleep(_SECONDS_TO_RAISE_AGAIN)
+                if _context:
+                    signal.pthread_kill(threading.main_thread().ident or 0, number - _AGAIN)
+                continue
+            if other != -1:
+                with contextlib.suppress(OSError):
+                    os.write(other, byte)
             if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
                 now = looked  # native code has kept the interpreter, and it came at any time since
-            if not numbers:
-                return
-            if numbers == _AGAIN:
-                time.sleep(_SECONDS_TO_RAISE_AGAIN)
-                if _is_inside:
-                    expected.append(_noted[-1])
-                    signal.pthread_kill(main, _noted[-1])
-                continue
-            if numbers[0] in expected:
-                expected.remove(numbers[0])
-                continue
-            last = max((since for number, since in arrived if number == numbers[0]), default=-SECONDS_OF_ONE)
-            if numbers[0] in (*_SIGNALS, signal.SIGINT) and now - last > SECONDS_OF_ONE:
-                arrived.append((numbers[0], now))
+            last = max((since for known, since in arrived if known == number), default=-SECONDS_OF_ONE)
+            if number in (*_SIGNALS, signal.SIGINT) and now - last > SECONDS_OF_ONE:
+                arrived.append((number, now))
 
 
 def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]:
     """Yields when this process is to be ended, for what has arrived."""
-    if _is_passing:  # those that it is passed on to are looked after
+    if _context == "passed_on":  # those that it is passed on to are looked after
         return
     if len(arrived) > 1 and (arrived[-1][0] != signal.SIGINT or signal.SIGINT not in _noted):
-        yield arrived[-1][1] + _SECONDS_TO_LEAVE * (not _is_awaited)
+        yield arrived[-1][1] + _SECONDS_TO_LEAVE * (_context != "awaited")
     if arrived and arrived[0][0] not in _noted and not is_watched:
         yield arrived[0][1] + SECONDS_TO_NOTE
 
@@ -301,13 +275,11 @@ def _leave(number: int) -> None:
 
 def _forget() -> None:
     """Keeps the signals of a forked process from its parent's pipe, and those of its parent from it."""
-    global _is_inside, _is_awaited, _is_passing
-    _is_inside = _is_awaited = _is_passing = False
+    global _context, _pipe
     _noted.clear()
-    if _pipes:
+    if _pipe != -1:
         signal.set_wakeup_fd(-1)
-        _pipes.clear()
+    _context, _pipe = "", -1
 
 
-_pipes: list[int] = []
 os.register_at_fork(after_in_child=_forget)

@@ -9,6 +9,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -21,13 +22,13 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import outcome, signals
+from kerasdp.runtime import outcome, signals, watch
 from kerasdp.runtime.cluster import MEETING_PLACE
+from kerasdp.runtime.heartbeat import Rank, read_rank
 from kerasdp.runtime.linked_processes import current_link
 from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.outcome import Outcome, Place
 from kerasdp.runtime.sending import sent
-from kerasdp.runtime.watch import Watch
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 # When a worker has failed, the others get so long to end by themselves.
@@ -134,7 +135,8 @@ def run_workers(
                 with signals.delayed():  # one whose start is cut short would run, and nobody would know of it
                     _start(process)
             workers.wait()
-        return outcome.read_result(places[0])
+        ended = outcome.read(places[0])
+        return ended and pickle.loads(ended.result)
 
 
 class Workers:
@@ -142,8 +144,7 @@ class Workers:
 
     def __init__(self, processes: list[Any], places: list[Place], timeout: float | None):
         """`processes`: of `multiprocessing`, not yet started; `timeout`: see `run_workers`."""
-        self.processes, self._places = processes, places
-        self._watch = Watch(places, [each.name for each in processes], timeout)
+        self.processes, self._places, self._judge = processes, places, watch.Judge(timeout)
         self._died: dict[int, float] = {}
         self._num_killed = _num_killed_for_memory()
 
@@ -170,51 +171,58 @@ class Workers:
         while True:
             living = self.living()
             multiprocessing.connection.wait([each.sentinel for each in living], _SECONDS_BETWEEN_LOOKS)
-            outcomes = self._outcomes()
-            if failed := self._failed(outcomes):
+            if failed := self._failed():
                 failed_since = failed_since or time.monotonic()
                 if not living or time.monotonic() - failed_since > _SECONDS_TO_END:
                     self.kill()
-                    raise self._error(failed[0], self._outcomes()) from None
+                    raise self._error(*failed) from None
             elif not living:
                 return
-            elif (error := self._watch.look()) is not None:
+            elif error := self._judge(self._ranks()) or watch.unheeded(self._ranks()):
                 raise error
 
-    def _outcomes(self) -> dict[int, Outcome]:
-        """Returns how workers ended, by number; notes those that left nothing."""
+    def _ranks(self) -> list[Rank | None]:
+        # The only worker of a run is rank 0, whatever it is called.
+        names = [each.name for each in self.processes] if len(self.processes) > 1 else ["rank 0"]
+        return [read_rank(place, name) for place, name in zip(self._places, names)]
+
+    def _failed(self) -> list[tuple[int, Outcome | None]]:
+        """Returns the workers that failed, the first one first, and those that ended for another one last.
+
+        Each by its number, with how it ended; None: it left nothing.
+        """
         living = self.living()
         found = {place.number: outcome.read(place) for place in self._places}
-        for place, process in zip(self._places, self.processes):
-            if found[place.number] is None and process not in living:
-                self._died.setdefault(place.number, time.monotonic() - _SECONDS_OF_DOUBT)
-        return {number: each for number, each in found.items() if each is not None}
-
-    def _failed(self, outcomes: dict[int, Outcome]) -> list[int]:
-        """Returns the workers that failed, the first one first, and those that ended for another one last."""
-        when = {number: (each.is_echo, each.time) for number, each in outcomes.items() if each.name}
+        for number, process in enumerate(self.processes):
+            if found[number] is None and process not in living:
+                self._died.setdefault(number, time.monotonic() - _SECONDS_OF_DOUBT)
+        when = {number: (each.is_echo, each.time) for number, each in found.items() if each and each.frames}
         when |= {number: (False, since) for number, since in self._died.items()}
-        return sorted(when, key=lambda number: when[number])
+        return [(number, found[number]) for number in sorted(when, key=lambda number: when[number])]
 
-    def _error(self, first: int, outcomes: dict[int, Outcome]) -> BaseException:
-        name, died = self.processes[first].name, first in self._died
-        error = None if died else outcomes[first].as_error(name)
+    def _error(self, first: tuple[int, Outcome | None], *others: tuple[int, Outcome | None]) -> BaseException:
+        number, ended = first
+        name = self.processes[number].name
+        error = ended and ended.as_error(name)
         if isinstance(error, SystemExit):
             if error.code and len(self.processes) > 1:
                 print(f"{name} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
             return error
         # If all raise, the first worker may know more: which checkpoint is left, say.
         if error and not isinstance(error, WorkerError):
-            of_rank0 = outcomes[0].as_error(name) if 0 in outcomes and not outcomes[0].is_echo else error
-            return error if isinstance(of_rank0, WorkerError) or not isinstance(of_rank0, RunError) else of_rank0
-        if died:
-            signals.leave_as(exit_code := self.processes[first].exitcode or 0)
-        if (different := self._watch.different()) is not None:
+            of_rank0 = [each.as_error(name) for other, each in others if other == 0 and each and not each.is_echo]
+            return next((each for each in of_rank0 if not isinstance(each, WorkerError | SystemExit)), error)
+        if not error:
+            signals.leave_as(exit_code := self.processes[number].exitcode or 0)
+        ranks = self._ranks()
+        if (different := watch.different(ranks)) is not None:
             return different
         if error:
             return error
         if exit_code == 0:
-            return WorkerError(f"{self._watch.doing(first)}: its process ended by itself, without an error")
+            known = ranks[number]
+            does = name if known is None else f"{known.name} {known.doing()}"
+            return WorkerError(f"{does}: its process ended by itself, without an error")
         for_memory = exit_code == -signal.SIGKILL and _num_killed_for_memory() > self._num_killed
         why = ": the system was short of memory, and ended it" if for_memory else ""
         return WorkerError(f"{name} {outcome.how_it_ended(exit_code)}{why}")
@@ -222,14 +230,9 @@ class Workers:
 
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
     """Runs in a worker."""
-    end_with_parent()
-    start_processes_as_usual()
     os.environ.clear()
     os.environ.update(environment)
-    outcome.begin(place)
-    if place.num_workers > 1:
-        # Ctrl-C reaches every process of a terminal: leave at once, quietly, also where native code waits.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    begin_worker(place)
     try:
         outcome.write_result(function(*args))
         return
@@ -279,9 +282,25 @@ def _server(preload: list[str]) -> str:
         with not_run_again():
             _start(first)  # which waits for the imports
         first.join()
-    with signals.held_back(), contextlib.suppress(OSError):  # one that has crashed is started again
-        multiprocessing.forkserver.ensure_running()
+    with contextlib.suppress(OSError):
+        _ensure_server()  # one that has crashed is started again
     return "forkserver" if _server_state == state else "spawn"
+
+
+def _start_server(started: concurrent.futures.Future[None]) -> None:
+    """Starts the server, in a thread that stays: what ends with its parent ends with the thread that started it."""
+    try:
+        _ensure_server()
+    except OSError as error:
+        started.set_exception(error)
+        return
+    started.set_result(None)
+    threading.Event().wait()
+
+
+def _ensure_server() -> None:
+    with signals.held_back():  # those to a group of processes would end the server, and its workers with it
+        multiprocessing.forkserver.ensure_running()
 
 
 def _start(process: Any) -> None:
@@ -292,18 +311,6 @@ def _start(process: Any) -> None:
             f"{process.name} could not be started: the process that imports the framework for all workers has ended; "
             "is the system short of memory?"
         ) from error
-
-
-def _start_server(started: concurrent.futures.Future[None]) -> None:
-    """Starts the server, in a thread that stays: what ends with its parent ends with the thread that started it."""
-    try:
-        with signals.held_back():  # those to a group of processes would end the server, and its workers with it
-            multiprocessing.forkserver.ensure_running()
-    except OSError as error:
-        started.set_exception(error)
-        return
-    started.set_result(None)
-    threading.Event().wait()
 
 
 def peak_memory_of_process() -> int:
@@ -319,13 +326,18 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
-def start_processes_as_usual() -> None:
-    """Lets what `train` starts, such as a DataLoader's workers, start as in any program.
-
-    A process that was spawned spawns its own ones, to which classes of a script or a notebook cannot be sent.
-    """
+def begin_worker(place: Place) -> None:
+    """Makes this process a worker, which leaves its files at a place."""
+    end_with_parent()
+    # Lets what `train` starts, such as a DataLoader's workers, start as in any program: a process that was spawned
+    # spawns its own ones, to which classes of a script or a notebook cannot be sent.
     usual, *_ = multiprocessing.get_all_start_methods()
     multiprocessing.set_start_method(usual, force=True)
+    outcome.begin(place)
+    if place.num_workers > 1 or not place.is_watched:
+        # Ctrl-C reaches every process of a terminal, and then maybe again: leave at the first, quietly, also where
+        # native code waits.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 def _num_killed_for_memory() -> int:

@@ -142,7 +142,7 @@ _OWN = ("verbose", "callbacks")
 
 
 def described(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `rank_files.differing_argument` has them.
+    """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `heartbeat.unlike` has them.
 
     Args:
         model: whose weights are counted.

@@ -1,43 +1,19 @@
 """What ranks write down, and what whoever watches over them makes of it."""
 
-import json
 import os
 import threading
 import time
-import zlib
 
 import pytest
 
 from kerasdp.errors import UserError
 from kerasdp.runtime import outcome, watch
-from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.heartbeat import NUM_RECENT, Heartbeat, Rank, State, read_rank, unlike
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.outcome import Place
-from kerasdp.runtime.rank import (
-    CALL,
-    COMPILING,
-    END,
-    MEETING,
-    NUM_RECENT,
-    OUTSIDE,
-    OVER,
-    STEP,
-    Notes,
-    Rank,
-    Record,
-    read_rank,
-    unlike,
-)  # fmt: skip
 
-FIT = ["fit", "mine.py:3"]
-
-
-def names(*events):
-    """The ring of the last events, whose names are words."""
-    recent = [0] * NUM_RECENT
-    for number, event in enumerate(events, 1):
-        recent[number % NUM_RECENT] = zlib.crc32(event.encode()) & 0xFFFF
-    return tuple(recent)
+FIT = ("fit", "mine.py:3")
+IN_FIT = ((1, "fit (mine.py:3)"),)
 
 
 def change_of_place(place):
@@ -52,22 +28,19 @@ def ranks():
     def make(*changes):
         now, made = time.monotonic(), []
         for number, change in enumerate(map(dict, changes)):
-            events = change.pop("events", ["before fit", "train"])
+            events = tuple(change.pop("events", ["before fit", "train"]))
             seconds, silent = change.pop("seconds", 20.0), change.pop("silent", 0.0)
-            place, error = change.pop("place", ""), change.pop("error", "")
-            meetings = change.pop("meetings", {"1": FIT})
-            calls = change.pop("calls", ["fit (mine.py:3)"])
-            record = Record(1000 + number, STEP, len(events), len(meetings), 1, 1, 5, 0, 0.0, 0.0, names(*events))
-            record = record._replace(since=now - seconds, alive=now - silent, **change)
-            is_of_user = change_of_place(place)
-            made.append(Rank(number, f"rank {number}", record, Notes(meetings, calls, error, place, is_of_user)))
+            change = {"state": State.STEP, "step": 5, "num_meetings": 1, "meeting": FIT, "calls": IN_FIT} | change
+            change["is_of_user"] = change_of_place(change.get("place", ""))
+            times = {"since": now - seconds, "alive": now - silent}
+            made.append(Rank(f"rank {number}", **change, **times, num_events=len(events), recent=events[-NUM_RECENT:]))
         return made
 
     return make
 
 
 def find(ranks, timeout=10.0):
-    error = watch.find_error(ranks, len(ranks), timeout)
+    error = watch.find_error(ranks, timeout)
     return error and str(error)
 
 
@@ -75,9 +48,9 @@ def test_nothing_to_see(ranks):
     assert find(ranks({}, {"seconds": 1.0})) is None  # one that moves is enough
     assert find(ranks({"seconds": 9.0}, {"seconds": 9.5})) is None
     assert find(ranks({}, {}), timeout=None) is None
-    assert watch.find_error(ranks({}), 2, 10.0) is None  # the other one has not begun
-    away = {"state": OUTSIDE, "call": 0, "outer_call": 0, "calls": []}
-    assert find(ranks(away, {**away, "state": END})) is None  # in the script for as long as it likes
+    assert watch.find_error([*ranks({}), None], 10.0) is None  # the other one has not begun
+    away = {"state": State.OUTSIDE, "calls": ()}
+    assert find(ranks(away, {**away, "state": State.END})) is None  # in the script for as long as it likes
 
 
 def test_a_process_that_is_stopped(ranks):
@@ -91,7 +64,7 @@ def test_a_process_that_is_stopped(ranks):
 def test_a_rank_that_is_behind(ranks):
     """It is still between two steps (in a callback, or at its data), while the other one waits in the next step."""
     ahead = {"events": ["before fit", "train", "train"], "place": "site-packages/torch/distributed.py:3, in all_reduce"}
-    text = find(ranks(ahead, {"state": CALL, "place": "mine.py:7, in load"}))
+    text = find(ranks(ahead, {"state": State.CALL, "place": "mine.py:7, in load"}))
     assert text.startswith("rank 1 hangs after step 5 of fit (mine.py:3), at mine.py:7, in load, while rank 0 is")
 
 
@@ -104,27 +77,25 @@ def test_a_rank_that_is_busy_elsewhere(ranks):
 
 def test_what_compiles_has_an_hour(ranks):
     """Be it the rank that all wait for; not one that waits in its first step for another."""
-    assert find(ranks({"events": ["before fit"] + 2 * ["train"]}, {"state": COMPILING})) is None
-    assert find(ranks({"state": COMPILING, "seconds": 3599.0})) is None
-    assert find(ranks({"state": COMPILING, "seconds": 3601.0})).startswith("rank 0 hangs")
-    waits = {"state": COMPILING, "events": ["before fit", "train", "test"]}
-    assert find(ranks(waits, {"state": CALL, "place": "mine.py:7, in log"})).startswith("rank 1 hangs")
+    assert find(ranks({"events": ["before fit"] + 2 * ["train"]}, {"state": State.COMPILING})) is None
+    assert find(ranks({"state": State.COMPILING, "seconds": 3599.0})) is None
+    assert find(ranks({"state": State.COMPILING, "seconds": 3601.0})).startswith("rank 0 hangs")
+    waits = {"state": State.COMPILING, "events": ["before fit", "train", "test"]}
+    assert find(ranks(waits, {"state": State.CALL, "place": "mine.py:7, in log"})).startswith("rank 1 hangs")
 
 
 def test_a_rank_that_does_not_come(ranks):
-    there = {"state": MEETING, "call": 0, "outer_call": 0, "calls": [], "events": ["before fit"]}
-    away = {**there, "state": OUTSIDE, "meetings": {}, "events": [], "place": "mine.py:2, in train"}
+    there = {"state": State.MEETING, "calls": (), "events": ["before fit"]}
+    away = {**there, "state": State.OUTSIDE, "num_meetings": 0, "events": [], "place": "mine.py:2, in train"}
     text = find(ranks(there, away))
     assert text.startswith("rank 1 hangs in the script, at mine.py:2, in train, while rank 0 calls fit (mine.py:3)")
 
 
 def test_ranks_before_different_calls(ranks):
     """Known at once."""
-    there = {"state": MEETING, "call": 0, "outer_call": 0, "calls": [], "seconds": 0.1, "step": 0}
-    other = ["evaluate", "mine.py:4"]
-    text = find(
-        ranks({**there, "events": ["before fit"]}, {**there, "meetings": {"1": other}, "events": ["before evaluate"]})
-    )
+    there = {"state": State.MEETING, "calls": (), "seconds": 0.1, "step": 0}
+    other = ("evaluate", "mine.py:4")
+    text = find(ranks({**there, "events": ["before fit"]}, {**there, "meeting": other, "events": ["before evaluate"]}))
     assert text.startswith("the ranks do different things: rank 0 calls fit (mine.py:3), rank 1 calls evaluate (mine.")
     assert text.endswith("belong under `if runner.is_chief:`")
 
@@ -158,12 +129,12 @@ def test_other_arguments():
     )
 
 
-@pytest.mark.parametrize("state", [OUTSIDE, END, MEETING])
+@pytest.mark.parametrize("state", [State.OUTSIDE, State.END, State.MEETING])
 def test_a_rank_that_left_a_call(ranks, state):
     """The other one waits in it in vain; for ten seconds it may still be on its way out."""
-    left = {"state": state, "call": 0, "outer_call": 0, "calls": [], "seconds": 30.0, "step": 0}
-    if state != OUTSIDE:
-        left |= {"meetings": {"1": FIT, "2": ["" if state == END else "fit", "mine.py:3"]}}
+    left = {"state": state, "calls": (), "seconds": 30.0, "step": 0}
+    if state != State.OUTSIDE:
+        left |= {"num_meetings": 2, "meeting": ("" if state == State.END else "fit", "mine.py:3")}
         left["events"] = ["before fit", "train", "before fit"]
     for error in ("", "fit (mine.py:3) by ValueError: bad luck (mine.py:9)"):
         assert find(ranks({"seconds": 9.0}, {**left, "error": error}), 100.0) is None
@@ -172,7 +143,7 @@ def test_a_rank_that_left_a_call(ranks, state):
             error != ""
         )
     # A nested call's own number is not that of the call around it.
-    nested = {"call": 2, "outer_call": 1, "meetings": {"1": FIT, "2": FIT}, "state": STEP, "seconds": 1.0}
+    nested = {"calls": (*IN_FIT, (2, "fit (mine.py:3)")), "num_meetings": 2, "state": State.STEP, "seconds": 1.0}
     assert find(ranks({"seconds": 11.0}, nested), 100.0) is None
 
 
@@ -185,19 +156,18 @@ def place(tmp_path, monkeypatch):
 
 def test_a_real_one_says_where_it_is(place):
     beating = Heartbeat()
-    assert find([read_rank(place)], 0.1) is None
+    assert find([read_rank(place, "rank 0")], 0.1) is None
     with beating.of_run():
         with beating.call("fit"):
             time.sleep(1.7)
-            rank = read_rank(place)
-            assert rank.record.process == os.getpid()
+            rank = read_rank(place, "rank 0")
             assert find([rank], 1.0).startswith(
                 f"rank 0 hangs in fit (test_heartbeat.py:{line_of('fit')}), at {__file__}:"
             )
-            shipped = Rank.unpacked(3, "host 3", json.loads(json.dumps(beating.rank().packed())))
+            shipped = beating.rank.with_ages()._replace(name="host 3").with_ages()
             assert find([shipped], 1.0).startswith("host 3 hangs in fit (test_heartbeat.py:")
-        assert find([read_rank(place)], 1e-9) is None
-    assert read_rank(place).record.state == OVER
+        assert find([read_rank(place, "rank 0")], 1e-9) is None
+    assert read_rank(place, "rank 0").state == State.OVER
 
 
 def line_of(name):
@@ -209,7 +179,7 @@ def test_the_first_call_with_each_shape_may_compile(place):
     beating, states = Heartbeat(), []
 
     def state():
-        return read_rank(place).record.state
+        return read_rank(place, "rank 0").state
 
     class Tensor:
         def __init__(self, *shape):
@@ -226,9 +196,12 @@ def test_the_first_call_with_each_shape_may_compile(place):
     for size in (8, 8, 3, 8, 3):
         train(iter([{"a": [Tensor(size, 2)]}]))
         test([{"a": [Tensor(size, 2)]}])
-    first, later = [[STEP, 1, COMPILING], [1, COMPILING]], [[STEP, 1, STEP], [1, STEP]]
+    first, later = (
+        [[State.STEP, 1, State.COMPILING], [1, State.COMPILING]],
+        [[State.STEP, 1, State.STEP], [1, State.STEP]],
+    )
     assert states == [*first, *later, *first, *later, *later]
-    assert state() == OUTSIDE
+    assert state() == State.OUTSIDE
 
 
 def test_ranks_meet_before_a_call(tmp_path):

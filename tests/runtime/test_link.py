@@ -262,13 +262,13 @@ def test_nobody_waits_for_one_that_has_left(waits, tmp_path):
 def test_one_may_leave_as_soon_as_it_has_the_values(tmp_path):
     """Process 0, which hands them out, has its own by then."""
     first, second, third = linked(3, str(tmp_path / "link"))
-    send = first._send
+    for channel in first._channels.values():
 
-    def send_slowly(rank, *message):
-        send(rank, *message)
-        time.sleep(0.3)
+        def send_slowly(*message, send=channel.send, **content):
+            send(*message, **content)
+            time.sleep(0.3)
 
-    first._send = send_slowly
+        channel.send = send_slowly
 
     def leaves():
         second.all_gather_object("two")
@@ -352,7 +352,7 @@ def test_a_sign_of_life_waits_for_nobody():
     receiving = Channel(other)
     assert [receiving.receive()[0] for _ in range(2)] == [1, 2]
     channel.flush(5.0)
-    receiving.close()
+    other.shutdown(socket.SHUT_RDWR)
     with pytest.raises(OSError):
         receiving.receive()
 

@@ -37,7 +37,7 @@ from kerasdp.runtime.door import secret
 from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.outcome import Place
 from kerasdp.runtime.sending import sent
-from kerasdp.runtime.workers import end_with_parent, start_processes_as_usual
+from kerasdp.runtime.workers import begin_worker
 
 # The launcher looks this often for workers that have ended; of those that ended since its last look it sees any one.
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -162,12 +162,8 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
 
     They fail, too, as soon as this one leaves, and torch records only the first error that it sees.
     """
-    end_with_parent()  # torch (2.13) sends SIGINT, which native code that waits does not notice
-    start_processes_as_usual()
-    # Ctrl-C reaches every process of a terminal, and then again through the launcher: leave at the first, quietly.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
-    # Also of former starts.
-    outcome.begin(Place(folder, int(os.environ["LOCAL_RANK"]), devices.of_process), is_watched=False)
+    # Ends with the launcher: torch (2.13) sends SIGINT, which native code that waits does not notice.
+    begin_worker(Place(folder, int(os.environ["LOCAL_RANK"]), devices.of_process, is_watched=False))
     devices = dataclasses.replace(devices, count=int(os.environ["WORLD_SIZE"]), cluster=worker_cluster())
     settings = dataclasses.replace(settings, resume=settings.keeps_checkpoints)
     settings.check_replicas(settings.num_replicas(devices.count))
@@ -192,7 +188,7 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
 def _first_error(folder: str, error: ChildFailedError, num_local: int) -> BaseException:
     rank, failure = error.get_first_failure()
     known = {number: outcome.read(Place(folder, number, num_local)) for number in range(num_local)}
-    failed = {number: each for number, each in known.items() if each is not None and each.name}
+    failed = {number: each for number, each in known.items() if each is not None and each.frames}
     is_asked = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     # Killed, by the system for its memory say, or crashed, or it left by `os._exit`: it could not record anything.
     if not failed or (rank % num_local not in failed and not is_asked):
