@@ -185,21 +185,18 @@ def test_the_first_call_with_each_shape_may_compile(place):
         def __init__(self, *shape):
             self.shape = shape
 
-    def of_iterator(iterator):
-        states.append([state(), len(next(iterator)["a"]), state()])
-
     def of_batches(batches):
-        states.append([len(batches[0]["a"]), state()])
+        states.append([len(batches), state()])
 
-    train = beating.step_function("train", of_iterator, lambda: 0)
-    test = beating.step_function("test", of_batches, lambda: 0)
+    def of_batch(batch):
+        states.append([len(batch["a"]), state()])
+
+    train = beating.step_function("train", of_batches, lambda: 0)
+    test = beating.step_function("test", of_batch, lambda: 0)
     for size in (8, 8, 3, 8, 3):
-        train(iter([{"a": [Tensor(size, 2)]}]))
-        test([{"a": [Tensor(size, 2)]}])
-    first, later = (
-        [[State.STEP, 1, State.COMPILING], [1, State.COMPILING]],
-        [[State.STEP, 1, State.STEP], [1, State.STEP]],
-    )
+        train([{"a": [Tensor(size, 2)]}] * 2)
+        test({"a": [Tensor(size, 2)]})
+    first, later = ([[2, kind], [1, kind]] for kind in (State.COMPILING, State.STEP))
     assert states == [*first, *later, *first, *later, *later]
     assert state() == State.OUTSIDE
 
