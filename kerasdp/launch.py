@@ -19,8 +19,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
-from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, clash_of_cuda_packages, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.sending import SentFunction, SentResult

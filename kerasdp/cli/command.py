@@ -21,9 +21,7 @@ from kerasdp.config.choices import Choice
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError, from_command_line
 from kerasdp.reporting import comparison
-from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
-from kerasdp.runtime.devices import choose_backend, is_installed
-from kerasdp.runtime.gpu_count import num_gpus
+from kerasdp.runtime.devices import choose_backend, clash_of_cuda_packages, is_installed, num_gpus
 
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from kerasdp.errors import UserError, WorkerError
-from kerasdp.runtime.modules import not_run_again
+from kerasdp.runtime.sending import not_run_again
 
 Decode = Callable[[Any], Any]
 

@@ -1,11 +1,14 @@
 """Chooses the backend and the devices of a run, before Keras is first imported."""
 
+import ctypes
 import dataclasses
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 
 from kerasdp.config import Config
@@ -245,3 +248,61 @@ def cache_folder(name: str) -> str | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+_OF_CUDA = re.compile(r"(nvidia-.+)-cu(\d\d)")
+
+
+def clash_of_cuda_packages(path: list[str] | None = None) -> str | None:
+    """Returns a line that names packages for two versions of CUDA which share a folder; None if there are none.
+
+    `nvidia-cudnn-cu12` and `nvidia-cudnn-cu13` both write `nvidia/cudnn/lib/libcudnn.so.9`, and so do those of nccl,
+    nvshmem and cusparselt: what was installed last is what the other one's framework gets. Packages without a suffix
+    (`nvidia-cublas` and others of CUDA 13) have a folder of their own, `nvidia/cu13`.
+
+    Args:
+        path: folders with installed packages. None: those of this interpreter.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for distribution in importlib.metadata.distributions(path=sys.path if path is None else path):
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if matched := _OF_CUDA.fullmatch(name):
+            found.setdefault(matched[1], {})[int(matched[2])] = name
+    clashes = {library: names for library, names in found.items() if len(names) > 1}
+    if not clashes:
+        return None
+    versions = sorted({version for names in clashes.values() for version in names})
+    packages = [name for library in sorted(clashes) for _, name in sorted(clashes[library].items())]
+    return (
+        f"packages of CUDA {' and '.join(map(str, versions))} have overwritten each other in this environment: "
+        f"{', '.join(packages)}; use one environment for each backend (docs/accelerators.md)"
+    )
+
+
+# Who is asked: library names, the function that starts it (none where counting does), the one that counts.
+# The driver of CUDA and the runtime of HIP heed CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and
+# number the GPUs as jax and its options do. Neither makes a context, so no memory of a GPU is taken.
+_DRIVERS: dict[str, tuple[tuple[str, ...], str | None, str]] = {
+    "cuda": (("libcuda.so.1",), "cuInit", "cuDeviceGetCount"),
+    "rocm": (("libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"), None, "hipGetDeviceCount"),
+}
+PLATFORMS = tuple(_DRIVERS)
+
+
+def num_gpus(platform: str) -> int:
+    """Returns how many GPUs of a platform this process may see; 0 also where there is no driver to ask.
+
+    Args:
+        platform: `"cuda"` or `"rocm"`.
+    """
+    names, start, ask = _DRIVERS[platform]
+    for name in names:
+        try:
+            driver = ctypes.CDLL(name)
+        except OSError:  # it is not installed
+            continue
+        found = ctypes.c_int(0)
+        if start is not None and getattr(driver, start)(0) != 0:
+            return 0
+        return found.value if getattr(driver, ask)(ctypes.byref(found)) == 0 else 0
+    return 0

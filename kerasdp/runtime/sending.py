@@ -5,13 +5,19 @@ the values of the variables that it refers to: no worker runs the script or note
 """
 
 import contextlib
+import dis
+import functools
+import importlib.machinery
+import inspect
 import io
 import linecache
 import mmap
 import os
 import pickle
 import sys
+import sysconfig
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +25,6 @@ from typing import Any
 import cloudpickle
 
 from kerasdp.errors import UserError
-from kerasdp.runtime import modules
-from kerasdp.runtime.references import MadeBeforeError, first_line, name_of, why_unsendable
 
 # Buffers of arrays from this size on travel in a file; in bytes.
 _LARGE = 1 << 16
@@ -61,7 +65,7 @@ class SentFunction:
             main, texts, settings = unpickler.load()
             linecache.cache.update(texts)  # for tracebacks and inspect.getsource
             names, registered = unpickler.load()
-            modules.become(main, names)
+            become(main, names)
             if "keras" in sys.modules:
                 _set_keras(settings, registered)
             function: Callable[..., Any] = unpickler.load()
@@ -185,7 +189,7 @@ class _Pickler(cloudpickle.Pickler):
         """
         module = sys.modules.get(name)
         known = cloudpickle.list_registry_pickle_by_value()
-        if module is not None and name not in known and not modules.can_be_imported(module):
+        if module is not None and name not in known and not can_be_imported(module):
             cloudpickle.register_pickle_by_value(module)
             self._stack.callback(cloudpickle.unregister_pickle_by_value, module)
 
@@ -204,7 +208,7 @@ def _pickled(function: Callable[..., Any], large: list[memoryview] | None) -> by
         registered = _those_of(keras.saving.get_custom_objects(), first.by_code)
     file = io.BytesIO()
     with _Pickler(file, large) as pickler:
-        pickler.dump((modules.description(), texts, settings))
+        pickler.dump((description(), texts, settings))
         pickler.dump((names, registered))
         pickler.dump(function)
     return file.getvalue()
@@ -282,3 +286,172 @@ def _require_no_variables(obj: Any) -> None:
     if isinstance(obj, sys.modules["keras"].Variable) or obj.variables:
         raise MadeBeforeError
     pickle.loads(pickle.dumps(obj))
+
+
+class MadeBeforeError(Exception):
+    """A Keras object whose variables are those of this process."""
+
+
+def why_unsendable(function: Callable[..., Any], error: Exception, attempt: Callable[[Any], None]) -> str:
+    """Returns a line that names the variable which cannot be sent.
+
+    Args:
+        function: the one that was to be sent.
+        error: what its attempt raised.
+        attempt: raises an exception for a value that cannot be sent.
+    """
+    found = _find(function, attempt, set())
+    name = name_of(function)
+    if found is None:
+        return (
+            f"{name} cannot be sent to worker processes ({first_line(error)}): use a function of a module or a script"
+        )
+    referrer, variable, value, reason = found
+    if isinstance(reason, MadeBeforeError):
+        return (
+            f"{variable}, which {referrer} refers to, was made before kerasdp.launch: make (or load) the model, the "
+            f"optimizer and the metrics in the function that launch calls, for the run's devices and seed"
+        )
+    return (
+        f"{variable}, which {referrer} refers to, is a {type(value).__name__} and cannot be sent to worker processes "
+        f"({first_line(reason)}): make it in {name}, or let {name} refer to what it is made of (numbers, arrays, paths)"
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns how people call a function."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    name = getattr(function, "__name__", type(function).__name__)
+    return "the lambda" if name == "<lambda>" else name
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text; its class, where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _find(holder: Any, attempt: Callable[[Any], None], seen: set[int]) -> tuple[str, str, Any, Exception] | None:
+    """Returns who refers to what cannot be sent, by which name, the value, and the reason."""
+    seen.add(id(holder))
+    for name, value in _references(holder):
+        if id(value) in seen:
+            continue
+        try:
+            attempt(value)
+        except Exception as error:
+            return _find(value, attempt, seen) or (name_of(holder), name, value, error)
+    return None
+
+
+def _references(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the variables that a function, or the methods of a class, refer to, by name."""
+    if isinstance(holder, functools.partial):
+        yield from (("the function", holder.func), *holder.keywords.items())
+        yield from ((f"argument {number}", value) for number, value in enumerate(holder.args))
+    elif isinstance(holder, types.MethodType):
+        yield from (("self", holder.__self__), (holder.__name__, holder.__func__))
+    elif isinstance(holder, type):
+        yield from vars(holder).items()
+    elif type(holder).__module__ == "__main__" and not hasattr(
+        holder, "variables"
+    ):  # a user-defined object, not Keras'
+        yield from getattr(holder, "__dict__", {}).items()
+    elif isinstance(holder, types.FunctionType):
+        parameters = inspect.signature(holder, follow_wrapped=False).parameters.values()
+        yield from ((one.name, one.default) for one in parameters if one.default is not one.empty)
+        for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                yield name, cell.cell_contents
+        for name in _globals_of(holder.__code__):
+            if name in holder.__globals__:
+                yield name, holder.__globals__[name]
+
+
+def _globals_of(code: types.CodeType) -> list[str]:
+    """Returns the global names that code, and functions within it, load."""
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            names += _globals_of(part)
+    return names
+
+
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+
+_lock = threading.Lock()
+_num_contexts = 0
+_kept: Any = None
+
+
+@contextlib.contextmanager
+def not_run_again() -> Iterator[None]:
+    """Lets processes that `multiprocessing` spawns within the context leave `__main__` as it is.
+
+    Before all else a spawned process runs the file of its parent's `__main__`, or the module that `__main__.__spec__`
+    names, but for a package's `__main__.py`, which has no guard (CPython 3.11 to 3.14, multiprocessing/spawn.py). So
+    the script gets the name of such a one.
+    """
+    global _num_contexts, _kept
+    main: Any = sys.modules["__main__"]
+    with _lock:  # several threads may start runs, as a search with several jobs does
+        if _num_contexts == 0:
+            _kept, main.__spec__ = getattr(main, "__spec__", None), importlib.machinery.ModuleSpec("__main__", None)
+        _num_contexts += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_contexts -= 1
+            if _num_contexts == 0:
+                main.__spec__ = _kept
+
+
+def description() -> tuple[str | None, str | None]:
+    """Returns the name by which `__main__` can be imported, and its file."""
+    main: Any = sys.modules["__main__"]
+    spec = _kept if _num_contexts else getattr(main, "__spec__", None)
+    return getattr(spec, "name", None), getattr(main, "__file__", None)
+
+
+def become(described: tuple[str | None, str | None], names: dict[str, dict[str, Any]]) -> None:
+    """Makes this process's `__main__` look like the caller's, to processes that user code starts, and to `pickle`.
+
+    Args:
+        described: the caller's `description()`.
+        names: functions and classes, by the module that they are from, of `__main__` and of others that cannot be
+            imported here.
+    """
+    main: Any = sys.modules["__main__"]
+    name, file = described
+    if name is not None:
+        main.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    if file is not None:
+        main.__file__ = file
+    for module, known in names.items():
+        if module not in sys.modules and known:
+            sys.modules[module] = types.ModuleType(module)
+        vars(sys.modules.get(module, main)).update(known)
+
+
+def can_be_imported(module: types.ModuleType) -> bool:
+    """Returns whether a new process that imports the name of a module gets this one."""
+    path = getattr(module, "__file__", None) or ""
+    if not path.endswith(".py") or os.path.abspath(path).startswith(_INSTALLED):
+        return True  # an extension, say
+    spec = _find_module(module.__name__)
+    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(path)
+
+
+def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Returns where a new process would find a module: unlike `importlib.util.find_spec`, whatever is loaded here."""
+    parent = name.rpartition(".")[0]
+    found = _find_module(parent) if parent else None
+    if parent and found is None:
+        return None
+    places = found.submodule_search_locations if found is not None else None
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, places) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return spec
+    return None

@@ -26,9 +26,8 @@ from kerasdp.runtime import outcome, signals, watch
 from kerasdp.runtime.cluster import MEETING_PLACE
 from kerasdp.runtime.heartbeat import Rank, read_rank
 from kerasdp.runtime.linked_processes import current_link
-from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.outcome import Outcome, Place
-from kerasdp.runtime.sending import sent
+from kerasdp.runtime.sending import not_run_again, sent
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 # When a worker has failed, the others get so long to end by themselves.

@@ -7,8 +7,7 @@ import types
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.runtime.cuda_packages import clash_of_cuda_packages
-from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.devices import Devices, clash_of_cuda_packages
 
 launch = importlib.import_module("kerasdp.launch")  # the package has a function of that name
 

@@ -16,8 +16,11 @@ if keras.backend.backend() != "torch":
 
 from kerasdp.backends.base import DeviceBatch  # noqa: E402
 from kerasdp.backends.torch import compiled_step  # noqa: E402
-from kerasdp.backends.torch.compiled_step import CompiledEvaluation, CompiledTraining  # noqa: E402
-from kerasdp.backends.torch.gradient_buckets import GradientBuckets  # noqa: E402
+from kerasdp.backends.torch.compiled_step import (  # noqa: E402
+    CompiledEvaluation,
+    CompiledTraining,
+    GradientBuckets,  # noqa: E402
+)
 from kerasdp.backends.torch.train_step import ShardSteps  # noqa: E402
 
 X = np.random.RandomState(0).rand(6, 4).astype("float32")

@@ -1,6 +1,7 @@
-"""Records the events of callbacks: `events.py keras` of Keras' own `fit`, `events.py kerasdp` of the run's.
+"""Records the events of callbacks: `events.py keras CASES` of Keras' own `fit`, `events.py BACKEND CASES` of a run's.
 
-Writes for each case the events with their logs, the history, what `evaluate` and `predict` return, and the weights.
+CASES is a list of names, in JSON. Writes for each the events with their logs, the history, what `evaluate` and
+`predict` return, and the weights.
 """
 
 import json
@@ -98,7 +99,10 @@ def used(model, fit, evaluate, predict, stop_at=None):
     return {"events": record.found, "evaluate": of_evaluate, "predict": [outputs.shape, np.sum(outputs).item()]}
 
 
-def cases(several):
+SEVERAL = "several steps"
+
+
+def cases():
     yield "plain", fitted, {}, {"epochs": 2}
     yield "validation", fitted, {}, {"epochs": 4, "validation_data": (X[:7], Y[:7]), "validation_freq": 2}
     yield "validation by list", fitted, {}, {"epochs": 3, "validation_data": (X, Y), "validation_freq": [1, 3]}
@@ -113,16 +117,14 @@ def cases(several):
     yield "used", used, {}, {}
     yield "used in part", used, {}, {"stop_at": ["on_test_batch_end", 1]}
     yield "predicted in part", used, {}, {"stop_at": ["on_predict_batch_end", 1]}
-    if several:
-        yield "several steps", fitted, {"steps_per_execution": 3}, {"epochs": 2, "validation_data": (X, Y)}
+    yield SEVERAL, fitted, {"steps_per_execution": 3}, {"epochs": 2, "validation_data": (X, Y)}
 
 
 def found(make, *methods):
-    import keras
-
     return {
         name: function(make(**of_model), *methods, **options)
-        for name, function, of_model, options in cases(keras.backend.backend() != "torch")
+        for name, function, of_model, options in cases()
+        if name in json.loads(sys.argv[2])
     }
 
 
@@ -146,7 +148,4 @@ if __name__ == "__main__":
     else:
         import kerasdp
 
-        print(
-            "RESULT",
-            json.dumps(kerasdp.launch(of_run, kerasdp.Config(backend=sys.argv[2], num_devices=1, check="off"))),
-        )
+        print("RESULT", json.dumps(kerasdp.launch(of_run, backend=sys.argv[1], num_devices=1, check="off")))

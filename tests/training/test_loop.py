@@ -1,30 +1,35 @@
 """The loop tells callbacks what Keras' own `fit`, `evaluate` and `predict` tell them, event by event."""
 
+import json
+
 import pytest
 
-from tests.helpers import PROGRAMS, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.programs.events import SEVERAL, cases
+
+CASES = [name for name, *_ in cases()]
+# Each case takes graphs of its own on jax and tensorflow. Keras takes no several steps on torch.
+QUICK = {"torch": [name for name in CASES if name != SEVERAL], "jax": ["validation", SEVERAL], "tensorflow": [SEVERAL]}
 
 
-@pytest.fixture(scope="module")
-def both():
-    """Of a backend: what Keras does, and what a run does."""
-    known = {}
-
-    def get(backend):
-        if backend not in known:
-            program = PROGRAMS / "events.py"
-            keras = run(program, "keras", backend=backend, KERAS_BACKEND=backend)
-            known[backend] = result_of(keras), result_of(run(program, "kerasdp", backend, backend=backend))
-        return known[backend]
-
-    return get
-
-
-def test_events_logs_and_results_are_those_of_keras(backend, both):
-    of_keras, of_run = both(backend)
-    assert of_run.keys() == of_keras.keys() and len(of_run) >= 13
+def compare(backend, names):
+    program, names = PROGRAMS / "events.py", json.dumps(names)
+    of_keras = result_of(run(program, "keras", names, backend=backend, KERAS_BACKEND=backend))
+    of_run = result_of(run(program, backend, names, backend=backend))
+    assert of_run.keys() == of_keras.keys() == set(json.loads(names))
     for case, expected in of_keras.items():
         assert of_run[case] == approximately(expected), case
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_events_logs_and_results_are_those_of_keras(backend):
+    compare(backend, QUICK[backend])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "torch"])
+def test_in_all_cases(backend):
+    compare(backend, CASES)
 
 
 def approximately(value):

@@ -249,7 +249,7 @@ ASSIGNED_ELSEWHERE = {
     "runtime/signals.py": ("sys.unraisablehook", "Python's own switch"),
     "training/loop.py": ("model.stop_", "what Keras' callbacks set"),
     "training/optimizers.py": ("optimizer.learning_rate", "what Keras' callbacks set"),
-    "training/callbacks.py": ("model.", "stop_training, learning_rate: what Keras' callbacks set"),
+    "training/callbacks.py": (("model.", "self._trained."), "stop_training, learning_rate: what Keras' callbacks set"),
 }
 CHANGES = """
 layer.call = call

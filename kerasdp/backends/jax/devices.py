@@ -20,14 +20,15 @@ from kerasdp.errors import UserError
 from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import (
+    PLATFORMS,
     AlreadyStartedError,
     Devices,
     cache_folder,
     choose_devices,
     devices_of_process,
+    num_gpus,
     share_of_process,
 )
-from kerasdp.runtime.gpu_count import PLATFORMS, num_gpus
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import current_link, join
 from kerasdp.runtime.ranks import Processes

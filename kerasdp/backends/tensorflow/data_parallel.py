@@ -19,7 +19,7 @@ from kerasdp.backends.tensorflow.devices import (
     peak_memory_by_device,
     require_deterministic,
 )
-from kerasdp.backends.tensorflow.several_steps import several
+from kerasdp.backends.tensorflow.train_step import several
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split

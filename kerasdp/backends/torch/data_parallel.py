@@ -8,7 +8,7 @@ import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Trained
 from kerasdp.backends.steps import TrainedWeights
-from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
+from kerasdp.backends.torch.collectives import HostSums, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.devices import (
     begin_thread,
     device_of_process,
@@ -18,8 +18,7 @@ from kerasdp.backends.torch.devices import (
     put_batch,
     timeout_of,
 )
-from kerasdp.backends.torch.distributed_model import distributed, pass_seconds
-from kerasdp.backends.torch.host_sums import HostSums
+from kerasdp.backends.torch.train_step import distributed, pass_seconds
 from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL

@@ -34,9 +34,8 @@ from kerasdp.runtime.addresses import SECONDS_TO_JOIN
 from kerasdp.runtime.cluster import worker_cluster
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.door import secret
-from kerasdp.runtime.modules import not_run_again
 from kerasdp.runtime.outcome import Place
-from kerasdp.runtime.sending import sent
+from kerasdp.runtime.sending import not_run_again, sent
 from kerasdp.runtime.workers import begin_worker
 
 # The launcher looks this often for workers that have ended; of those that ended since its last look it sees any one.
