@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -161,8 +162,13 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
 
     They fail, too, as soon as this one leaves, and torch records only the first error that it sees.
     """
+    place = Place(folder, int(os.environ["LOCAL_RANK"]), devices.of_process, is_watched=False)
+    former = outcome.read(place)
+    if former is not None and former.frames and place.number == 0:  # torch (2.13) says nothing of why it starts again
+        reason = outcome.line_of(former.as_error("a process of this machine"))
+        print(f"{reason}: all processes start again", file=sys.stderr, flush=True)
     # Ends with the launcher: torch (2.13) sends SIGINT, which native code that waits does not notice.
-    begin_worker(Place(folder, int(os.environ["LOCAL_RANK"]), devices.of_process, is_watched=False))
+    begin_worker(place)
     devices = dataclasses.replace(devices, count=int(os.environ["WORLD_SIZE"]), cluster=worker_cluster())
     settings = dataclasses.replace(settings, resume=settings.keeps_checkpoints)
     settings.check_replicas(settings.num_replicas(devices.count))
