@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
@@ -60,22 +60,57 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
     """
     if _is_training:
         raise UserError("launch: the function of another launch runs in this process; call it when that has returned")
-    with signals.noticed():
-        return _launch(train, settings, changes)
-
-
-def _launch(train: Callable[..., Any], settings: Config | None, changes: dict[str, Any]) -> Any:
     for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
         raise UserError(_unknown(unknown, changes[unknown]))
-    settings = dataclasses.replace(settings or Config(), **changes)
-    name = choose_backend(settings.backend)
-    settings = dataclasses.replace(settings, backend=name)
+    with signals.noticed():
+        cluster, settings, train = job = resolve(dataclasses.replace(settings or Config(), **changes), train)
+        figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
+        with _folders(cluster, settings), figures:
+            result = _run(job)
+    return result.received() if isinstance(result, SentResult) else result
+
+
+class Job(NamedTuple):
+    """A run with nothing left to choose.
+
+    Attributes:
+        cluster: the place of this process among several that something else starts; None: it is alone.
+        settings: with a backend that is installed.
+        train: what the workers call.
+    """
+
+    cluster: Cluster | None
+    settings: Config
+    train: Callable[..., Any]
+
+
+def resolve(settings: Config, train: Callable[..., Any]) -> Job:
+    """Returns what is to run: where this process stands, with which backend. Raises `UserError` as `launch`."""
+    settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     check_installed(settings)
     if settings.dry_run:
-        return _describe(settings.with_devices_for_stages(), train)
+        return _dry(settings.with_devices_for_stages(), train)
     cluster = find_cluster(settings)
-    if cluster is None:
-        settings = settings.with_devices_for_stages()
+    check_cluster(settings, cluster)
+    return Job(cluster, settings if cluster else settings.with_devices_for_stages(), train)
+
+
+def _dry(settings: Config, train: Callable[..., Any]) -> Job:
+    """Returns a run on one CPU device, up to its first `fit`, which prints and returns what the run would be."""
+    hosts = settings.host_range[1]
+    if settings.num_devices is None:
+        raise UserError("--dry_run counts no devices here: add --gpus=NUMBER, those of each machine")
+    settings.check_replicas(settings.num_replicas(hosts * settings.num_devices))
+    if hosts > 1:
+        check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
+    here: dict[str, Any] = {name: getattr(Config, name) for name in _OF_THE_MACHINES}
+    here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False}
+    return Job(None, dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
+
+
+@contextlib.contextmanager
+def _folders(cluster: Cluster | None, settings: Config) -> Iterator[None]:
+    """Makes the folders of a run, and keeps other runs out of them."""
     # A machine that joins a run later finds the checkpoints of that run.
     is_of_run = cluster is not None and cluster.is_elastic and cluster.process > 0
     # Where several hosts share the folder, host 0 locks it; hosts that come and go have no such host.
@@ -83,13 +118,11 @@ def _launch(train: Callable[..., Any], settings: Config | None, changes: dict[st
     with (
         config.prepared_workdir(settings.workdir, settings.resume or is_of_run),
         config.locked_workdir(settings.workdir if is_owner else None, settings.resume),
-        live_figures() if settings.verbose != 0 else contextlib.nullcontext(),
     ):
         if settings.checkpoint_dir is not None:
             require_folder(settings.checkpoint_dir, settings.resume or is_of_run)
         with locked_folder(settings) if is_owner else contextlib.nullcontext():
-            result = _run(cluster, settings, train)
-    return result.received() if isinstance(result, SentResult) else result
+            yield
 
 
 @contextlib.contextmanager
@@ -137,36 +170,20 @@ def local_devices(settings: Config) -> Iterator[list[str]]:
         yield [f"{devices.kind}:{number % num_there}" for number in range(count)]
 
 
-def _run(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
+def _run(job: Job) -> Any:
+    """Runs in this process, or in one that is watched, or where this one cannot have the devices."""
+    cluster, settings, train = job
     try:
         set_backend(str(settings.backend))  # by way of the environment, so that worker processes have it, too
         if cluster is None and current_link() is not None:  # in which collectives would wait for the others
             raise AlreadyStartedError("this program has joined those of other machines")
         is_supervised = settings.max_restarts or settings.hang_timeout
         if not is_supervised or (cluster and cluster.is_elastic):  # torch's launcher restarts those that come and go
-            return _start(cluster, settings, train)
+            return _start(*job)
     except AlreadyStartedError as reason:
         if settings.verbose != 0:
             print(f"{reason}: this run gets a process of its own", flush=True)
     return supervise(functools.partial(_start, cluster), settings, train)
-
-
-def _describe(settings: Config, train: Callable[..., Any]) -> dict[str, Any]:
-    """Returns what the run would be, after printing it. It runs here up to its first `fit`, on one CPU device.
-
-    Raises:
-        UserError: as the run itself would, where its machines need not be there to know.
-    """
-    hosts = settings.host_range[1]
-    if settings.num_devices is None:
-        raise UserError("--dry_run counts no devices here: add --gpus=NUMBER, those of each machine")
-    settings.check_replicas(settings.num_replicas(hosts * settings.num_devices))
-    if hosts > 1:
-        check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
-    here: dict[str, Any] = {name: getattr(Config, name) for name in _OF_THE_MACHINES}
-    here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False}
-    result = _run(None, dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
-    return result.received() if isinstance(result, SentResult) else result
 
 
 def _up_to_fit(settings: Config, train: Callable[..., Any], runner: Any) -> dict[str, Any]:
@@ -187,7 +204,6 @@ def _unknown(name: str, value: Any) -> str:
 
 def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any]) -> Any:
     """Starts the workers."""
-    check_cluster(settings, cluster)
     with ending_together(cluster):
         with _native_stderr_suppressed(), signals.delayed():
             backend = importlib.import_module(f"kerasdp.backends.{settings.backend}.devices")

@@ -26,7 +26,7 @@ def train(runner: "kerasdp.Runner") -> None:
             loss=kerasdp.make_loss(config),  # crossentropy of labels and logits
             metrics=["accuracy"],
         )
-    # Keras' own `fit`; batch_size is the global batch, whatever the number of devices.
+    # As Keras' `fit`; batch_size is the global batch, whatever the number of devices.
     runner.fit(
         model,
         data.train,
