@@ -183,8 +183,6 @@ class Checkpointer:
             self._end(None)
 
     def _gather(self, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
-        if hasattr(self.model, "jax_state_sync"):  # with jax, the running step has the values, not the model
-            self.model.jax_state_sync()
         return training_state.gather(self.model, groups)
 
     def _request(self) -> int:

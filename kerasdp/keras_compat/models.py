@@ -191,6 +191,14 @@ def _takes_training(function: Callable[..., Any]) -> bool:
     return "training" in inspect.signature(function).parameters
 
 
+def restored_epoch(model: keras.Model) -> int | None:
+    """Returns the epoch at which `keras.callbacks.BackupAndRestore` lets a training continue, if it does.
+
+    Keras 3.15: `Trainer._initial_epoch`, which the callback sets at the begin of a training. No public way.
+    """
+    return model._initial_epoch
+
+
 def flat_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns what `evaluate` gives without `return_dict`: a list in the order of the metrics, or one value.
 

@@ -50,7 +50,7 @@ class Progress(keras.callbacks.Callback):
 
     def _draw(self, step: int | None, logs: dict[str, Any] | None, rate: float, *, finalize: bool) -> None:
         values = [(name, value) for name, value in report.plain(as_numbers(logs)).items() if isinstance(value, float)]
-        # The trainer's values are already those of the epoch so far: shown as they are, not averaged again.
+        # The values are already those of the epoch so far: shown as they are, not averaged again.
         self._progress.stateful_metrics = {name for name, _ in values} | {"images/s"}
         self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)
 

@@ -264,7 +264,7 @@ class Heartbeat:
         """
 
         def call(data: Any, *args: Any) -> Any:
-            shape = id(function), *map(_shapes_of, data if isinstance(data, list) else [data])
+            shape = id(function), *map(shapes_of, data if isinstance(data, list) else [data])
             with self.event(name, **({"step": step() + 1} if name == "train" else {})):
                 if shape not in self._known_shapes:
                     self._move(State.COMPILING)
@@ -327,12 +327,12 @@ def _within(context: Callable[[], contextlib.AbstractContextManager[None]], func
     return call
 
 
-def _shapes_of(data: Any) -> Any:
+def shapes_of(data: Any) -> Any:
     """Returns the shapes in a structure of tensors."""
     if isinstance(data, dict):
-        return tuple(map(_shapes_of, data.values()))
+        return tuple(map(shapes_of, data.values()))
     if isinstance(data, (list, tuple)):
-        return tuple(map(_shapes_of, data))
+        return tuple(map(shapes_of, data))
     return tuple(data.shape) if hasattr(data, "shape") else None
 
 

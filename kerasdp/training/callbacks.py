@@ -318,4 +318,4 @@ class _EarlyStopping(keras.callbacks.EarlyStopping):
         super().__init__(monitor="val_loss", mode="min", patience=patience, restore_best_weights=True)
 
     def get_monitor_value(self, logs: dict[str, float]) -> float:
-        return logs.get("val_loss", logs["loss"])
+        return logs["val_loss"] if "val_loss" in logs else logs["loss"]

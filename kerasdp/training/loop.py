@@ -11,15 +11,15 @@ import numpy as np
 from keras.callbacks import CallbackList
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
-from kerasdp.backends.steps import DeviceScalar, TrainedWeights
+from kerasdp.backends.steps import DeviceScalar, TrainedWeights, all_variables
 from kerasdp.data.feed import Feed
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.models import made_by_compile
+from kerasdp.keras_compat.models import made_by_compile, restored_epoch
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.reporting import report
 from kerasdp.reporting.progress import as_numbers
-from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.heartbeat import Heartbeat, shapes_of
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import Detail, Evaluated, RunState
 
@@ -36,6 +36,7 @@ class Loop:
     def __init__(self, model: keras.Model, strategy: Strategy, state: RunState, functions: StepFunctions):
         """`functions` are those of the model; `state` knows where a resumed run begins, and is told of each step."""
         self.model, self.strategy, self.state, self.functions = model, strategy, state, functions
+        self._compiled = model.compiled and (model.optimizer, *made_by_compile(model))
 
     def fit(
         self,
@@ -45,12 +46,16 @@ class Loop:
         validation: Feed | None,
         validation_freq: int | list[int],
     ) -> None:
-        """Trains the epochs, and evaluates on `validation` after those that `validation_freq` names, as in Keras."""
+        """Trains the epochs, and evaluates on `validation` after those that `validation_freq` names, as in Keras.
+
+        Raises:
+            UserError: if a callback compiles the model, whose steps are made for its optimizer, loss and metrics.
+        """
         model = self.model
         logs: Logs = {}
         model.stop_training = False
         callbacks.on_train_begin()
-        for epoch in epochs:
+        for epoch in range(restored_epoch(model) or epochs.start, epochs.stop):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             logs = self._train_epoch(feed, callbacks)
@@ -70,7 +75,12 @@ class Loop:
         logs = model.get_metrics_result() if number else {}
         self.strategy.set_training(model, True)
         for batches in _calls(iter(feed), number, model.steps_per_execution):
+            if self.state.is_at_last_step:  # a resumed run that had ended within this epoch
+                model.stop_training = True
+                self.state.after_batch(is_stopping=True)
+                break
             callbacks.on_train_batch_begin(number)
+            self._refuse_new_compile()
             logs = self._train(batches[: self.state.steps_left()])
             number += len(batches)
             # Keras' number of a call's last step, also where the data ends before it.
@@ -86,9 +96,9 @@ class Loop:
         """Trains on the batches of one call, in one program if that can be; returns Keras' logs after the last."""
         state, functions = self.state, self.functions
         logs: Logs = {}
-        is_even = len({len(batch.indices) for batch in batches}) == 1  # the one that ends an epoch may be smaller
-        if len(batches) > 1 and functions.train_several and state.observer is None and is_even:
-            losses, rates, logs, _ = functions.train_several(batches)
+        several = functions.train_several if len(batches) > 1 and state.observer is None else None
+        if several and len({shapes_of(batch) for batch in batches}) == 1:  # the one that ends an epoch may be smaller
+            losses, rates, logs, _ = several(batches)
             for batch, loss, rate in zip(batches, *(DeviceScalar.each(each, len(batches)) for each in (losses, rates))):
                 state.after_step(loss, batch.indices, {}, rate)
             return logs
@@ -128,12 +138,18 @@ class Loop:
             last, before = self.functions.predict(batch), last
             if number:  # copied while the device computes the next one
                 outputs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, before))
+                _require_alike(before, last, number)
             callbacks.on_predict_batch_end(number, {"outputs": last})
             if model.stop_predicting:
                 break
         outputs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, last))
         callbacks.on_predict_end()
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _refuse_new_compile(self) -> None:
+        now = self.model.compiled and (self.model.optimizer, *made_by_compile(self.model))
+        if any(one is not other for one, other in zip(now, self._compiled)):
+            raise UserError(f"{self.model.name} was compiled again while it trains: do it between two calls of fit")
 
     def _epoch_logs(self, logs: Logs) -> Logs:
         """Returns the model's metrics, unless a user-defined step gave other logs: then these, of the last batch."""
@@ -148,6 +164,16 @@ class Loop:
             )
 
 
+def _require_alike(before: Any, outputs: Any, number: int) -> None:
+    """Raises `UserError` if the outputs of a batch cannot be joined to those before."""
+    shapes = [[tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(each)] for each in (before, outputs)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"predict: expected batches whose outputs have one shape, to join them. Received: {shapes[1]} for each "
+            f"sample of batch {number + 1}, {shapes[0]} before; pad all inputs to one length"
+        )
+
+
 def _calls(batches: Iterator[DeviceBatch], number: int, per_call: int) -> Iterator[list[DeviceBatch]]:
     """Yields the batches of each call: `per_call`, fewer at the end of the data, and where a resumed epoch begins."""
     while taken := list(itertools.islice(batches, per_call - number % per_call)):
@@ -157,9 +183,9 @@ def _calls(batches: Iterator[DeviceBatch], number: int, per_call: int) -> Iterat
 
 def _is_due(epoch: int, validation_freq: int | list[int]) -> bool:
     """Returns whether to evaluate after an epoch, from 0: after every n-th one, or those of a list, from 1."""
-    if isinstance(validation_freq, int):
-        return (epoch + 1) % validation_freq == 0
-    return epoch + 1 in validation_freq
+    if hasattr(validation_freq, "__contains__"):
+        return epoch + 1 in validation_freq
+    return (epoch + 1) % validation_freq == 0
 
 
 class ModelSteps:
@@ -193,10 +219,8 @@ class ModelSteps:
         # A model that is compiled again needs new functions; compiling makes new objects of all of these.
         stages = self._strategy.stages
         plan = None if stages is None else stages.engine_of(model).plan
-        optimizer = getattr(model, "optimizer", None)
-        is_built = bool(getattr(optimizer, "built", False))  # not by `predict` alone, and it makes variables
-        # Variables come and go without a `compile`, too: `quantize`, `enable_lora`.
-        made_for = (optimizer, is_built, *made_by_compile(model), plan, *model.variables)
+        # Variables come and go without a `compile`, too: `quantize`, `enable_lora`, a metric that is built.
+        made_for = (getattr(model, "optimizer", None), *made_by_compile(model), plan, *all_variables(model))
         known = self._functions.get(model)
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
             functions = self._strategy.step_functions(model, self._state)

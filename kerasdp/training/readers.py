@@ -14,7 +14,7 @@ from kerasdp.data.datasets import StandIn
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, weights_of_classes
-from kerasdp.data.streams import Stream
+from kerasdp.data.streams import Stream, length_of
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.settings import seed_tensorflow
 from kerasdp.reporting import report
@@ -80,8 +80,9 @@ def make_reader(
                 raise UserError("give class_weight or sample_weight, not both")
             sample_weight = weights_of_classes(y, class_weight)
         source = x if _is_source(x) else ArraySource(x, y, sample_weight)
+        steps = _capped(steps, there := -(-source.num_samples // batch_size))
         if steps is not None and not training:  # else samples would count twice
-            steps = min(steps, -(-source.num_samples // batch_size))
+            steps = min(steps, there)
         order = Order(
             num_samples=source.num_samples, batch_size=batch_size, seed=seed, shuffle=shuffle, steps_per_epoch=steps
         )
@@ -120,7 +121,7 @@ def _reader_of_batches(
             "otherwise than with --backend=tensorflow; import it at the top of the script"
         )
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
-    place = x, strategy.split, strategy.shard, steps
+    place = x, strategy.split, strategy.shard, _capped(steps, length_of(x))
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)
@@ -132,6 +133,12 @@ def feeding(strategy: Strategy, reader: Reader, state: RunState | None = None) -
     feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread)
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
+
+
+def _capped(steps: int | None, there: int | None) -> int | None:
+    """Returns the batches of an epoch as `keras.config.max_steps_per_epoch` allows; None: all that are there."""
+    most = keras.config.max_steps_per_epoch()
+    return steps if most is None or (steps or there or most) < most else most
 
 
 def _is_of_arrays(x: Any) -> bool:

@@ -12,7 +12,7 @@ from kerasdp.config import Config
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
-from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError
+from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError, UserError
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
@@ -136,8 +136,11 @@ class Runner:
             ReplicasDifferError: if the replicas do not hold equal weights at the end.
         """
         batch_size = batch_size or self.config.batch_size
+        if self.steps.num_running:
+            raise UserError("fit within fit: a callback cannot train; train the other model after this one")
+        if not hasattr(validation_freq, "__iter__") and not hasattr(validation_freq, "__index__"):
+            raise UserError(f"validation_freq: expected a whole number, or a list. Received: {validation_freq!r}")
         epochs = min(epochs, keras.config.max_epochs() or epochs)
-        steps_per_epoch = min(filter(None, [steps_per_epoch, keras.config.max_steps_per_epoch()]), default=None)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)
         number = self._fit_numbers.next(model, initial_epoch)
@@ -149,8 +152,8 @@ class Runner:
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-        with self._training(model, run_callbacks, reader, *validation) as (loop, feed, evaluated):
-            loop.fit(feed, run_callbacks, range(initial_epoch, epochs), evaluated, validation_freq)
+        with self._training(model, run_callbacks, reader, *validation) as (loop, feed, validation_feed):
+            loop.fit(feed, run_callbacks, range(initial_epoch, epochs), validation_feed, validation_freq)
         self.strategy.gather_variables(model)
         self.check_replicas(model)
         return model.history

@@ -116,6 +116,8 @@ def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
         done = train_resumable(tmp_path / "run", *SINGLE, verbose=2, **choices)
         result = result_of(done)
         assert ("nothing is left to train" in done.stdout) == (choices == {"max_steps": STOP, "resume": True})
+        if "max_steps" in choices:  # of the epoch so far, also where nothing was trained
+            assert json.loads((tmp_path / "run" / "report.json").read_text())["final"]["loss"] > 0
     expected, losses, rows, _ = undisturbed(*SINGLE)
     assert files_of_run(tmp_path / "run") == (losses, rows)
     assert result == expected

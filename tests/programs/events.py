@@ -6,6 +6,7 @@ CASES is a list of names, in JSON. Writes for each the events with their logs, t
 
 import json
 import sys
+import tempfile
 
 import numpy as np
 
@@ -77,6 +78,10 @@ def make(own_step=False, averaged=True, **compiled):
     return model
 
 
+def sums(model):
+    return [np.sum(weight, dtype="float64").item() for weight in model.get_weights()]
+
+
 def fitted(model, fit, evaluate, predict, stop_at=None, **options):
     record = recorder(stop_at)
     if "x" not in options:
@@ -86,8 +91,46 @@ def fitted(model, fit, evaluate, predict, stop_at=None, **options):
         "events": record.found,
         "history": history.history,
         "epoch": history.epoch,
-        "weights": [np.sum(weight, dtype="float64").item() for weight in model.get_weights()],
+        "weights": sums(model),
     }
+
+
+def restored(make, fit, evaluate, predict):
+    """A callback of Keras' lets the second training continue the first."""
+    import keras
+
+    with tempfile.TemporaryDirectory() as folder:
+        for epochs in (2, 3):
+            callback = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+            record = recorder()
+            model = make()
+            history = fit(model, X, Y, callbacks=[callback, record], shuffle=False, verbose=0, epochs=epochs, **BATCH)
+    return {"events": record.found, "epoch": history.epoch, "weights": sums(model)}
+
+
+def limited(make, *methods):
+    """Keras is told to make epochs short: as with `steps_per_epoch`, the next one continues in the data."""
+    import keras
+
+    found = []
+    for most in (2, 1000):
+        keras.config.set_max_steps_per_epoch(most)
+        try:
+            found += [fitted(make(), *methods, epochs=2), used(make(), *methods)]
+        finally:
+            keras.config.set_max_steps_per_epoch(None)
+    return found
+
+
+def trained_again(make, runner):
+    """Weights and their averages are one array after a training; on jax Keras (3.15) itself fails then."""
+    model = make()
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            history = runner.fit(model, X, Y, shuffle=False, verbose=0, epochs=1, **BATCH)
+            found = [history.history, runner.evaluate(model, X, Y, verbose=0, **BATCH)]
+            model.save(f"{folder}/model.keras")
+    return {"found": [*found, sums(model)]}
 
 
 def used(model, fit, evaluate, predict, stop_at=None):
@@ -117,12 +160,14 @@ def cases():
     yield "used", used, {}, {}
     yield "used in part", used, {}, {"stop_at": ["on_test_batch_end", 1]}
     yield "predicted in part", used, {}, {"stop_at": ["on_predict_batch_end", 1]}
+    yield "restored by a callback", restored, None, {}
+    yield "short epochs", limited, None, {}
     yield SEVERAL, fitted, {"steps_per_execution": 3}, {"epochs": 2, "validation_data": (X, Y)}
 
 
 def found(make, *methods):
     return {
-        name: function(make(**of_model), *methods, **options)
+        name: function(make if of_model is None else make(**of_model), *methods, **options)
         for name, function, of_model, options in cases()
         if name in json.loads(sys.argv[2])
     }
@@ -134,11 +179,55 @@ def of_keras():
     return found(make, keras.Model.fit, keras.Model.evaluate, keras.Model.predict)
 
 
+def refused(runner):
+    """What a callback may not do, and outputs that cannot be joined."""
+    import keras
+
+    import kerasdp
+
+    with runner.scope():
+        model, other = make(), make()
+        lengths = keras.Sequential([keras.Input((None,)), keras.layers.Rescaling(2.0)])
+
+    def message(function, *args, **options):
+        try:
+            function(model, *args, **options)
+        except kerasdp.UserError as error:
+            return str(error)
+
+    def compiles(epoch, logs):
+        if epoch == 1:
+            model.compile("sgd", "mse")
+
+    def trains(epoch, logs):
+        runner.fit(other, X, Y)
+
+    class OtherLengths(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.zeros((2, 3 + index), "float32")
+
+    made = keras.callbacks.LambdaCallback
+    return {
+        "compiles": message(runner.fit, X, Y, epochs=3, callbacks=[made(on_epoch_begin=compiles)]),
+        "trains": message(runner.fit, X, Y, callbacks=[made(on_epoch_end=trains)]),
+        "lengths": message(lambda _: runner.predict(lengths, OtherLengths())),
+        "frequency": message(runner.fit, X, Y, validation_data=(X, Y), validation_freq=0.5),
+    }
+
+
 def of_run(runner):
+    if sys.argv[2] == "refused":
+        return refused(runner)
+
     def make_in_scope(**options):
         with runner.scope():
             return make(**options)
 
+    if sys.argv[2] == "again":
+        return trained_again(make_in_scope, runner)
     return found(make_in_scope, runner.fit, runner.evaluate, runner.predict)
 
 

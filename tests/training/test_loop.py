@@ -9,7 +9,11 @@ from tests.programs.events import SEVERAL, cases
 
 CASES = [name for name, *_ in cases()]
 # Each case takes graphs of its own on jax and tensorflow. Keras takes no several steps on torch.
-QUICK = {"torch": [name for name in CASES if name != SEVERAL], "jax": ["validation", SEVERAL], "tensorflow": [SEVERAL]}
+QUICK = {
+    "torch": [name for name in CASES if name != SEVERAL],
+    "jax": ["validation", SEVERAL],
+    "tensorflow": [SEVERAL],
+}
 
 
 def compare(backend, names):
@@ -24,6 +28,19 @@ def compare(backend, names):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_events_logs_and_results_are_those_of_keras(backend):
     compare(backend, QUICK[backend])
+
+
+def test_weights_and_their_averages_part_after_a_training():
+    results = [result_of(run(PROGRAMS / "events.py", name, "again", backend=name)) for name in ("torch", "jax")]
+    assert results[1] == approximately(results[0])
+
+
+def test_what_cannot_be_is_one_line():
+    said = result_of(run(PROGRAMS / "events.py", BACKENDS[0], "refused", backend=BACKENDS[0]))
+    assert said["compiles"].endswith("was compiled again while it trains: do it between two calls of fit")
+    assert said["trains"].startswith("fit within fit: a callback cannot train")
+    assert "Received: [(4,)] for each sample of batch 2, [(3,)] before" in said["lengths"]
+    assert said["frequency"] == "validation_freq: expected a whole number, or a list. Received: 0.5"
 
 
 @pytest.mark.proof

@@ -160,7 +160,7 @@ class PipelineStep:
 
     Args:
         pipeline: which makes the step.
-        state: what Keras hands to a step.
+        state: the values of weights, other variables, optimizer and metrics.
         batch: the global batch.
         micro_batches: those of the plan, for it.
         is_whole: whether the loss is taken of all outputs at once.

@@ -39,12 +39,23 @@ class ModelState:
         return tuple([of(variable) for variable in variables] for variables in self._variables)
 
     def take(self) -> Any:
-        """Returns the values: the same lists that were given last, unless somebody has set a variable since."""
+        """Returns the values: the same lists that were given last, unless somebody has set a variable since.
+
+        Keras (3.15) lets two variables hold one array after `assign`, as weights and their averages at the end of a
+        training. A step that takes the memory of both needs two.
+        """
         from kerasdp.keras_compat.layers import raw_value
 
         values = tuple([raw_value(variable) for variable in each] for each in self._variables)
         if self._last is None or any(a is not b for new, old in zip(values, self._last) for a, b in zip(new, old)):
-            self._last = values
+            seen: set[int] = set()
+
+            def own(value: jax.Array) -> jax.Array:
+                is_taken = id(value) in seen
+                seen.add(id(value))
+                return jnp.copy(value) if is_taken else value
+
+            self._last = tuple([own(value) for value in each] for each in values)
         return self._last
 
     def give(self, values: Any) -> None:
@@ -82,9 +93,13 @@ def make_step_functions(model: "keras.Model", copied: NamedSharding, context: Re
             made[key] = _for_trained_weights(model, copied, context)
         return made[key]
 
+    def several(batches: list[DeviceBatch]) -> Trained:
+        return functions().train_several(batches)  # type: ignore[misc]
+
     return StepFunctions(
         train=lambda batch, detail: functions().train(batch, detail),
-        train_several=lambda batches: functions().train_several(batches),  # type: ignore[misc]
+        # As a loop within the program, which Keras does not have where a model runs eagerly.
+        train_several=None if model.run_eagerly or not model.jit_compile else several,
         test=lambda batch: functions().test(batch),
         predict=lambda batch: functions().predict(batch),
     )
@@ -109,13 +124,14 @@ def _for_trained_weights(model: "keras.Model", copied: NamedSharding, context: R
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, _cut(data), detail)
 
-    train = {detail: _jit(model, copied, functools.partial(train_step, detail), training) for detail in Detail}
-    several = _jit(model, copied, _several(functools.partial(train_step, Detail.NOTHING)), training)
+    on = functools.partial(_on_state, model, copied)
+    train = {detail: on(functools.partial(train_step, detail), training) for detail in Detail}
+    several = on(_several(functools.partial(train_step, Detail.NOTHING)), training)
     return StepFunctions(
         train=lambda batch, detail: Trained(*train[detail](batch)),
         train_several=lambda batches: Trained(*several(batches)),
-        test=_jit(model, copied, functools.partial(_test_step, model), testing),
-        predict=_jit(model, copied, functools.partial(_predict_step, model), predicting),
+        test=on(functools.partial(_test_step, model), testing, is_training=False),
+        predict=on(functools.partial(_predict_step, model), predicting, is_training=False),
     )
 
 
@@ -128,19 +144,32 @@ def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tu
     return outputs, (state[0], non_trainable_variables)
 
 
-def _jit(
-    model: "keras.Model", copied: NamedSharding, step: Callable[..., Any], state: ModelState
+def _on_state(
+    model: "keras.Model",
+    copied: NamedSharding,
+    step: Callable[..., Any],
+    state: ModelState,
+    *,
+    is_training: bool = True,
 ) -> Callable[[Any], Any]:
-    """Compiles a step by JAX's own compiler, or leaves it eager, as Keras decides for its own functions.
+    """Makes of a step a function of the data alone, which gives its outputs and changes the model's variables.
 
-    Returns:
-        A function of the data, which gives the outputs of the step and changes the model's variables.
+    It is compiled by JAX's own compiler or left eager, as Keras decides for its own functions. Training alone takes the
+    memory of the old values for the new ones; the first list, of the weights, leaves an evaluation as it came.
     """
     # The results that no process has the whole of, none can read; None: whatever JAX chooses.
     results = None if copied.is_fully_addressable else copied
     shardings = state.shardings(copied)
+    kept = 0 if is_training else 1  # lists that no step changes
+
+    def changing(values: Any, data: Any) -> tuple[Any, Any]:
+        outputs, new = step(values, data)
+        return outputs, new[kept:]
+
+    run_step = changing
     if not model.run_eagerly and model.jit_compile:
-        step = jax.jit(step, donate_argnums=0, out_shardings=(results, shardings))
+        donated = 0 if is_training else ()
+        run_step = jax.jit(changing, donate_argnums=donated, out_shardings=(results, shardings[kept:]))
     last = None
 
     def run(data: Any) -> Any:
@@ -148,7 +177,8 @@ def _jit(
         values = state.take()
         if values is not last:  # the first ones; or a callback has set variables
             values = jax.device_put(values, shardings)
-        outputs, last = step(values, data)
+        outputs, new = run_step(values, data)
+        last = (*values[:kept], *new)
         state.give(last)
         return outputs
 
