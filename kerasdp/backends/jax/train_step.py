@@ -166,6 +166,7 @@ def _on_state(
         outputs, new = step(values, data)
         return outputs, new[kept:]
 
+    changing.__name__ = changing.__qualname__ = getattr(step, "func", step).__name__  # of the program, in profiles
     run_step = changing
     if not model.run_eagerly and model.jit_compile:
         donated = 0 if is_training else ()
