@@ -138,8 +138,9 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         if self.steps.num_running:
             raise UserError("fit within fit: a callback cannot train; train the other model after this one")
-        if not hasattr(validation_freq, "__iter__") and not hasattr(validation_freq, "__index__"):
-            raise UserError(f"validation_freq: expected a whole number, or a list. Received: {validation_freq!r}")
+        is_number = hasattr(validation_freq, "__index__")
+        if not hasattr(validation_freq, "__iter__") and not (is_number and validation_freq >= 1):
+            raise UserError(f"validation_freq: expected a number from 1, or a list. Received: {validation_freq!r}")
         epochs = min(epochs, keras.config.max_epochs() or epochs)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_off(x, y, sample_weight, validation_split)

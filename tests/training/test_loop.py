@@ -40,7 +40,7 @@ def test_what_cannot_be_is_one_line():
     assert said["compiles"].endswith("was compiled again while it trains: do it between two calls of fit")
     assert said["trains"].startswith("fit within fit: a callback cannot train")
     assert "Received: [(4,)] for each sample of batch 2, [(3,)] before" in said["lengths"]
-    assert said["frequency"] == "validation_freq: expected a whole number, or a list. Received: 0.5"
+    assert said["frequency"] == "validation_freq: expected a number from 1, or a list. Received: 0"
 
 
 @pytest.mark.proof

@@ -65,7 +65,7 @@ class DataParallel(Strategy):
         return self._sharder.shard_batch(batch)
 
     def running(self, model: "keras.Model") -> AbstractContextManager[None]:
-        """Keeps Keras from sharding batches again, within `fit`, `evaluate` and `predict`."""
+        """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches."""
         return without_distribution()
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:

@@ -188,7 +188,7 @@ class BatchSharder:
 
 @contextlib.contextmanager
 def without_distribution() -> Iterator[None]:
-    """Keeps Keras from sharding batches again, within `fit`, `evaluate` and `predict`."""
+    """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches."""
     import keras
 
     distribution = keras.distribution.distribution()
