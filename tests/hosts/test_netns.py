@@ -25,7 +25,7 @@ while True:
 # Connects, and prints how long an answer takes once it is connected.
 ASK = """
 import socket, sys, time
-connection = socket.create_connection(("host0", 5000), timeout=1)
+connection = socket.create_connection(("host0", 5000), timeout=float(sys.argv[2]))
 connection.sendall(bytes(int(sys.argv[1])))
 start = time.perf_counter()
 connection.sendall(b"?")
@@ -66,8 +66,13 @@ def hosts():
             program.communicate()
 
 
-def ask(host, num_bytes=0):
-    return host.run(sys.executable, "-c", ASK, num_bytes)
+def ask(host, num_bytes=0, timeout=1):
+    return host.run(sys.executable, "-c", ASK, num_bytes, timeout)
+
+
+def ask_until_answered(host):
+    """Linux asks for an unanswered address again after a second, and gives up after three: then it is asked anew."""
+    assert any(ask(host, timeout=5).returncode == 0 for _ in range(3))
 
 
 def test_each_has_a_name_and_an_address_and_its_bytes_are_counted(hosts):
@@ -87,13 +92,13 @@ def test_a_cable_is_pulled_out_and_put_in(hosts):
     done = ask(hosts[1])
     assert done.returncode and ("timed out" in done.stderr or "No route" in done.stderr), done
     hosts[1].set_cable(True)
-    assert ask(hosts[1]).returncode == 0
+    ask_until_answered(hosts[1])
 
 
 def test_the_network_is_slowed(hosts):
-    seconds = float(ask(hosts[1]).stdout)
+    seconds = min(float(ask(hosts[1]).stdout) for _ in range(3))
     with hosts.slowed(delay=0.05):
-        slowed = float(ask(hosts[1]).stdout)
+        slowed = min(float(ask(hosts[1]).stdout) for _ in range(3))
     assert seconds < 0.05 and 0.1 <= slowed < 0.2
     with hosts.slowed(bandwidth=4e6):  # the first megabyte is on its way as the question is asked
         start = time.monotonic()
@@ -101,7 +106,7 @@ def test_the_network_is_slowed(hosts):
     assert time.monotonic() - start > 0.25
     with hosts.slowed(loss=1.0):
         assert ask(hosts[1]).returncode
-    assert ask(hosts[1]).returncode == 0
+    ask_until_answered(hosts[1])
 
 
 def test_packets_are_corrupted(hosts):
