@@ -21,6 +21,7 @@ from kerasdp.config.choices import Choice
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError, from_command_line
 from kerasdp.reporting import comparison
+from kerasdp.reporting.report import drop_stdout
 from kerasdp.runtime.devices import choose_backend, clash_of_cuda_packages, is_installed, num_gpus
 
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130
     except BrokenPipeError:  # `kerasdp list | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         code = 0
     if code:
         sys.exit(code)

@@ -16,6 +16,7 @@ from kerasdp.config import Config, Request
 from kerasdp.config.choices import COUNT, POSITIVE, Choice, Range, check_ranges, choice, choices_of, is_count_or_range
 from kerasdp.config.config import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
+from kerasdp.reporting.report import drop_stdout
 
 # The groups of the flags of a few recipes.
 COMPARISON = "Comparison"
@@ -292,7 +293,10 @@ def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
     except flags.Error as error:
         raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
     if values["help"].value:
-        print(help_text(arguments[0], recipe))
+        try:
+            print(help_text(arguments[0], recipe), flush=True)
+        except BrokenPipeError:  # `--help | head`
+            drop_stdout()
         raise SystemExit(0)
     if len(rest) > 1:
         raise UserError(f"expected flags only. Received: {' '.join(rest[1:])!r}; --help lists all flags")
@@ -310,7 +314,9 @@ def _refuse_code_of_runs(arguments: list[str], values: flags.FlagValues) -> None
         if name.lstrip("-") != "flagfile":
             continue
         path = os.path.expanduser((value or "".join(arguments[number + 1 : number + 2])).strip())  # as absl reads it
-        if not os.path.exists(os.path.join(os.path.dirname(path), "config.json")):
+        folder = pathlib.Path(os.path.abspath(path)).parent
+        beside = (folder / "config.json", folder.parent / "config.json")
+        if not (beside[0].exists() or (beside[1].exists() and (folder.parent / "checkpoints").exists())):
             continue
         try:
             found = values.read_flags_from_files([f"--flagfile={path}"])

@@ -28,7 +28,7 @@ class Progress(keras.callbacks.Callback):
         """Starts a bar."""
         self._start = self._last_update = time.perf_counter()
         if self.bar:
-            print(f"epoch {epoch + 1}/{self.run_state.epochs}")
+            report.say(f"epoch {epoch + 1}/{self.run_state.epochs}")
             self._progress = keras.utils.Progbar(
                 target=self.run_state.num_batches, unit_name="step", stateful_metrics=None
             )
@@ -46,7 +46,7 @@ class Progress(keras.callbacks.Callback):
         if self.bar:
             self._draw(self.run_state.num_batches, logs, rate, finalize=True)
         else:
-            print(report.epoch_line(epoch, self.run_state.epochs, report.plain(logs), seconds, rate), flush=True)
+            report.say(report.epoch_line(epoch, self.run_state.epochs, report.plain(logs), seconds, rate))
 
     def _draw(self, step: int | None, logs: dict[str, Any] | None, rate: float, *, finalize: bool) -> None:
         values = [(name, value) for name, value in report.plain(as_numbers(logs)).items() if isinstance(value, float)]
@@ -97,7 +97,7 @@ class LiveCurve(keras.callbacks.Callback):
             if os.path.exists(f"{path}.new"):
                 os.replace(f"{path}.new", path)
         elif sys.stdout.isatty():
-            print(curve_line(self.history), flush=True)
+            report.say(curve_line(self.history))
 
 
 def curve_line(history: list[dict[str, Any]], width: int = 40) -> str:

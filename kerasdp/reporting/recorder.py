@@ -84,7 +84,7 @@ class Recorder(keras.callbacks.Callback):
             is_over = self.run_state.was_over or self.run_state.is_at_last_step
             saved = self._saved
             lines.append(report.resume_line(saved["step"], saved["epoch"], saved["saved_by"], is_over=is_over))
-        print(*filter(None, lines), sep="\n", flush=True)
+        report.say(*filter(None, lines))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Measures the speed from here on."""
@@ -119,7 +119,7 @@ class Recorder(keras.callbacks.Callback):
         if self.files:
             self.files.add_result(result)
         if self.verbose:
-            print(report.end_line(self.facts, result), flush=True)
+            report.say(report.end_line(self.facts, result))
 
     def close(self) -> None:
         """Closes the files, also of a run that failed, and stops listening."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import statistics
 import sys
 from typing import Any
@@ -58,6 +59,21 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
 def warn(text: str) -> None:
     """Prints a line that people must see, whatever --verbose says."""
     print(f"warning: {redacted(addressed(text))}", file=sys.stderr, flush=True)
+
+
+def say(*lines: str) -> None:
+    """Prints lines of a training, which goes on when the program that read them has ended, as `head -1` does."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        drop_stdout()
+        warn("the program that read this output has ended; training continues")
+
+
+def drop_stdout() -> None:
+    """Lets all that is still printed go nowhere, by Python's own `print` as it ends, too."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 @functools.cache  # a checkpoint needs them, too

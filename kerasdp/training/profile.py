@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from kerasdp.config import Config
+from kerasdp.reporting.report import say
 from kerasdp.runtime.run_state import RunState
 
 
@@ -47,4 +48,4 @@ class Profile(keras.callbacks.Callback):
             self._profiler.stop_profiler(self._folder)
             how = self._profiler.HOW_TO_OPEN_PROFILE
             how = f"{how}{self._folder}" if how.endswith("=") else how
-            print(f"profile up to step {self._state.step} in {self._folder}; {how}", flush=True)
+            say(f"profile up to step {self._state.step} in {self._folder}; {how}")

@@ -22,7 +22,7 @@ from kerasdp.keras_compat.settings import (
     set_seed,
 )
 from kerasdp.portability import initial_weights
-from kerasdp.reporting.report import Facts
+from kerasdp.reporting.report import Facts, say
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
@@ -211,7 +211,7 @@ class Runner:
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
-            print(line, flush=True)
+            say(line)
 
     @through_model
     def evaluate(

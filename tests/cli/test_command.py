@@ -13,7 +13,7 @@ import pytest
 from kerasdp.cli import command, kit
 from kerasdp.cli.flags import RECIPES as FLAGS_OF
 from kerasdp.cli.flags import recipe_in
-from tests.helpers import BACKENDS, ROOT, make_images, run
+from tests.helpers import BACKENDS, ROOT, environment, make_images, run
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
@@ -116,6 +116,26 @@ def test_a_recipe_runs_by_its_name(tmp_path):
     assert refused.returncode == 2 and refused.stderr.startswith("error: there is no flag --nosuch")
     told = run("-m", "kerasdp", "train", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert told.stdout.startswith("usage: kerasdp train [--flagfile"), told.stdout[:100]
+
+
+def test_nobody_reads_the_output(tmp_path):
+    """As with `train | head -1`: the training goes on, and says so once; help ends without a word."""
+    flags = [
+        f"--backend={BACKENDS[0]}",
+        "--device=cpu",
+        "--dataset=synthetic",
+        "--max_steps=3",
+        f"--workdir={tmp_path}/r",
+    ]
+    for arguments, last in ((flags, "has ended; training continues\n"), (["--help"], "")):
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+        command = [sys.executable, ROOT / "recipes" / "train.py", *arguments]
+        with subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), **pipe) as done:
+            assert done.stdout.readline()
+            done.stdout.close()
+            said = done.stderr.read()
+        assert done.returncode == 0 and said.endswith(last) and said.count("\n") == bool(last), said
+    assert json.loads((tmp_path / "r" / "report.json").read_text())["steps"] == 3
 
 
 def test_runs_of_a_folder(tmp_path, capsys):

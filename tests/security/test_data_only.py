@@ -273,7 +273,9 @@ def test_a_flagfile_in_the_folder_of_a_run_names_no_code(content, ran, tmp_path,
     (folder / "config.json").write_text("{}")
     (folder / "inner.flags").write_text(content)
     (folder / "run.flags").write_text(f"--epochs=3\n--flagfile={folder}/inner.flags\n")
-    paths = f"{folder}/run.flags", "~/run/run.flags", f" {folder}/run.flags"
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "run.flags").write_text(content)
+    paths = f"{folder}/run.flags", "~/run/run.flags", f" {folder}/run.flags", f"{folder}/checkpoints/run.flags"
     for words in (*([f"--flagfile={path}"] for path in paths), *(["--flagfile", path] for path in paths[:2])):
         with pytest.raises(UserError, match="--flagfile: .* is in the folder of a run, and names code: ") as caught:
             parse(["train.py", *words])
