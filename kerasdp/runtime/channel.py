@@ -7,9 +7,12 @@ import socket
 import struct
 import threading
 import time
+import zlib
 
-# Of a message: its kind, its channel, its number on that channel, and the bytes after it.
-_HEAD = struct.Struct("<BIqq")
+# Of a message: its kind, its channel, its number on that channel, the bytes after it, and their checksum. That of these
+# fields follows: TCP's own sees nothing of what a faulty switch changes.
+_HEAD = struct.Struct("<BIqqI")
+_CHECKSUM = struct.Struct("<I")
 # Bytes after which a message that comes is known to move.
 _ONE_READ = 2**20
 
@@ -31,7 +34,8 @@ class Channel:
 
     def send(self, kind: int, channel: int = 0, number: int = 0, content: bytes = b"") -> None:
         """Sends a message; never waits for the other end, nor says whether that is gone: `receive` does."""
-        self._messages.put(_HEAD.pack(kind, channel, number, len(content)) + content)
+        head = _HEAD.pack(kind, channel, number, len(content), zlib.crc32(content))
+        self._messages.put(b"".join((head, _CHECKSUM.pack(zlib.crc32(head)), content)))
 
     def send_sign(self, kind: int, content: bytes) -> None:
         """Sends a sign of life, unless messages are on their way already, which are one."""
@@ -44,9 +48,21 @@ class Channel:
             self._messages.all_tasks_done.wait_for(lambda: not self._messages.unfinished_tasks, seconds)
 
     def receive(self) -> tuple[int, int, int, bytearray]:
-        """Returns kind, channel, number and content of the next message. Raises `OSError` if there are no more."""
-        kind, channel, number, size = _HEAD.unpack(self._received(_HEAD.size))
-        return kind, channel, number, self._received(size)
+        """Returns kind, channel, number and content of the next message.
+
+        Raises:
+            OSError: if there are no more.
+            ValueError: if it is not what was sent.
+        """
+        head = self._received(_HEAD.size)
+        (checksum,) = _CHECKSUM.unpack(self._received(_CHECKSUM.size))
+        if checksum != zlib.crc32(head):
+            raise ValueError("a message has another checksum")
+        kind, channel, number, size, checksum = _HEAD.unpack(head)
+        content = self._received(size)
+        if checksum != zlib.crc32(content):
+            raise ValueError("a message has another checksum")
+        return kind, channel, number, content
 
     def is_alive(self) -> bool:
         """Returns whether the other end has not closed the connection, whatever it has sent before."""

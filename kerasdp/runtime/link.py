@@ -216,7 +216,7 @@ class Link:
         except OSError:
             self._lose(rank, "has left")
         except Exception as error:
-            self._lose(rank, f"has sent what cannot be read ({type(error).__name__}): corrupt on its way?")
+            self._lose(rank, f"has sent what cannot be read ({type(error).__name__}: {error}): changed on its way?")
 
     def _take(self, rank: int, kind: int, channel: int, number: int, content: bytes | bytearray) -> None:
         if kind == _ALIVE:

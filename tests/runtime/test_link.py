@@ -357,6 +357,18 @@ def test_a_sign_of_life_waits_for_nobody():
         receiving.receive()
 
 
+@pytest.mark.parametrize("place", [0, 6, 20, 30, -1])
+def test_a_message_that_comes_otherwise_than_it_was_sent_is_refused(place):
+    """Whichever byte a faulty switch has changed, of the content or of what stands before it."""
+    one, switch = socket.socketpair()
+    Channel(one).send(3, channel=1, number=2, content=b"0123456789")
+    message = bytearray(switch.recv(1000))
+    message[place] ^= 64
+    switch.sendall(message)
+    with pytest.raises(ValueError, match="a message has another checksum"):
+        Channel(one).receive()
+
+
 def test_the_interface_on_the_way():
     assert addresses.own_address(("127.0.0.1", 80)) == "127.0.0.1" == addresses.address_of_interface("lo")
     assert addresses.interface_of_address("127.0.0.1") == "lo"
