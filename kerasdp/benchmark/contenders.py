@@ -61,6 +61,12 @@ class Contender:
         return self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
 
 
+def _root() -> str:
+    """Returns the folder that holds benchmarks/: within the package, as a wheel has it, or the checkout."""
+    installed = os.path.join(_CHECKOUT, "kerasdp", "kit")
+    return installed if os.path.isdir(installed) else _CHECKOUT
+
+
 def find_loops(names: list[str]) -> str:
     """Finds the folder of the peers' files: beside the program that runs, beside its folder, or where the kit is.
 
@@ -71,8 +77,7 @@ def find_loops(names: list[str]) -> str:
         UserError: if it is nowhere.
     """
     program = os.path.abspath(sys.argv[0])
-    of_kit = (os.path.join(_CHECKOUT, "kerasdp", "kit"), _CHECKOUT)  # installed from a wheel; a checkout
-    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), *of_kit):
+    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), _root()):
         folder = os.path.join(place, "benchmarks")
         if os.path.isfile(os.path.join(folder, "protocol.py")):
             return folder
@@ -155,7 +160,9 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
         changes["compile"] = "on"  # the rounds stand for a long run
     changes |= {"workdir": None, "checkpoint_dir": None, "checkpoint_every": "never", "verbose": 0}
     settings = dataclasses.replace(config, **changes)
-    command = (sys.executable, "-m", "kerasdp.benchmark.kerasdp_program", json.dumps(settings.as_dict()), str(steps))
+    program = os.path.join(_root(), "benchmarks", "kit_loop.py")
+    words = ("--config", json.dumps(settings.as_dict()), f"--backend={backend}", f"--steps={steps}")
+    command = (sys.executable, program, *words)
     return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
 
 
