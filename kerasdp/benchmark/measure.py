@@ -13,8 +13,7 @@ from typing import Any
 
 from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
 from kerasdp.config import Config
-from kerasdp.config.validation import BACKENDS
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import BACKENDS, versions
 from kerasdp.errors import RunError
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.runtime.devices import is_installed

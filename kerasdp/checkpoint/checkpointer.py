@@ -15,7 +15,7 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat.models import set_monitor_direction

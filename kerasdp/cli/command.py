@@ -18,7 +18,7 @@ import kerasdp
 from kerasdp.cli import kit
 from kerasdp.cli.flags import PROGRAM, recipe_in
 from kerasdp.config.choices import Choice
-from kerasdp.config.validation import BACKENDS
+from kerasdp.config.validation import BACKENDS, version_of
 from kerasdp.errors import RunError, UserError, from_command_line
 from kerasdp.reporting import comparison
 from kerasdp.runtime.devices import choose_backend, clash_of_cuda_packages, is_installed, num_gpus
@@ -308,11 +308,11 @@ def _environment_report() -> tuple[list[str], list[str]]:
 def _machine_lines() -> list[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
-        f"kerasdp {_version('kerasdp')} in {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}",
+        f"kerasdp {version_of('kerasdp')} in {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}",
         f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}",
         f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPU cores, "
         f"{memory:.0f} GiB of memory",
-        f"keras {_version('keras') or 'not installed'}, numpy {_version('numpy') or 'not installed'}",
+        f"keras {version_of('keras') or 'not installed'}, numpy {version_of('numpy') or 'not installed'}",
     ]
 
 
@@ -324,7 +324,7 @@ def _package_lines() -> list[str]:
         extra = next((name for name in BACKENDS if wanted.marker and wanted.marker.evaluate({"extra": name})), None)
         if wanted.marker and extra is None:
             continue
-        found = _version(wanted.name)
+        found = version_of(wanted.name)
         if found is None and extra is None:
             problems.append(f"{wanted.name} is not installed: pip install '{wanted.name}{wanted.specifier}'")
         elif found is not None and not wanted.specifier.contains(found, prereleases=True):
@@ -333,13 +333,6 @@ def _package_lines() -> list[str]:
                 f"pip install '{wanted.name}{wanted.specifier}'"
             )
     return problems
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _backend_facts(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from kerasdp.config import Config
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import addressed, redacted
 

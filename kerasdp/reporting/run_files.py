@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.errors import UserError, redacted
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, warn

@@ -12,7 +12,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import UserError
-from kerasdp.models.augmentation import augmented
+from kerasdp.models.classifiers import augmented
 from kerasdp.reporting.run_files import open_trackers
 from kerasdp.training.callbacks import make_callbacks
 from kerasdp.training.losses import make_loss
