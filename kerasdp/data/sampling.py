@@ -185,8 +185,6 @@ class Split:
             num_rows: of the batch.
             shard: rank, and number of processes.
         """
-        if self.shares is None:
-            return shard_rows(pad_rows(np.arange(num_rows), self.num_replicas), shard)
         rank, num_processes = shard
         count = self.num_replicas // num_processes
         own = self.replicas(num_rows)[rank * count : (rank + 1) * count]
@@ -209,16 +207,3 @@ def _replicas(num_rows: int, num_replicas: int, shares: tuple[int, ...] | None) 
 def replica_rows(num_rows: int, num_replicas: int) -> int:
     """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
     return -(-num_rows // num_replicas)
-
-
-def pad_rows(indices: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Repeats the last index until the rows divide by the replicas. Padding is always at the very end."""
-    missing = replica_rows(len(indices), num_replicas) * num_replicas - len(indices)
-    return np.concatenate([indices, np.repeat(indices[-1:], missing)])
-
-
-def shard_rows(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:
-    """Returns the rows of one of so many processes. `shard`: rank, and number of processes."""
-    rank, num_processes = shard
-    size = replica_rows(len(rows), num_processes)
-    return rows[rank * size : (rank + 1) * size]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +11,8 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Job, Trace, Way, trace
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
+from kerasdp.reporting.report import in_columns
 from kerasdp.runtime.devices import is_installed
-
-if TYPE_CHECKING:
-    from kerasdp.parity.divergence import Tolerance
-
-
-__all__ = ["Comparison", "Job", "Outcome", "Divergence", "Reference", "Tolerance", "Way", "compare", "judge"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +79,7 @@ class Comparison:
         """Returns a row for each way: largest difference of a loss from the reference's, first divergent
         step, seconds.
         """
-        rows = [("trained on", "max difference", "first divergent step", "seconds")]
+        rows = [["trained on", "max difference", "first divergent step", "seconds"]]
         for outcome in self.outcomes:
             step = "failed" if outcome.error else "none"
             if outcome.divergence is not None:
@@ -92,15 +87,9 @@ class Comparison:
             worst = f"{outcome.differences.max():.1e}" if len(outcome.differences) else ""
             if outcome.way == outcome.reference:
                 worst = "(reference)"
-            rows.append((str(outcome.way), worst, step, f"{outcome.seconds:.1f}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width)
-                      for number, (cell, width) in enumerate(zip(row, widths))).rstrip()
-            for row in rows
-        ]  # fmt: skip
-        lines += [str(outcome) for outcome in self.outcomes if outcome.error or outcome.divergence]
-        return "\n".join(lines)
+            rows.append([str(outcome.way), worst, step, f"{outcome.seconds:.1f}"])
+        words = [str(outcome) for outcome in self.outcomes if outcome.error or outcome.divergence]
+        return "\n".join([in_columns(rows, right=(1, 2, 3)), *words])
 
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
         """Draws the loss curves on top of one another, and their differences, into a PNG file, under a title."""

@@ -16,6 +16,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import has_mask
 from kerasdp.keras_compat.models import as_functional, distinct_names
 from kerasdp.pipeline.graph import Call, Graph, graph_of
+from kerasdp.reporting.report import in_columns
 
 # From this share of the cost on, in one of several stages, the run says why.
 _HOPELESS = 0.8
@@ -140,19 +141,14 @@ def split(
 
 def table(stages: list[Stage]) -> str:
     """Formats a table of what each stage holds and sends."""
-    rows = [("stage", "layers", "number", "parameters", "share", "tensors out", "bytes per sample")]
+    rows = [["stage", "layers", "number", "parameters", "share", "tensors out", "bytes per sample"]]
     for number, stage in enumerate(stages):
         names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
-        rows.append((
+        rows.append([
             str(number), names, str(len(stage.layers)), f"{stage.num_parameters:,}", f"{stage.share:.0%}",
             str(len(stage.model.outputs)), f"{stage.num_bytes:,}" if stage.num_bytes else "-",
-        ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if column == 1 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    )  # fmt: skip
+        ])  # fmt: skip
+    return in_columns(rows, right=(0, 2, 3, 4, 5, 6))
 
 
 def imbalance(stages: list[Stage]) -> str:

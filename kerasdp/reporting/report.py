@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import statistics
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from kerasdp.config import Config
@@ -58,6 +59,18 @@ def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
 def warn(text: str) -> None:
     """Prints a line that people must see, whatever --verbose says."""
     print(f"warning: {redacted(addressed(text))}", file=sys.stderr, flush=True)
+
+
+def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
+    """Returns lines of equally many texts as a table, in which the columns of these numbers are flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
 
 
 @functools.cache  # a checkpoint needs them, too
