@@ -34,6 +34,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES = 2, 4, 21
 WIDTHS = {"gpt": 64, "segmentation": 16}
+NUM_UNCOUNTED = 5
 
 
 def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.ArgumentParser:
@@ -124,6 +125,19 @@ def _status(name: str) -> int:
 def say(**values: Any) -> None:
     """Prints a line of JSON."""
     print(json.dumps(values), flush=True)
+
+
+def seconds_of_steps(runner: Any, model: Any, x: np.ndarray, y: np.ndarray, **choices: Any) -> list[float]:
+    """Trains with kerasdp; returns the seconds of each step but the first ones. `choices`: of `fit`."""
+    times: list[float] = []
+
+    def listen(loss: Any, learning_rate: Any, num_rows: int) -> None:
+        float(loss)  # when the device has computed it
+        times.append(time.perf_counter())
+
+    runner.state.add_listener(listen)
+    runner.fit(model, x, y, **choices)
+    return np.diff(times)[NUM_UNCOUNTED:].tolist()
 
 
 def traffic_of(args: argparse.Namespace, backend: str) -> Callable[[Callable[[int], Any]], int] | None:

@@ -36,29 +36,39 @@ NUM_SAMPLES = 4096
 OPTIMIZER = "sgd(learning_rate=0.01, momentum=0.9)"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A program that trains.
+@dataclasses.dataclass(kw_only=True)
+class Way:
+    """Who trains on what.
 
     Args:
         name: `"kerasdp-jax"`, `"keras-jax"`, `"jax"`.
         backend: its framework.
         num_devices: that it trains on.
-        command: that starts it.
     """
 
     name: str
     backend: str
     num_devices: int
-    command: tuple[str, ...]
 
     @property
     def is_kit(self) -> bool:
         """Returns whether it is this package."""
         return self.name.startswith("kerasdp-")
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """Returns the name, and on how many devices if there are several."""
         return self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Contender(Way):
+    """A program that trains. `command` starts it."""
+
+    command: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.title
 
 
 def _root() -> str:

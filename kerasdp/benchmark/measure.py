@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
+from kerasdp.benchmark.contenders import SHAPES, Contender, Program, Way, choose
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS, versions
 from kerasdp.errors import RunError
@@ -23,13 +23,10 @@ SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
 
 
 @dataclasses.dataclass(kw_only=True)
-class Measured:
+class Measured(Way):
     """What a contender took.
 
     Args:
-        name: of the contender.
-        backend: its framework.
-        num_devices: that it trained on.
         seconds: of each round; of one in which it failed, none, and it took no part any more.
         ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
         last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
@@ -38,20 +35,12 @@ class Measured:
         error: why it could not be measured; empty if it could.
     """
 
-    name: str
-    backend: str
-    num_devices: int
     seconds: list[float] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
     ready: dict[str, Any] = dataclasses.field(default_factory=dict)
     last: dict[str, Any] = dataclasses.field(default_factory=dict)
     mfu: float | None = None
     error: str = ""
-
-    @property
-    def is_kit(self) -> bool:
-        """Returns whether it is this package."""
-        return self.name.startswith("kerasdp-")
 
     @property
     def rate(self) -> float:
@@ -66,13 +55,12 @@ class Measured:
         return found
 
     def __str__(self) -> str:
-        name = self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
         if self.error:
-            return f"{name:28} {self.error}"
+            return f"{self.title:28} {self.error}"
         low, high = min(self.rates), max(self.rates)
         share = f" {self.mfu:8.1%}" if self.mfu is not None else ""
         return (
-            f"{name:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
+            f"{self.title:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
             f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"
             f" {FASHION_MNIST / self.rate:10,.1f} s{share}"
         )
@@ -324,8 +312,7 @@ def draw_speeds(measurements: list[Measured], path: str) -> None:
             textcoords="offset points",
             va="center",
         )
-    names = [f"{one.name} x {one.num_devices}" if one.num_devices > 1 else one.name for one in measurements]
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(measurements)), [one.title for one in measurements])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set(xlabel="images a second (median; lowest and highest)", title="The kit (full) and its peers")

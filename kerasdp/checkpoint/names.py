@@ -66,7 +66,9 @@ def names_in(model: keras.Model) -> Names:
         # A layer that no graph calls may be known on one backend only, unless it brings variables.
         if layer is not model and (has_new or not (hidden or outside)):
             names.layers.append(("/".join(path), layer))
-        for label, (variable, _) in zip(_variable_labels(parts), parts.variables):
+        own = [variable for variable, _ in parts.variables]
+        labels = _numbered(own, [parts.attributes.get(id(holder)) for _, holder in parts.variables])
+        for label, variable in zip(labels, own):
             names.variables.setdefault(id(variable), "/".join((*path, label)))
         for metric in parts.metrics:
             where = parts.attributes.get(id(metric), _without_numbers(metric.name))
@@ -125,21 +127,13 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"_\d+(?=$|/|_)", "", name)
 
 
-def _numbered(things: Sequence[Any]) -> list[str]:
-    """Returns the names of layers or variables in their order, those that several share with a number."""
+def _numbered(things: Sequence[Any], attributes: Sequence[str | None] | None = None) -> list[str]:
+    """Returns the names of layers or variables in their order; those that several share with an attribute or number."""
     names = [_without_numbers(thing.name) for thing in things]
+    marks = attributes or [None] * len(names)
     return [
-        name if names.count(name) == 1 else f"{name}.{names[:place].count(name)}" for place, name in enumerate(names)
-    ]
-
-
-def _variable_labels(parts: Parts) -> list[str]:
-    """Returns a name for each of a layer's own variables; among equal ones without attributes their order counts."""
-    own = [variable for variable, _ in parts.variables]
-    names = [_without_numbers(variable.name) for variable in own]
-    return [
-        name if names.count(name) == 1 else f"{name}.{parts.attributes.get(id(holder), names[:place].count(name))}"
-        for place, (name, (_, holder)) in enumerate(zip(names, parts.variables))
+        name if names.count(name) == 1 else f"{name}.{names[:place].count(name) if mark is None else mark}"
+        for place, (name, mark) in enumerate(zip(names, marks))
     ]
 
 

@@ -4,7 +4,7 @@ That is the variables, the identity of the run, the callbacks' attributes, and t
 
 A callback's attributes in JSON: `{"array": key}` stands for an array, `{"weights": [...]}` for arrays like the weights
 of the model, and `{"kind": class, "items": [...]}` for a container other than a list. A user's dictionary has the last
-form, whatever it contains. Files of an older version hold dictionaries unchanged.
+form, whatever it contains.
 """
 
 import collections
@@ -328,7 +328,7 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], own: Any, model: keras.Mo
     """Returns what `_encode` was given: `own`, with other items, if it is of that kind.
 
     Raises:
-        LookupError: if `own` is not, and one cannot be made of its items alone.
+        LookupError: if `own` is not, and one cannot be made of its items alone; or `_encode` writes no such thing.
     """
     if not isinstance(value, (list, dict)):
         return value
@@ -337,12 +337,7 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], own: Any, model: keras.Mo
     if isinstance(value, dict) and value.keys() == {"weights"} and len(value["weights"]) == len(model.weights):
         order = _order_of_names(model)
         return [_decode(value["weights"][order.index(place)], arrays, None, model) for place in range(len(order))]
-    if isinstance(value, list):
-        kind, items = "list", value
-    elif value.keys() == {"kind", "items"}:
-        kind, items = value["kind"], value["items"]
-    else:
-        kind, items = type(own).__name__ if isinstance(own, dict) else "dict", list(map(list, value.items()))
+    kind, items = ("list", value) if isinstance(value, list) else (value["kind"], value["items"])
     if type(own).__name__ != kind:
         own = None
     made: list[Any]

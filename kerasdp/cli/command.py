@@ -17,9 +17,10 @@ from packaging.requirements import Requirement
 import kerasdp
 from kerasdp.cli import kit
 from kerasdp.cli.flags import PROGRAM, recipe_in
+from kerasdp.cli.main import ending_with_a_line
 from kerasdp.config.choices import Choice
 from kerasdp.config.validation import BACKENDS, version_of
-from kerasdp.errors import RunError, UserError, from_command_line
+from kerasdp.errors import UserError
 from kerasdp.reporting import comparison
 from kerasdp.runtime.devices import choose_backend, clash_of_cuda_packages, is_installed, num_gpus
 
@@ -44,14 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with from_command_line():
+        with ending_with_a_line():
             code = _run(words)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        code = 130
     except BrokenPipeError:  # `kerasdp list | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -1,6 +1,7 @@
 """Runs a recipe: turns its command line into arguments, runs it, and ends the program."""
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -8,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kerasdp.benchmark.contenders import SHAPES
@@ -48,7 +49,7 @@ def main(
         SystemExit: where the exit code is not 0.
     """
     try:
-        with from_command_line():
+        with ending_with_a_line():
             if flags == "train":
                 launch(function, parse(sys.argv, defaults, unused))
             elif flags in ("evaluate", "predict"):
@@ -56,17 +57,22 @@ def main(
                 launch(functools.partial(function, request=request), config)
             elif function(*parse_recipe(flags, sys.argv)) is False:
                 sys.exit(1)
-    except PreemptedError as error:
-        print(error, file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ending_with_a_line() -> Iterator[None]:
+    """Ends the program with one line, and the exit code, for an error of a run or Ctrl-C within the `with` block."""
+    try:
+        with from_command_line():
+            yield
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("" if isinstance(error, PreemptedError) else "error: ", error, sep="", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
-    finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 T = TypeVar("T")

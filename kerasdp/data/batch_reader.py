@@ -17,7 +17,7 @@ import numpy as np
 from kerasdp.data import streams
 from kerasdp.data.batch import Batch, BatchCheck, batch_of
 from kerasdp.data.sampling import Order, Split
-from kerasdp.data.sources import num_samples, weights_of_classes
+from kerasdp.data.sources import num_samples, take_rows, weights_of_classes
 from kerasdp.data.streams import END, Item, Stream, unpacked
 from kerasdp.errors import UserError, WorkerError
 from kerasdp.runtime.ranks import Scatter
@@ -133,8 +133,7 @@ class BatchReader(abc.ABC):
 
         def rows_of(data: Any) -> list[Any]:
             rows = np.resize(np.arange(num_samples(data)), num_rows)
-            part = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
-            return [part] * self._num_processes
+            return [take_rows(data, rows)] * self._num_processes
 
         return self._handed_out(self._look, rows_of, _FIRST)
 

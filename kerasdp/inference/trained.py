@@ -72,10 +72,6 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
         dataset = data_dir = None
     else:
         path, saved = _find(place, warn)
-        try:
-            require(path, saved.state, "config")
-        except CheckpointError as error:
-            raise UserError(f"--checkpoint: {error}") from error
         run = saved.state["config"]
         model = _restored(path, saved, request)
         dataset, data_dir = run["dataset"], run["data_dir"]
@@ -116,14 +112,17 @@ def _require(place: str) -> None:
 
 
 def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
-    """Returns path and content of a checkpoint, or of the newest of a folder."""
+    """Returns path and content of a checkpoint, or of the newest of a folder; it says what its run was."""
     if not is_url(place):
         _require(place)
+    inner = os.path.join(place, CHECKPOINTS)
     try:
         if place.endswith(".safetensors"):
-            return place, files.load(place)
-        inner = os.path.join(place, CHECKPOINTS)
-        found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
+            found: tuple[str, Checkpoint] | None = (place, files.load(place))
+        else:
+            found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
+        if found is not None:
+            require(found[0], found[1].state, "config")
     except NotADirectoryError:
         raise UserError(
             f"--checkpoint: expected a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5. "
