@@ -93,31 +93,21 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
         reader: of the training data, as in `kerasdp.data.feed`.
         micro_batch_rows: that a layer sees, if neither the global batch nor a replica's part of it.
     """
-    with without_tensorflow():
-        found = _identity(config, model, reader)
-    if micro_batch_rows is not None and batch_norms(model):
-        found["rows that a batch norm sees"] = micro_batch_rows
-    return found
-
-
-def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]:
     batch = reader.first()
-    optimizer, rate = _optimizer_in_words(model.optimizer)
-    others = {f"{where} of the model": _optimizer_in_words(other) for where, other in names_in(model).optimizers}
     # Rank 0 computes it: it holds the first row whatever the number of processes.
     first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
     data = keras.tree.flatten((batch.indices, first_row, *reader.first_targets()))
-    return {
-        **{f"--{name}": getattr(config, name) for name in _FLAGS},
-        "global batch": len(batch.indices),
-        "batches an epoch": reader.num_batches,
-        "first batch of the data": _digest(leaf for leaf in data if leaf is not None),
-        "model": _architecture(model),
-        "loss": in_words(model.loss),
-        "optimizer": optimizer,
-        "learning rate": rate,
-        **{name: list(words) for name, words in others.items()},
-    }
+    found = {f"--{name}": getattr(config, name) for name in _FLAGS}
+    found |= {"global batch": len(batch.indices), "batches an epoch": reader.num_batches}
+    found["first batch of the data"] = _digest(leaf for leaf in data if leaf is not None)
+    with without_tensorflow():
+        found |= {"model": _architecture(model), "loss": in_words(model.loss)}
+        found["optimizer"], found["learning rate"] = _optimizer_in_words(model.optimizer)
+        for where, other in names_in(model).optimizers:
+            found[f"{where} of the model"] = list(_optimizer_in_words(other))
+    if micro_batch_rows is not None and batch_norms(model):
+        found["rows that a batch norm sees"] = micro_batch_rows
+    return found
 
 
 def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdp.data.device_cache import CachedRows, DeviceCache
-from kerasdp.data.sampling import Order, Split
+from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
 from kerasdp.data.sources import ArraySource, num_samples, take_rows
 
 

@@ -29,10 +29,6 @@ _FIRST = 0
 _MANY_SHAPES = 8
 
 
-def _say_nothing(line: str) -> None:
-    pass
-
-
 class BatchReader(abc.ABC):
     """What the readers of ready-made batches share.
 
@@ -58,7 +54,7 @@ class BatchReader(abc.ABC):
         *,
         class_weight: dict[int, float] | None = None,
         scatter: Scatter | None = None,
-        warn: Callable[[str], None] = _say_nothing,
+        warn: Callable[[str], None] = lambda line: None,
     ):
         """Makes the reader of this process.
 
@@ -235,7 +231,7 @@ class IndexedReader(BatchReader):
             # Forked, as Keras does, and again for each epoch: `on_epoch_end` changes this process's data set.
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self.num_threads, context, _keep, (self.batches,))
-            self._pool.submit(_nothing).result()  # forks all of them, in this thread, with which they may end
+            self._pool.submit(int).result()  # forks all of them, in this thread, with which they may end
         for number, index in zip(range(start, self._order.num_batches), indices):
             yield functools.partial(self._read, index, number)
 
@@ -276,10 +272,6 @@ def _keep(batches: keras.utils.PyDataset) -> None:
     # that forked it.
     end_with_parent()
     _own[:] = [batches]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _batch(index: int) -> Any:

@@ -1,14 +1,14 @@
 """Decides which sample is in which row of which batch, and which replica has that row.
 
-Pure NumPy, the same on every backend and device count.
+Pure NumPy, the same on every backend and device count. Rows of data that stays on the devices are numbers, too.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -207,3 +207,29 @@ def _replicas(num_rows: int, num_replicas: int, shares: tuple[int, ...] | None) 
 def replica_rows(num_rows: int, num_replicas: int) -> int:
     """Returns the rows of each replica for a batch of `num_rows`; the last replica's may be padding."""
     return -(-num_rows // num_replicas)
+
+
+class DeviceCache:
+    """Arrays that stay on the devices: each device has all of them from their first use on."""
+
+    def __init__(self, arrays: Any):
+        self._arrays, self._copies = arrays, None
+
+    def copies(self, make: Callable[[Any], Any]) -> Any:
+        """Returns what `make` made of the arrays when it was first called."""
+        if self._copies is None:
+            self._copies = make(self._arrays)
+        return self._copies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedRows:
+    """Rows of arrays that stay on the devices.
+
+    Args:
+        kept: the arrays.
+        numbers: of the rows, int32.
+    """
+
+    kept: DeviceCache
+    numbers: np.ndarray

@@ -284,7 +284,7 @@ def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
 
 
 def _item_size(dtype: str) -> int:
-    return {"bool": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevice = HERE) -> list[float]:
