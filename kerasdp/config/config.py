@@ -218,9 +218,7 @@ class Config:
         check_choices(self)
         validation.check(self)
 
-    def check_replicas(self, num_replicas: int) -> None:
-        """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
-        validation.check_replicas(self, num_replicas)
+    check_replicas = validation.check_replicas
 
     @property
     def host_range(self) -> tuple[int, int]:

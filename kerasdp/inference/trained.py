@@ -305,13 +305,11 @@ def _of_images(path: str, model: keras.Model) -> Samples:
     shape = getattr(model, "input_shape", None)
     if not isinstance(shape, tuple) or len(shape) != 4 or None in shape[1:]:
         raise UserError(f"--inputs: images need a model with inputs (height, width, channels). Received: {shape}")
-    classes: list[str] | None = None
-    labels = None
+    paths, labels, classes = [path], None, None
     if os.path.isdir(path):
-        directly = sorted(name for name in os.listdir(path) if name.lower().endswith(IMAGE_ENDINGS))
-        paths = [os.path.join(path, name) for name in directly]
+        paths = sorted(os.path.join(path, name) for name in os.listdir(path) if name.lower().endswith(IMAGE_ENDINGS))
         has_folders = any(entry.is_dir() for entry in os.scandir(path))
-        if directly and has_folders:
+        if paths and has_folders:
             raise UserError(f"--inputs: expected images or sub-folders, one per class. Received: {path!r}, with both")
         if has_folders:
             try:
@@ -320,11 +318,9 @@ def _of_images(path: str, model: keras.Model) -> Samples:
                 raise UserError(str(error).replace("--data_dir", "--inputs")) from error
         if not paths:
             raise UserError(f"--inputs: expected images ({', '.join(IMAGE_ENDINGS)}) in {path!r}. Received: none")
-    else:
-        paths = [path]
-    none = np.zeros(len(paths), "int32")
+    known = np.zeros(len(paths), "int32") if labels is None else labels.astype("int32")
     height, width, channels = shape[1:]
-    source = ImageFolder(paths, none if labels is None else labels.astype("int32"), (height, width), channels)
+    source = ImageFolder(paths, known, (height, width), channels)
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     names = [os.path.relpath(each, folder) for each in paths]
     return Samples(source=source, names=names, title=path, labels=labels, class_names=classes)

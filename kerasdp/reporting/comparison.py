@@ -10,15 +10,15 @@ import statistics
 from typing import Any
 
 from kerasdp.config import CHECKPOINTS, Config
+from kerasdp.config.choices import choices_of
+from kerasdp.config.config import FAULTS, MACHINES, OUTPUT
 from kerasdp.errors import UserError
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import in_columns
 
 # Choices of where a run is and what it leaves, not of what it learns or how fast.
-PLACES = (
-    "workdir", "checkpoint_dir", "checkpoint_every", "keep", "resume", "max_restarts", "hang_timeout", "export",
-    "host_rank", "coordinator", "interface", "verbose", "log_every", "tracker", "profile", "dry_run", "versions",
-)  # fmt: skip
+_GROUPS = (MACHINES, OUTPUT, FAULTS)
+PLACES = {name for name, choice in choices_of(Config).items() if choice.group in _GROUPS} - {"hosts"} | {"versions"}
 _NOT_METRICS = ("epoch", "seconds", "images_per_second", "learning_rate")
 _MOST_IN_LEGEND = 16
 
