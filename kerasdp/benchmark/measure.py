@@ -305,13 +305,8 @@ def draw_speeds(measurements: list[Measured], path: str) -> None:
             index, measured.rate, xerr=_error_bars([measured]), height=0.7, capsize=3, edgecolor=colour,
             color=colour if measured.is_kit else "white", hatch=None if measured.is_kit else "///",
         )  # fmt: skip
-        axes.annotate(
-            f"{measured.rate:,.0f}",
-            (max(measured.rates), index),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        text, place = f"{measured.rate:,.0f}", (max(measured.rates), index)
+        axes.annotate(text, place, xytext=(6, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(measurements)), [one.title for one in measurements])
     axes.invert_yaxis()
     axes.margins(x=0.12)

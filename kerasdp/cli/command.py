@@ -333,19 +333,12 @@ def _package_lines() -> list[str]:
 def _backend_facts(name: str) -> dict[str, Any]:
     """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
     program = f"import json, kerasdp.backends.{name}.devices as own; print('FOUND', json.dumps(own.describe()))"
-    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path]))
+    words, limit = [sys.executable, "-c", program], _SECONDS_FOR_A_BACKEND
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS_FOR_A_BACKEND,
-            env=env,
-            check=False,
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, env=env, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"it has not answered within {_SECONDS_FOR_A_BACKEND} s"}
+        return {"error": f"it has not answered within {limit} s"}
     for line in done.stdout.splitlines():
         if line.startswith("FOUND "):
             found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))

@@ -7,6 +7,7 @@ by a stand-in, of which only the shape and the number of samples are known.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gzip
 import inspect
 import math
@@ -233,28 +234,24 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
     )
 
 
-def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
-    """Returns a function that loads a data set of `keras.datasets`, or of IDX files in a folder."""
-
-    def load_named(data_dir: str | None) -> Dataset:
-        folder = data_dir
-        if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
-            folder = DEBIAN_FASHION_MNIST
-        if folder is not None:
-            return from_arrays((read_idx_split(folder, "train"), read_idx_split(folder, "t10k")), name, num_classes=10)
-        try:
-            with one_download_at_a_time("datasets"):
-                (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
-        except Exception as error:  # Keras raises bare Exception for a failed download
-            raise UserError(
-                f"--dataset: {name} could not be downloaded ({error}); put its IDX files into a folder and add "
-                "--data_dir=FOLDER, or choose --dataset=digits, which needs no download"
-            ) from error
-        if x_train.ndim == 3:
-            x_train, x_test = x_train[..., None], x_test[..., None]
-        return from_arrays(((x_train, y_train), (x_test, y_test)), name, num_classes=10)
-
-    return load_named
+def published(name: str, data_dir: str | None) -> Dataset:
+    """Loads a data set of `keras.datasets`, or of IDX files in a folder."""
+    folder = data_dir
+    if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
+        folder = DEBIAN_FASHION_MNIST
+    if folder is not None:
+        return from_arrays((read_idx_split(folder, "train"), read_idx_split(folder, "t10k")), name, num_classes=10)
+    try:
+        with one_download_at_a_time("datasets"):
+            (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
+    except Exception as error:  # Keras raises bare Exception for a failed download
+        raise UserError(
+            f"--dataset: {name} could not be downloaded ({error}); put its IDX files into a folder and add "
+            "--data_dir=FOLDER, or choose --dataset=digits, which needs no download"
+        ) from error
+    if x_train.ndim == 3:
+        x_train, x_test = x_train[..., None], x_test[..., None]
+    return from_arrays(((x_train, y_train), (x_test, y_test)), name, num_classes=10)
 
 
 @contextlib.contextmanager
@@ -278,9 +275,7 @@ def _refuse_data_dir(name: str, data_dir: str | None) -> None:
 
 DATASETS: dict[str, Callable[..., Any]] = {
     "digits": digits,
-    "mnist": _keras_or_idx("mnist"),
-    "fashion_mnist": _keras_or_idx("fashion_mnist"),
-    "cifar10": _keras_or_idx("cifar10"),
+    **{name: functools.partial(published, name) for name in ("mnist", "fashion_mnist", "cifar10")},
     "synthetic": synthetic,
     "images": images,
 }

@@ -321,11 +321,7 @@ class RecordSource:
     name = ""
 
     def __init__(
-        self,
-        records: Any,
-        decode: Callable[[Any], Any] | None = None,
-        num_threads: int = 4,
-        num_workers: int = 0,
+        self, records: Any, decode: Callable[[Any], Any] | None = None, num_threads: int = 4, num_workers: int = 0
     ):
         kind = type(records).__name__
         if not hasattr(records, "__getitem__") or not hasattr(records, "__len__"):

@@ -120,17 +120,9 @@ def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
 
 
 def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:
-    settings = Config(
-        backend=way.backend,
-        num_devices=way.num_devices,
-        precision=way.precision,
-        device=job.device,
-        batch_size=job.batch_size,
-        seed=job.seed,
-        batch_norm=job.batch_norm,
-        compile=job.compile if way.backend == "torch" else "auto",
-        verbose=0,
-    )
+    choices = {name: getattr(job, name) for name in ("device", "batch_size", "seed", "batch_norm")}
+    choices["compile"] = job.compile if way.backend == "torch" else "auto"
+    settings = Config(**dataclasses.asdict(way), **choices, verbose=0)
     return launch(functools.partial(_train, job=job, detailed_step=detailed_step), settings)
 
 
@@ -189,9 +181,8 @@ def _values(variables: list[Any]) -> dict[str, np.ndarray]:
     for variable in variables:
         # The same layer name may occur twice, in two nested models.
         number = sum(path.partition(" ")[0] == variable.path for path in values)
-        values[f"{variable.path} ({number + 1})" if number else variable.path] = np.array(
-            keras.ops.convert_to_numpy(variable)
-        )
+        name = f"{variable.path} ({number + 1})" if number else variable.path
+        values[name] = np.array(keras.ops.convert_to_numpy(variable))
     return values
 
 

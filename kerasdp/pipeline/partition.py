@@ -203,10 +203,10 @@ class _Graph:
 
     def num_bytes(self, place: int) -> int:
         """Returns the bytes of the tensors that cross a place, for a sample."""
-        return sum(
-            int(np.prod([size or 1 for size in tensor.shape[1:]])) * _item_size(tensor.dtype)
-            for tensor in self.crossing(place).values()
-        )
+        tensors = self.crossing(place).values()
+        sizes = [2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize for tensor in tensors]
+        counts = [int(np.prod([size or 1 for size in tensor.shape[1:]])) for tensor in tensors]
+        return sum(count * size for count, size in zip(counts, sizes))
 
     def why_not(self, place: int) -> str:
         """Returns why the model cannot be cut at a place; empty if it can."""
@@ -283,10 +283,6 @@ def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
     )[2]
 
 
-def _item_size(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
 def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevice = HERE) -> list[float]:
     """Returns the cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
 
@@ -305,20 +301,16 @@ def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevic
         started = _seconds(graph, 1, measuring)
         added = [max(whole - start, 0.0) for whole, start in zip(seconds, started)]
         return added if any(added) else seconds
+    if kind == "flops":
+        return [float(_flops(call)) for call in graph.calls]
     counted: set[int] = set()
     costs = []
-    for call in graph.calls:
-        operation = call.operation
-        if kind == "flops":
-            costs.append(float(_flops(call)))
-        else:  # weights of a layer that is called twice are there once
-            costs.append(0.0 if id(operation) in counted else float(_num_parameters(operation)))
-            counted.add(id(operation))
+    for operation in (call.operation for call in graph.calls):
+        # Weights of a layer that is called twice are there once.
+        weights = [] if id(operation) in counted else getattr(operation, "weights", [])
+        costs.append(float(sum(int(np.prod(weight.shape)) for weight in weights)))
+        counted.add(id(operation))
     return costs
-
-
-def _num_parameters(operation: Any) -> int:
-    return sum(int(np.prod(weight.shape)) for weight in getattr(operation, "weights", []))
 
 
 def _flops(call: Call) -> int:

@@ -166,13 +166,9 @@ def draw(runs: list[Run], path: str) -> None:
         for number, run in enumerate(drawn):
             points = [(row["epoch"], row[name]) for row in run.history if name in row]
             if points:
-                axes.plot(
-                    *zip(*points),
-                    marker="o",
-                    markersize=3,
-                    color=colormaps["viridis"](0.9 * number / max(1, len(drawn) - 1)),  # no yellow
-                    label=run.name if axes is all_axes[0] and run in named else None,
-                )
+                colour = colormaps["viridis"](0.9 * number / max(1, len(drawn) - 1))  # no yellow
+                label = run.name if axes is all_axes[0] and run in named else None
+                axes.plot(*zip(*points), marker="o", markersize=3, color=colour, label=label)
         is_log = name.endswith("loss") and all(row.get(name, 1.0) > 0 for run in drawn for row in run.history)
         axes.set(xlabel="epoch", title=name, yscale="log" if is_log else "linear")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

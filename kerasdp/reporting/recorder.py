@@ -106,15 +106,8 @@ class Recorder(keras.callbacks.Callback):
         """Writes the report and says how it went."""
         if self._peak_memory_bytes is None or not self.run_state.epoch_seconds:
             return
-        result = report.result(
-            self.facts,
-            update_rule=self._update_rule(),
-            steps=self.run_state.step,
-            final=self.last_logs,
-            epoch_seconds=self.run_state.epoch_seconds,
-            epoch_rates=self.run_state.epoch_rates,
-            peak_memory_bytes=self._peak_memory_bytes(),
-        )
+        memory = self._peak_memory_bytes()
+        result = report.result(self.facts, self.run_state, self._update_rule(), self.last_logs, memory)
         if self.files:
             self.files.add_result(result)
         if self.verbose:

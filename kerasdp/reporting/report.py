@@ -11,6 +11,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import addressed, redacted
+from kerasdp.runtime.run_state import RunState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,25 +103,15 @@ def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, ra
 
 
 def result(
-    facts: Facts,
-    *,
-    update_rule: dict[str, Any],
-    steps: int,
-    final: dict[str, float],
-    epoch_seconds: list[float],
-    epoch_rates: list[float],
-    peak_memory_bytes: int,
+    facts: Facts, state: RunState, update_rule: dict[str, Any], final: dict[str, float], peak_memory_bytes: int
 ) -> dict[str, Any]:
     """Returns the content of report.json.
 
     Args:
         facts: what was known before.
+        state: of the run. The first epoch, with compilation in it, is left out of medians where there are others.
         update_rule: `optimizer`, `learning_rate` (of the first update) and `schedule`, by these names.
-        steps: updates made.
         final: loss and metrics of the last epoch.
-        epoch_seconds: seconds of the training part of each epoch. The first, with compilation in it, is left out of
-            the median where there are others.
-        epoch_rates: images a second of each epoch, likewise.
         peak_memory_bytes: of the first process, or of its device that used most.
     """
     config = facts.config
@@ -134,11 +125,11 @@ def result(
         **update_rule,
         "global_batch_size": facts.global_batch_size,
         "device_shares": None if facts.split is None else facts.split.shares,
-        "epochs": len(epoch_seconds),
-        "steps": steps,
+        "epochs": len(state.epoch_seconds),
+        "steps": state.step,
         "final": final,
-        "seconds_per_epoch": statistics.median(epoch_seconds[1:] or epoch_seconds),
-        "images_per_second": statistics.median(epoch_rates[1:] or epoch_rates),
+        "seconds_per_epoch": statistics.median(state.epoch_seconds[1:] or state.epoch_seconds),
+        "images_per_second": statistics.median(state.epoch_rates[1:] or state.epoch_rates),
         "peak_memory_bytes": peak_memory_bytes,
         "versions": versions(),
     }

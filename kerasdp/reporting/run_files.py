@@ -23,14 +23,7 @@ class RunFiles:
         history: the rows of history.csv.
     """
 
-    def __init__(
-        self,
-        workdir: str,
-        facts: Facts,
-        *,
-        last_step: int = 0,
-        history: list[dict[str, Any]] | None = None,
-    ):
+    def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
         self.workdir, self._title = workdir, facts.title
         self.history = list(history or [])
@@ -151,16 +144,10 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
             points = [(row["epoch"], row[key]) for row in history if key in row]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
-                axes.annotate(
-                    f"{points[-1][1]:.3f}",
-                    points[-1],
-                    xytext=(6, 0),
-                    textcoords="offset points",
-                    # Apart from one another, however close the curves end.
-                    va="bottom" if ends[key] == max(ends.values()) else "top",
-                    fontsize=8,
-                    color=colour,
-                )
+                # Apart from one another, however close the curves end.
+                style: dict[str, Any] = {"va": "bottom" if ends[key] == max(ends.values()) else "top", "color": colour}
+                text, place = f"{points[-1][1]:.3f}", points[-1]
+                axes.annotate(text, place, xytext=(6, 0), textcoords="offset points", fontsize=8, **style)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.12)
