@@ -15,11 +15,11 @@ import time
 from typing import Any
 
 import numpy as np
+import protocol
 
 import kerasdp
 
 SECONDS_A_SAMPLE, BATCH = 0.0005, 64
-NUM_UNCOUNTED = 5
 
 
 def wait_layer(slower: float) -> Any:
@@ -58,21 +58,14 @@ def train(runner: Any, slower: float, num_steps: int) -> dict[str, Any]:
     """Returns the seconds of each step, and the shares."""
     import keras
 
-    times: list[float] = []
-
-    def listen(loss: Any, learning_rate: Any, num_rows: int) -> None:
-        float(loss)  # when the device has computed it
-        times.append(time.perf_counter())
-
     with runner.scope():
         layers = [wait_layer(slower), keras.layers.Flatten(), keras.layers.Dense(10)]
         model = keras.Sequential([keras.Input((28, 28, 1)), *layers])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     random = np.random.RandomState(0)
     x, y = random.rand(BATCH * num_steps, 28, 28, 1).astype("float32"), random.randint(0, 10, BATCH * num_steps)
-    runner.state.add_listener(listen)
-    runner.fit(model, x, y, shuffle=False)
-    return {"seconds": np.diff(times)[NUM_UNCOUNTED:].tolist(), "shares": runner.strategy.split.shares}
+    seconds = protocol.seconds_of_steps(runner, model, x, y, shuffle=False)
+    return {"seconds": seconds, "shares": runner.strategy.split.shares}
 
 
 def main() -> None:

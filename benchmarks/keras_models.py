@@ -1,6 +1,6 @@
 """Builds two models with outputs as large as a batch makes them, in plain Keras: a small GPT, and a segmentation net.
 
-The hand-written loops train the same: torch_models.py, jax_models.py and tensorflow_models.py.
+The hand-written loops train the same: torch_models.py and loop_models.py.
 """
 
 from argparse import Namespace

@@ -1,12 +1,17 @@
-"""Trains a model of keras_models.py, or a built-in one, with kerasdp; how it is asked for repetitions: `protocol.py`.
+"""Trains with kerasdp; see `protocol.py` for how it is asked for repetitions.
 
     echo | python benchmarks/kit_loop.py --backend=torch --model=gpt --vocabulary=2000 --batch_size=32 --devices=2
     python benchmarks/kit_loop.py --backend=jax --model=resnet18 --batch_size=4 --devices=4 --traffic < /dev/null
 
-The contender beside the hand-written loops, with their flags.
+The contender beside the hand-written loops, with their flags: a model of keras_models.py, or a built-in one. Or, as
+`recipes/benchmark.py` starts it, what a whole `kerasdp.Config` says, in JSON.
 """
 
 import functools
+import importlib
+import json
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +21,6 @@ import protocol
 import traffic
 
 import kerasdp
-from kerasdp.benchmark import kerasdp_program
 from kerasdp.config.validation import MODELS
 
 
@@ -41,20 +45,96 @@ class ComputedTokens:
         return ((np.asarray(indices, "int64")[:, None] * 7919 + places * 104729) % self.vocabulary).astype("int32")
 
 
-def task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[], Any]]:
-    """Returns the samples, their labels, and what builds the model."""
+def make_task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callable[[], Any]]:
+    """Returns the samples, in full batches only, their labels, and what builds the model."""
+    if args.model in MODELS:
+        data = kerasdp.load_data(config)
+        indices = np.arange(data.train.num_samples // config.batch_size * config.batch_size)
+        if not len(indices):
+            raise kerasdp.UserError(f"--batch_size: expected at most {data.train.num_samples}, the samples there are")
+        x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
+        return x, y, functools.partial(kerasdp.build_model, config, data.input_shape, data.num_classes)
     import keras_models
 
-    if args.traffic:
-        traffic.prepare(config.backend)
-    if args.model in MODELS:
-        return kerasdp_program.of_config(config)
     build = functools.partial(keras_models.make_model, args)
     if args.samples:
         return ComputedTokens(args.samples, args.vocabulary), None, build
     x, y = protocol.make_data(args)
-    count = len(x) // config.batch_size * config.batch_size  # full batches only
+    count = len(x) // config.batch_size * config.batch_size
     return x[:count], y[:count], build
+
+
+def train(args: Namespace, count: Any, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
+    """Runs in every worker process. `count`: of `protocol.traffic_of`; `folder`: of `protocol.passing_lines_on`."""
+    import keras
+
+    config, processes = runner.config, runner.strategy.processes
+    if args.traffic:
+        traffic.prepare(config.backend)
+    x, y, build = make_task(args, config)
+    with runner.scope():
+        model = build()
+        model.compile(
+            kerasdp.make_optimizer(config),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    before = protocol.memory_now()
+
+    def repeat(steps: int) -> dict[str, float]:
+        processes.any_rank(False)  # all ranks begin together
+        begin = time.perf_counter()
+        history = runner.fit(
+            model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
+        ).history
+        seconds = time.perf_counter() - begin
+        growth = processes.all_gather_object(protocol.memory_growth(before))
+        memory = processes.all_gather_object(runner.strategy.peak_memory_bytes())
+        return {
+            "seconds": runner.epoch_seconds[-1],
+            "loss": history["loss"][0],
+            "accuracy": history["accuracy"][0],
+            "peak_memory_bytes": max(memory) if runner.devices.is_accelerator else sum(memory),
+            "growth_bytes": max(growth),
+            "fit_seconds": seconds,
+        }
+
+    protocol.serve(
+        repeat, args.steps, traffic=count, started=started, lines=protocol.lines(folder, processes.rank),
+        say=protocol.say if runner.is_chief else lambda **values: None,
+        parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
+        flops=forward_flops(model), device=device_name(runner),
+    )  # fmt: skip
+
+
+def forward_flops(model: Any) -> float | None:
+    """Operations of a sample's forward pass; None where the layers' calls are not known."""
+    from kerasdp.keras_compat.models import as_functional
+    from kerasdp.pipeline.graph import graph_of
+    from kerasdp.pipeline.partition import costs_of
+
+    known = as_functional(model)
+    return None if known is None else sum(costs_of(graph_of(known), "flops", 1))
+
+
+def device_name(runner: "kerasdp.Runner") -> str:
+    """Returns the name of a GPU or TPU; `"cpu"` of others."""
+    backend = importlib.import_module(f"kerasdp.backends.{runner.config.backend}.devices")
+    return backend.device_name() if runner.devices.is_accelerator else "cpu"
+
+
+def make_config(args: Namespace) -> kerasdp.Config:
+    """Returns how it trains."""
+    if args.config:
+        return kerasdp.Config(**json.loads(args.config))
+    has_norm = args.model not in ("gpt", "lenet", "mlp") and args.devices > 1
+    choices = {"model": args.model, "dataset": args.dataset} if args.model in MODELS else {}
+    return kerasdp.Config(
+        backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
+        device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
+        optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
+        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", **choices,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -64,19 +144,18 @@ def main() -> None:
     flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
     flags.add_argument("--dataset", default="synthetic", help="of a built-in model")
+    flags.add_argument("--config", help="a kerasdp.Config in JSON, instead of other flags but --backend and --steps")
     args = protocol.parse(flags)
     if args.samples and args.model != "gpt":
         flags.error("--samples: for gpt")
-    has_norm = args.model not in ("gpt", "lenet", "mlp") and args.devices > 1
-    choices = {"model": args.model, "dataset": args.dataset} if args.model in MODELS else {}
-    config = kerasdp.Config(
-        backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
-        device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
-        optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
-        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", **choices,
-    )  # fmt: skip
+    config = make_config(args)
     count = protocol.traffic_of(args, args.backend)  # before jax makes its devices
-    kerasdp_program.run(config, args.steps, functools.partial(task, args), count)
+    num_ranks = config.num_devices or 1 if args.backend == "torch" else 1
+    try:
+        with protocol.passing_lines_on(num_ranks) as folder:
+            kerasdp.launch(functools.partial(train, args, count, protocol.STARTED, folder), config)
+    except kerasdp.RunError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

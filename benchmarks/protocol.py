@@ -10,19 +10,21 @@ So several programs can be measured in turn, as `recipes/benchmark.py` does; by 
 """
 
 import argparse
+import contextlib
 import functools
 import json
+import os
 import resource
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from kerasdp.benchmark.kerasdp_program import forget_memory_peak, memory_now, memory_peak
-
-STARTED = time.perf_counter()
+STARTED = time.time()
 LEARNING_RATE, MOMENTUM, NUM_CLASSES, WARM_UP_STEPS = 0.01, 0.9, 10, 3
 # Of each model: the samples that there are, and a sample's shape (without the batch axis).
 NUM_SAMPLES = {"convnet": 4096, "resnet18": 4096, "resnet50": 4096, "gpt": 4096, "segmentation": 256}
@@ -32,6 +34,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES = 2, 4, 21
 WIDTHS = {"gpt": 64, "segmentation": 16}
+NUM_UNCOUNTED = 5
 
 
 def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.ArgumentParser:
@@ -95,9 +98,46 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def memory_now() -> int:
+    """Returns the memory that this process has now, in bytes; 0 where the system does not say (not Linux)."""
+    return _status("VmRSS")
+
+
+def memory_growth(before: int) -> int:
+    """Returns the most that it had since `forget_memory_peak` beyond what it had before, in bytes."""
+    return _status("VmHWM") - before
+
+
+def forget_memory_peak() -> None:
+    """Resets the peak."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # man 5 proc
+
+
+def _status(name: str) -> int:
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def say(**values: Any) -> None:
     """Prints a line of JSON."""
     print(json.dumps(values), flush=True)
+
+
+def seconds_of_steps(runner: Any, model: Any, x: np.ndarray, y: np.ndarray, **choices: Any) -> list[float]:
+    """Trains with kerasdp; returns the seconds of each step but the first ones. `choices`: of `fit`."""
+    times: list[float] = []
+
+    def listen(loss: Any, learning_rate: Any, num_rows: int) -> None:
+        float(loss)  # when the device has computed it
+        times.append(time.perf_counter())
+
+    runner.state.add_listener(listen)
+    runner.fit(model, x, y, **choices)
+    return np.diff(times)[NUM_UNCOUNTED:].tolist()
 
 
 def traffic_of(args: argparse.Namespace, backend: str) -> Callable[[Callable[[int], Any]], int] | None:
@@ -110,15 +150,45 @@ def traffic_of(args: argparse.Namespace, backend: str) -> Callable[[Callable[[in
     return functools.partial(traffic.bytes_a_step, backend, args.devices)
 
 
+@contextlib.contextmanager
+def passing_lines_on(num_ranks: int) -> Iterator[str | None]:
+    """Gives the folder of the ranks' pipes, into which this process writes each line that it reads; None for one rank.
+
+    So no rank waits for the others in a collective, which could time out.
+    """
+    if num_ranks == 1:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+        paths = [os.path.join(folder, str(rank)) for rank in range(num_ranks)]
+        for path in paths:
+            os.mkfifo(path)
+        threading.Thread(target=_pass_on, args=(paths,), daemon=True).start()
+        yield folder
+
+
+def _pass_on(paths: list[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        pipes = [stack.enter_context(open(path, "w", buffering=1)) for path in paths]
+        for line in sys.stdin:
+            for pipe in pipes:
+                pipe.write(line)
+
+
+def lines(folder: str | None, rank: int) -> Iterable[str]:
+    """Returns the lines that a rank reads. `folder`: of `passing_lines_on`."""
+    return sys.stdin if folder is None else open(os.path.join(folder, str(rank)))  # noqa: SIM115
+
+
 def serve(
     repeat: Callable[[int], dict[str, float]],
     steps: int,
     *,
-    parameters: int,
-    device: str,
     traffic: Callable[[Callable[[int], Any]], int] | None = None,
     lines: Iterable[str] = sys.stdin,
     say: Callable[..., None] = say,
+    started: float = STARTED,
+    **facts: Any,
 ) -> None:
     """Warms up, and runs a repetition for each line.
 
@@ -126,22 +196,22 @@ def serve(
         repeat: trains so many steps, waits for the end, and returns loss, accuracy and peak memory (and seconds, if it
             knows better).
         steps: of a repetition.
-        parameters: trainable numbers of the model.
-        device: its name.
         traffic: counts the bytes that `repeat` sends in a step; None: nobody does.
         lines: one asks for a repetition.
         say: prints.
+        started: when the program began, as `time.time` tells it.
+        **facts: what the first line says besides: `parameters`, the model's trainable numbers, `device`, its name.
     """
     before = memory_now()
     repeat(1)
-    seconds = time.perf_counter() - STARTED
+    seconds = time.time() - started
     repeat(WARM_UP_STEPS)
     forget_memory_peak()  # that of compiling
     repeat(WARM_UP_STEPS)
     sent = {} if traffic is None else {"bytes_a_step": traffic(repeat)}
-    say(ready=True, seconds_to_first_step=seconds, parameters=parameters, device=device, **sent)
+    say(ready=True, seconds_to_first_step=seconds, **facts, **sent)
     for _ in lines:
         start = time.perf_counter()
         result = repeat(steps)
         seconds = time.perf_counter() - start
-        say(**{"seconds": seconds, "growth_bytes": memory_peak() - before} | result)
+        say(**{"seconds": seconds, "growth_bytes": memory_growth(before)} | result)

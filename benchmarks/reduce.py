@@ -10,35 +10,27 @@ device. Virtual CPU devices are in host memory, so there nothing is freed.
 
 import argparse
 import statistics
-import time
 from typing import Any
 
 import numpy as np
+import protocol
 
 import kerasdp
-
-NUM_UNCOUNTED = 5
 
 
 def train(runner: Any, num_steps: int) -> tuple[float, int]:
     """Returns the median seconds of a step, and bytes."""
     import keras
 
-    times: list[float] = []
-
-    def listen(loss: Any, learning_rate: Any, num_rows: int) -> None:
-        float(loss)  # when the device has computed it
-        times.append(time.perf_counter())
-
     with runner.scope():
         layers = [keras.layers.Dense(2048, "relu"), keras.layers.Dense(2048, "relu"), keras.layers.Dense(10)]
         model = keras.Sequential([keras.Input((784,)), *layers])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     random, num_rows = np.random.RandomState(0), runner.config.batch_size * num_steps
-    runner.state.add_listener(listen)
-    runner.fit(model, random.rand(num_rows, 784).astype("float32"), random.randint(0, 10, num_rows))
+    x, y = random.rand(num_rows, 784).astype("float32"), random.randint(0, 10, num_rows)
+    seconds = protocol.seconds_of_steps(runner, model, x, y)
     memory = max(runner.strategy.processes.all_gather_object(runner.strategy.peak_memory_bytes()))
-    return statistics.median(np.diff(times)[NUM_UNCOUNTED:].tolist()), memory
+    return statistics.median(seconds), memory
 
 
 def main() -> None:

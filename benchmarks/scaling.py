@@ -26,7 +26,7 @@ from typing import Any
 
 from kerasdp.benchmark.contenders import PEERS, Contender
 from kerasdp.benchmark.measure import Measured, run, spread
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))

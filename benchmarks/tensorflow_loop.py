@@ -6,9 +6,7 @@
 One `tf.function` a step. All samples are kept on the devices as bytes; a step picks its batch there.
 """
 
-import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -16,16 +14,127 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np  # noqa: E402
 import protocol  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from tensorflow_models import Net, convnet, gpt, resnet18, resnet50, segmentation  # noqa: E402
+from loop_models import find_model  # noqa: E402
 
 
-def find_model(args: Any) -> Callable[[Net, tf.Tensor], tf.Tensor]:
-    """Returns the model `args.model`."""
-    if args.model == "gpt":
-        return functools.partial(gpt, vocabulary=args.vocabulary, width=args.width)
-    if args.model == "segmentation":
-        return functools.partial(segmentation, width=args.width)
-    return {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}[args.model]
+class Net:
+    """Weights and moving statistics by layer, made in the first call (`is_new`), and what is done with them.
+
+    Args:
+        dtype: of the arithmetic.
+        is_synchronized: whether batch norm is over the batches of all replicas.
+        drop: whether dropout drops.
+    """
+
+    def __init__(self, dtype: tf.DType = tf.float32, is_synchronized: bool = False, drop: bool = True):
+        self.dtype, self.is_synchronized, self.drop = dtype, is_synchronized, drop
+        self.is_new = True
+        self.weights: dict[str, tf.Variable] = {}
+        self.statistics: dict[str, tf.Variable] = {}
+        self.random = np.random.default_rng(0)
+
+    def weight(self, name: str, *shape: int, value: float | None = None) -> tf.Variable:
+        """A weight; a kernel, made with He's normal distribution, if there is no `value`."""
+        if name not in self.weights:
+            deviation = (2 / np.prod(shape[:-1])) ** 0.5
+            start = self.random.normal(0, deviation, shape) if value is None else np.full(shape, value)
+            self.weights[name] = tf.Variable(start.astype("float32"), name=name.replace("/", "_"))
+        return self.weights[name]
+
+    def statistic(self, name: str, size: int, value: float) -> tf.Variable:
+        """Moving statistics: each replica's own, and their mean for whoever reads them."""
+        if name not in self.statistics:
+            self.statistics[name] = tf.Variable(
+                tf.fill([size], value), trainable=False, synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.MEAN,
+            )  # fmt: skip
+        return self.statistics[name]
+
+    def conv(
+        self, name: str, x: tf.Tensor, filters: int, size: int, strides: int = 1, bias: bool = True,
+        is_padded: bool = True,
+    ) -> tf.Tensor:  # fmt: skip
+        """Applies a convolution that pads equally on all sides, or not at all."""
+        # Not by the operation's own explicit padding, which is slow on the CPU; "SAME" with a stride pads an odd
+        # kernel's images more on one side.
+        is_same = is_padded and (strides == 1 or size % 2 == 0)
+        if is_padded and not is_same:
+            x = tf.pad(x, [[0, 0], [size // 2] * 2, [size // 2] * 2, [0, 0]])
+        kernel = tf.cast(self.weight(f"{name}/kernel", size, size, x.shape[-1], filters), self.dtype)
+        x = tf.nn.conv2d(x, kernel, strides, "SAME" if is_same else "VALID")
+        return tf.nn.bias_add(x, tf.cast(self.weight(f"{name}/bias", filters, value=0), self.dtype)) if bias else x
+
+    def double(self, name: str, x: tf.Tensor, filters: int, bias: bool = False) -> tf.Tensor:
+        """Applies a 1x1 convolution that gives 2x2 pixels each."""
+        return tf.nn.depth_to_space(self.conv(name, x, 4 * filters, 1, bias=bias), 2)
+
+    def dense(self, name: str, x: tf.Tensor, size: int) -> tf.Tensor:
+        """Applies a dense layer."""
+        kernel = tf.cast(self.weight(f"{name}/kernel", x.shape[-1], size), self.dtype)
+        return tf.nn.bias_add(
+            tf.tensordot(x, kernel, 1), tf.cast(self.weight(f"{name}/bias", size, value=0), self.dtype)
+        )
+
+    def norm(
+        self, name: str, x: tf.Tensor, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99
+    ) -> tf.Tensor:
+        """Applies batch norm in float32."""
+        size = x.shape[-1]
+        beta = self.weight(f"{name}/beta", size, value=0)
+        gamma = self.weight(f"{name}/gamma", size, value=1) if scale else tf.ones(size)
+        moving = [self.statistic(f"{name}/mean", size, 0.0), self.statistic(f"{name}/variance", size, 1.0)]
+        if self.is_synchronized and not self.is_new:
+            rows = tf.cast(x, tf.float32)
+            sums = tf.stack([tf.reduce_mean(rows, (0, 1, 2)), tf.reduce_mean(tf.square(rows), (0, 1, 2))])
+            mean, squares = tf.unstack(tf.distribute.get_replica_context().all_reduce("MEAN", sums))
+            found = mean, squares - tf.square(mean)
+            x = tf.cast(tf.nn.batch_normalization(rows, *found, beta, gamma, epsilon), self.dtype)
+        else:
+            x, *found = tf.raw_ops.FusedBatchNormV3(
+                x=x, scale=gamma, offset=beta, mean=[], variance=[], epsilon=epsilon, is_training=True
+            )[:3]
+        for old, new in [] if self.is_new else zip(moving, found):
+            old.assign(old * momentum + new * (1 - momentum))
+        return x
+
+    def layer_norm(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        """Applies layer norm in float32."""
+        gamma, beta = (self.weight(f"{name}/{kind}", x.shape[-1], value=kind == "gamma") for kind in ("gamma", "beta"))
+        x = tf.cast(x, tf.float32)
+        mean, variance = tf.nn.moments(x, -1, keepdims=True)
+        return tf.cast(tf.nn.batch_normalization(x, mean, variance, beta, gamma, 1e-5), self.dtype)
+
+    def embedding(self, name: str, x: tf.Tensor, count: int, size: int) -> tf.Tensor:
+        """Looks up rows."""
+        return tf.cast(tf.gather(self.weight(f"{name}/kernel", count, size), x), self.dtype)
+
+    def dropout(self, x: tf.Tensor, rate: float) -> tf.Tensor:
+        """Drops at random."""
+        return tf.nn.dropout(x, rate) if self.drop else x
+
+    def table(self, name: str, count: int, size: int) -> tf.Tensor:
+        """Returns all rows of an embedding."""
+        return tf.cast(self.weight(f"{name}/kernel", count, size), self.dtype)
+
+    def attend(self, qkv: tf.Tensor) -> tf.Tensor:
+        """Attends to what is before each position; `(batch, length, 3 * width)` becomes `(batch, length, width)`."""
+        batch, length, size = qkv.shape
+        hidden = tf.constant(np.triu(np.full((length, length), -1e9, "float32"), 1), self.dtype)
+        qkv = tf.transpose(tf.reshape(qkv, (batch, length, 3, protocol.NUM_HEADS, -1)), (2, 0, 3, 1, 4))
+        query, key, value = tf.unstack(qkv)
+        scores = tf.matmul(query * query.shape[-1] ** -0.5, key, transpose_b=True) + hidden
+        return tf.reshape(tf.transpose(tf.nn.softmax(scores) @ value, (0, 2, 1, 3)), (batch, length, size // 3))
+
+    def max_pool(self, x: tf.Tensor) -> tf.Tensor:
+        """Takes the largest of 3x3 pixels, which halves an image."""
+        return tf.nn.max_pool2d(x, 3, 2, [[0, 0], [1, 1], [1, 1], [0, 0]])
+
+    def mean(self, x: tf.Tensor) -> tf.Tensor:
+        """Averages all pixels of an image."""
+        return tf.reduce_mean(x, (1, 2))
+
+    relu = staticmethod(tf.nn.relu)
+    gelu = staticmethod(tf.nn.gelu)
 
 
 def find_devices(args: Any) -> list[str]:

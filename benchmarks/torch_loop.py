@@ -6,12 +6,9 @@
 All samples are kept on the device as bytes; a step picks its batch there.
 """
 
-import contextlib
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import protocol
@@ -193,8 +190,8 @@ class Loop:
         return {"loss": loss / parts, "accuracy": accuracy / parts, "peak_memory_bytes": int(memory)}
 
 
-def work(rank: int, args: Any, pipes: list[Any] | None = None) -> None:
-    """Runs a rank: a repetition for each line."""
+def work(rank: int, args: Any, folder: str | None) -> None:
+    """Runs a rank: a repetition for each line. `folder`: of `protocol.passing_lines_on`."""
     if args.devices > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))  # they share the cores
     loop = Loop(args, rank)
@@ -202,18 +199,11 @@ def work(rank: int, args: Any, pipes: list[Any] | None = None) -> None:
         loop.repeat, args.steps, parameters=loop.num_parameters,
         device=torch.cuda.get_device_name() if loop.device.type == "cuda" else "cpu",
         traffic=protocol.traffic_of(args, "torch"),
-        lines=sys.stdin if pipes is None else received(pipes[rank]),
+        lines=protocol.lines(folder, rank),
         say=protocol.say if rank == 0 else lambda **values: None,
     )  # fmt: skip
     if args.devices > 1:
         dist.destroy_process_group()
-
-
-def received(pipe: Any) -> Iterator[str]:
-    """Yields the lines that the first process passes on."""
-    with contextlib.suppress(EOFError):
-        while True:
-            yield pipe.recv()
 
 
 def main() -> None:
@@ -222,25 +212,13 @@ def main() -> None:
     flags.add_argument("--compile", action="store_true", help="torch.compile of model and loss")
     args = protocol.parse(flags)
     if args.devices == 1:
-        work(0, args)
+        work(0, args, None)
         return
     if args.batch_norm == "sync" and (args.device == "cpu" or not torch.cuda.is_available()):
         sys.exit("SyncBatchNorm needs GPUs: use --batch_norm=replica")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    pipe = torch.multiprocessing.get_context("spawn").Pipe
-    readers, writers = zip(*[pipe(duplex=False) for _ in range(args.devices)])
-    context = torch.multiprocessing.spawn(work, (args, list(readers)), args.devices, join=False)
-
-    def pass_on() -> None:
-        for line in sys.stdin:
-            for writer in writers:
-                writer.send(line)
-        for writer in writers:
-            writer.close()
-
-    threading.Thread(target=pass_on, daemon=True).start()
-    while not context.join():
-        pass
+    with protocol.passing_lines_on(args.devices) as folder:
+        torch.multiprocessing.spawn(work, (args, folder), args.devices)
 
 
 def free_port() -> int:

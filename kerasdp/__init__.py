@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder, RecordSource
     from kerasdp.inference.conversion import export
     from kerasdp.models import build_model
-    from kerasdp.models.backbone import load_backbone
+    from kerasdp.models.classifiers import load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.portable import portable
     from kerasdp.portability.replica_context import all_rows
@@ -43,7 +43,7 @@ _MODULES = {
     "all_rows": "kerasdp.portability.replica_context",
     "build_model": "kerasdp.models",
     "export": "kerasdp.inference.conversion",
-    "load_backbone": "kerasdp.models.backbone",
+    "load_backbone": "kerasdp.models.classifiers",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_callbacks": "kerasdp.training.callbacks",

@@ -21,15 +21,13 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 @contextlib.contextmanager
 def from_command_line() -> Iterator[None]:
     """Lets all messages name flags within the `with` block: the run was started by a command line."""
-    kept = os.environ.get(_FROM_COMMAND_LINE)
+    is_known = is_from_command_line()
     os.environ[_FROM_COMMAND_LINE] = "1"
     try:
         yield
     finally:
-        if kept is None:
+        if not is_known:
             del os.environ[_FROM_COMMAND_LINE]
-        else:
-            os.environ[_FROM_COMMAND_LINE] = kept
 
 
 def is_from_command_line() -> bool:
@@ -146,9 +144,5 @@ def from_name(name: str, message: str) -> RunError | None:
     Returns:
         The error, or None where no class of this module has that name.
     """
-    for kind in (
-        UserError, NonFiniteLossError, ReplicasDifferError, PreemptedError, CheckpointError, WorkerError, RunError
-    ):  # fmt: skip
-        if name == kind.__name__:
-            return kind(message)
-    return None
+    kinds: list[type[RunError]] = [RunError, *RunError.__subclasses__()]
+    return next((kind(message) for kind in kinds if (kind.__module__, kind.__name__) == (__name__, name)), None)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.config.config import meant
+from kerasdp.config.choices import choices_of
+from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UserError
 from kerasdp.reporting.figure import live_figures
@@ -26,12 +27,9 @@ from kerasdp.runtime.sending import SentFunction, SentResult
 from kerasdp.runtime.watch import judging
 from kerasdp.runtime.workers import supervise
 
-# Fields that a dry run resets to their defaults: they concern machines that are not present.
-_OF_THE_MACHINES = (
-    "host_rank", "coordinator", "interface", "strategy", "num_stages", "cut_at", "balance", "split_size",
-    "micro_batches", "pipeline_schedule", "accumulate", "gradient_precision", "compile", "data_on_device", "workdir",
-    "checkpoint_dir", "tracker", "profile", "resume", "max_restarts", "hang_timeout",
-)  # fmt: skip
+# What a dry run resets to its default, since it concerns machines that are not present: these groups, and fields.
+_GROUPS = (CUT, MACHINES, FAULTS)
+_OF_THE_MACHINES = ("accumulate", "gradient_precision", "compile", "data_on_device", "workdir", "tracker", "profile")
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
 
@@ -103,7 +101,8 @@ def _dry(settings: Config, train: Callable[..., Any]) -> Job:
     settings.check_replicas(settings.num_replicas(hosts * settings.num_devices))
     if hosts > 1:
         check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
-    here: dict[str, Any] = {name: getattr(Config, name) for name in _OF_THE_MACHINES}
+    known = choices_of(Config).items()
+    here = {name: one.default for name, one in known if one.group in _GROUPS or name in _OF_THE_MACHINES}
     here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False}
     return Job(None, dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
 

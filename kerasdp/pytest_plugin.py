@@ -57,12 +57,7 @@ def training_parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
     first = next(name for name in _backends(request.config) if is_installed(name))
 
     def check(
-        build_model: Callable[[], Any],
-        data: Any,
-        *,
-        precision: str = "float32",
-        tolerance: Any = None,
-        **choices: Any,
+        build_model: Callable[[], Any], data: Any, *, precision: str = "float32", tolerance: Any = None, **choices: Any
     ) -> Any:
         job = parity.Job(build_model=build_model, data=data, **choices)
         devices = count if job.batch_norm == "replica" else _counts(request.config)[0]

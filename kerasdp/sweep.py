@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kerasdp.config import HANG_TIMEOUT, Config, locked_workdir, prepared_workdir
+from kerasdp.config.choices import choices_of
+from kerasdp.config.config import MACHINES
 from kerasdp.errors import PreemptedError, RunError, UserError
 from kerasdp.launch import launch
 from kerasdp.reporting.comparison import PLACES, Run, best_of, draw, read_history, rows_of, score, table, write_csv
@@ -20,10 +22,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["run"]
-# What a sweep itself decides.
-_NOT_SWEPT = (
-    "workdir", "checkpoint_dir", "resume", "max_restarts", "export", "hosts", "host_rank", "coordinator", "dry_run",
-)  # fmt: skip
+# What a sweep itself decides, beside the choices of several machines.
+_NOT_SWEPT = {"workdir", "checkpoint_dir", "resume", "max_restarts", "export"}
 _NEVER = 1e9  # seconds
 
 
@@ -229,7 +229,7 @@ def _require_choices(values: dict[str, Any]) -> None:
     """Raises `UserError` if there is nothing to choose from, or a name is that of no choice of a run."""
     if not values:
         raise UserError("a sweep needs choices to try: add --sweep='learning_rate=0.01,0.1; batch_size=32,64'")
-    known = {field.name for field in dataclasses.fields(Config)} - set(_NOT_SWEPT)
+    known = {name for name, choice in choices_of(Config).items() if choice.group != MACHINES} - _NOT_SWEPT
     for name, tried in values.items():
         if name not in known or not tried:
             raise UserError(

@@ -36,29 +36,45 @@ NUM_SAMPLES = 4096
 OPTIMIZER = "sgd(learning_rate=0.01, momentum=0.9)"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A program that trains.
+@dataclasses.dataclass(kw_only=True)
+class Way:
+    """Who trains on what.
 
     Args:
         name: `"kerasdp-jax"`, `"keras-jax"`, `"jax"`.
         backend: its framework.
         num_devices: that it trains on.
-        command: that starts it.
     """
 
     name: str
     backend: str
     num_devices: int
-    command: tuple[str, ...]
 
     @property
     def is_kit(self) -> bool:
         """Returns whether it is this package."""
         return self.name.startswith("kerasdp-")
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """Returns the name, and on how many devices if there are several."""
         return self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Contender(Way):
+    """A program that trains. `command` starts it."""
+
+    command: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.title
+
+
+def _root() -> str:
+    """Returns the folder that holds benchmarks/: within the package, as a wheel has it, or the checkout."""
+    installed = os.path.join(_CHECKOUT, "kerasdp", "kit")
+    return installed if os.path.isdir(installed) else _CHECKOUT
 
 
 def find_loops(names: list[str]) -> str:
@@ -71,8 +87,7 @@ def find_loops(names: list[str]) -> str:
         UserError: if it is nowhere.
     """
     program = os.path.abspath(sys.argv[0])
-    of_kit = (os.path.join(_CHECKOUT, "kerasdp", "kit"), _CHECKOUT)  # installed from a wheel; a checkout
-    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), *of_kit):
+    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), _root()):
         folder = os.path.join(place, "benchmarks")
         if os.path.isfile(os.path.join(folder, "protocol.py")):
             return folder
@@ -155,7 +170,9 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
         changes["compile"] = "on"  # the rounds stand for a long run
     changes |= {"workdir": None, "checkpoint_dir": None, "checkpoint_every": "never", "verbose": 0}
     settings = dataclasses.replace(config, **changes)
-    command = (sys.executable, "-m", "kerasdp.benchmark.kerasdp_program", json.dumps(settings.as_dict()), str(steps))
+    program = os.path.join(_root(), "benchmarks", "kit_loop.py")
+    words = ("--config", json.dumps(settings.as_dict()), f"--backend={backend}", f"--steps={steps}")
+    command = (sys.executable, program, *words)
     return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
 
 

@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kerasdp.benchmark.contenders import SHAPES, Contender, Program, choose
+from kerasdp.benchmark.contenders import SHAPES, Contender, Program, Way, choose
 from kerasdp.config import Config
-from kerasdp.config.validation import BACKENDS
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import BACKENDS, versions
 from kerasdp.errors import RunError
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 from kerasdp.runtime.devices import is_installed
@@ -24,13 +23,10 @@ SETTLE_SECONDS = 0.2  # threads of the last one may look for work for so long
 
 
 @dataclasses.dataclass(kw_only=True)
-class Measured:
+class Measured(Way):
     """What a contender took.
 
     Args:
-        name: of the contender.
-        backend: its framework.
-        num_devices: that it trained on.
         seconds: of each round; of one in which it failed, none, and it took no part any more.
         ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
         last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
@@ -39,20 +35,12 @@ class Measured:
         error: why it could not be measured; empty if it could.
     """
 
-    name: str
-    backend: str
-    num_devices: int
     seconds: list[float] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
     ready: dict[str, Any] = dataclasses.field(default_factory=dict)
     last: dict[str, Any] = dataclasses.field(default_factory=dict)
     mfu: float | None = None
     error: str = ""
-
-    @property
-    def is_kit(self) -> bool:
-        """Returns whether it is this package."""
-        return self.name.startswith("kerasdp-")
 
     @property
     def rate(self) -> float:
@@ -67,13 +55,12 @@ class Measured:
         return found
 
     def __str__(self) -> str:
-        name = self.name if self.num_devices == 1 else f"{self.name} x {self.num_devices}"
         if self.error:
-            return f"{name:28} {self.error}"
+            return f"{self.title:28} {self.error}"
         low, high = min(self.rates), max(self.rates)
         share = f" {self.mfu:8.1%}" if self.mfu is not None else ""
         return (
-            f"{name:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
+            f"{self.title:28} {self.rate:10,.1f} {f'{low:,.1f} .. {high:,.1f}':>23} "
             f"{self.ready['seconds_to_first_step']:11.1f} s {self.last['peak_memory_bytes'] / 2**20:9,.0f}"
             f" {FASHION_MNIST / self.rate:10,.1f} s{share}"
         )
@@ -318,15 +305,9 @@ def draw_speeds(measurements: list[Measured], path: str) -> None:
             index, measured.rate, xerr=_error_bars([measured]), height=0.7, capsize=3, edgecolor=colour,
             color=colour if measured.is_kit else "white", hatch=None if measured.is_kit else "///",
         )  # fmt: skip
-        axes.annotate(
-            f"{measured.rate:,.0f}",
-            (max(measured.rates), index),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-        )
-    names = [f"{one.name} x {one.num_devices}" if one.num_devices > 1 else one.name for one in measurements]
-    axes.set_yticks(range(len(names)), names)
+        text, place = f"{measured.rate:,.0f}", (max(measured.rates), index)
+        axes.annotate(text, place, xytext=(6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(measurements)), [one.title for one in measurements])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set(xlabel="images a second (median; lowest and highest)", title="The kit (full) and its peers")

@@ -203,7 +203,7 @@ def draw_study(measurements: list[Measurement], path: str) -> None:
         path: of the PNG file.
     """
     figure, (axes,) = make_figure(5.4, 4.2, grid="y")
-    names = [_label(measured) for measured in measurements]
+    names = [one.name + (f"\n(split size {one.split_size})" if one.split_size else "") for one in measurements]
     means = [measured.mean for measured in measurements]
     axes.bar(
         names, means, yerr=[measured.deviation for measured in measurements], capsize=6, width=0.6,
@@ -258,7 +258,3 @@ def draw_timeline(measured: Measurement, path: str) -> None:
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.28 if len(stages) < 3 else -0.18))
     axes.grid(visible=False)
     figure.savefig(path, dpi=120)
-
-
-def _label(measured: Measurement) -> str:
-    return measured.name if measured.split_size is None else f"{measured.name}\n(split size {measured.split_size})"

@@ -4,18 +4,16 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from kerasdp.checkpoint import files
 from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint, require
-from kerasdp.checkpoint.names import GROUPS
 from kerasdp.config import Config
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import CheckpointError, PreemptedError, UserError
 from kerasdp.keras_compat.models import set_monitor_direction
@@ -168,7 +166,7 @@ class Checkpointer:
 
     def keep_metrics(self) -> None:
         """Keeps the training metrics. Call before an evaluation, which resets them."""
-        self._train_metrics = self._gather(("metrics",))
+        self._train_metrics = training_state.gather(self.model, ("metrics",))
 
     def after_test_step(self) -> None:
         """Ends the run if a signal has come; a resumed one starts with the validation."""
@@ -181,9 +179,6 @@ class Checkpointer:
             self._save(Position(self.run_state.epoch + 1, 0), is_best=self._is_best(logs), wait=True)
         if self.processes.any_rank(signals.noted() is not None):
             self._end(None)
-
-    def _gather(self, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
-        return training_state.gather(self.model, groups)
 
     def _request(self) -> int:
         """Returns what this rank requests of all."""
@@ -224,7 +219,7 @@ class Checkpointer:
         if step == self._last_saved and not is_best and position.batch:
             return
         self.recorder.catch_up()  # raises if a loss is not a number
-        arrays = self._gather() | self._train_metrics
+        arrays = training_state.gather(self.model) | self._train_metrics
         self._warn_of_unsaved()
         is_stopped = self.model.stop_training and not position.batch and not self.run_state.is_at_last_step
         state = {

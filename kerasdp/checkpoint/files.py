@@ -285,6 +285,13 @@ def _shown(value: Any) -> str:
     return ascii(value)[:80] if isinstance(value, (str, float, bool, type(None))) else f"{type(value).__name__}"
 
 
+_Check = Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
 
@@ -297,82 +304,74 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and 0 < value < math.inf
 
 
-def _all(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Returns whether a value is a list of what is right."""
-    return lambda value: isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_value(value: Any) -> bool:
-    return _is_number(value) or (isinstance(value, list) and all(map(_is_value, value)))
-
-
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _is_logs(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_value, value.values()))
+def _or_none(is_right: _Check) -> _Check:
+    return lambda value: value is None or is_right(value)
+
+
+def _list_of(is_right: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+def _object_of(is_right: _Check) -> _Check:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _has(**fields: _Check) -> _Check:
+    """Returns whether a value is an object with these fields, and maybe others."""
+    return lambda value: (
+        isinstance(value, dict) and all(name in value and is_right(value[name]) for name, is_right in fields.items())
+    )
+
+
+def _is_value(value: Any) -> bool:
+    return _is_number(value) or _list_of(_is_value)(value)
+
+
+_is_logs = _object_of(_is_value)
 
 
 def _is_row(value: Any) -> bool:
     """Returns whether a value is a row of history.csv, which curves can be drawn from."""
     drawn = ("loss", "val_loss", "accuracy", "val_accuracy")
-    return (
-        _is_logs(value)
-        and _is_count(value.get("epoch"))
-        and all(_is_number(value[name]) for name in drawn if name in value)
-    )
-
-
-def _has(value: Any, fields: dict[str, Callable[[Any], bool]]) -> bool:
-    return isinstance(value, dict) and all(name in value and right(value[name]) for name, right in fields.items())
-
-
-def _is_recorder(value: Any) -> bool:
-    numbers = _all(_is_number)
-    fields = {"last_logs": _is_logs, "history": _all(_is_row), "epoch_seconds": numbers, "epoch_rates": numbers}
-    return _has(value, {**fields, "images": _is_count, "seconds": _is_number})
-
-
-def _is_best(value: Any) -> bool:
-    return value is None or _has(value, {"name": lambda name: isinstance(name, str), "score": _is_number})
+    is_drawable = _is_logs(value) and all(_is_number(value[name]) for name in drawn if name in value)
+    return is_drawable and _is_count(value.get("epoch"))
 
 
 def _is_writer(value: Any) -> bool:
     """Returns whether a value says which run wrote the checkpoint."""
-    shares = value.get("device_shares") if isinstance(value, dict) else None
-    backend = {"backend": lambda name: isinstance(name, str), "devices": _is_count}
-    return _has(value, backend) and (shares is None or _all(_is_positive)(shares))
-
-
-def _is_config(value: Any) -> bool:
-    texts: dict[str, Any] = {"model": str, "dataset": str, "data_dir": (str, type(None))}
-    return isinstance(value, dict) and all(name in value and isinstance(value[name], texts[name]) for name in texts)
+    is_right = _has(backend=_is_text, devices=_is_count)(value)
+    return is_right and _or_none(_list_of(_is_positive))(value.get("device_shares"))
 
 
 def _is_place(value: Any) -> bool:
     """Returns whether a value is the place in the data of a reader, as the state of an iterator."""
     if not isinstance(value, dict):
         return value is None
-    return value.get("state") is None or _has(value, {"pass": _is_count, "rows": _is_count})
+    return value.get("state") is None or _has(**{"pass": _is_count}, rows=_is_count)(value)
 
 
-def _is_callbacks(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(attributes, dict) for attributes in value.values())
-
-
-_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_FIELDS: dict[str, tuple[str, _Check]] = {
     "step": ("a whole number from 0 on", _is_count),
     "epoch": ("a whole number from 0 on", _is_count),
     "batch": ("a whole number from 0 on", _is_count),
     "stopped": ("true or false", lambda value: isinstance(value, bool)),
-    "best": ("name and score, or null,", _is_best),
+    "best": ("name and score, or null,", _or_none(_has(name=_is_text, score=_is_number))),
     "data": ("the place in the data", _is_place),
     "identity": ("an object", _is_object),
-    "recorder": ("losses and times", _is_recorder),
-    "callbacks": ("an object of objects", _is_callbacks),
+    "recorder": (
+        "losses and times",
+        _has(
+            last_logs=_is_logs, history=_list_of(_is_row), epoch_seconds=_list_of(_is_number),
+            epoch_rates=_list_of(_is_number), images=_is_count, seconds=_is_number,
+        ),
+    ),
+    "callbacks": ("an object of objects", _object_of(_is_object)),
     "saved_by": ("backend, devices and their shares", _is_writer),
-    "config": ("model, dataset and data_dir", _is_config),
-    "architecture": ("an object, or null,", lambda value: value is None or isinstance(value, dict)),
+    "config": ("model, dataset and data_dir", _has(model=_is_text, dataset=_is_text, data_dir=_or_none(_is_text))),
+    "architecture": ("an object, or null,", _or_none(_is_object)),
     "versions": ("an object", _is_object),
-}
+}  # fmt: skip

@@ -66,7 +66,9 @@ def names_in(model: keras.Model) -> Names:
         # A layer that no graph calls may be known on one backend only, unless it brings variables.
         if layer is not model and (has_new or not (hidden or outside)):
             names.layers.append(("/".join(path), layer))
-        for label, (variable, _) in zip(_variable_labels(parts), parts.variables):
+        own = [variable for variable, _ in parts.variables]
+        labels = _numbered(own, [parts.attributes.get(id(holder)) for _, holder in parts.variables])
+        for label, variable in zip(labels, own):
             names.variables.setdefault(id(variable), "/".join((*path, label)))
         for metric in parts.metrics:
             where = parts.attributes.get(id(metric), _without_numbers(metric.name))
@@ -105,14 +107,8 @@ def named(model: keras.Model, group: str) -> list[tuple[str, Any]]:
         pairs = _named_metrics(model, names)
     else:
         pairs = _named_in_optimizer(getattr(model, "optimizer", None), names, group)
-    counts = collections.Counter(name for name, _ in pairs)
-    numbers: dict[str, int] = collections.defaultdict(int)
-    result = []
-    for name, variable in pairs:
-        unsure = f" {_UNSURE}{numbers[name]}" if counts[name] > 1 else ""
-        numbers[name] += 1
-        result.append((f"{group}/{name}{unsure}", variable))
-    return result
+    marks = ("" if number is None else f" {_UNSURE}{number}" for number in _numbers([name for name, _ in pairs]))
+    return [(f"{group}/{name}{mark}", variable) for (name, variable), mark in zip(pairs, marks)]
 
 
 def is_unsure(name: str) -> bool:
@@ -125,21 +121,21 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"_\d+(?=$|/|_)", "", name)
 
 
-def _numbered(things: Sequence[Any]) -> list[str]:
-    """Returns the names of layers or variables in their order, those that several share with a number."""
+def _numbers(names: list[str]) -> Iterator[int | None]:
+    """Yields for each name which of several that are alike it is, from 0; None if there is no other."""
+    counts = collections.Counter(names)
+    numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+    for name in names:
+        yield next(numbers[name]) if counts[name] > 1 else None
+
+
+def _numbered(things: Sequence[Any], attributes: Sequence[str | None] | None = None) -> list[str]:
+    """Returns the names of layers or variables in their order; those that several share with an attribute or number."""
     names = [_without_numbers(thing.name) for thing in things]
+    marks = attributes or [None] * len(names)
     return [
-        name if names.count(name) == 1 else f"{name}.{names[:place].count(name)}" for place, name in enumerate(names)
-    ]
-
-
-def _variable_labels(parts: Parts) -> list[str]:
-    """Returns a name for each of a layer's own variables; among equal ones without attributes their order counts."""
-    own = [variable for variable, _ in parts.variables]
-    names = [_without_numbers(variable.name) for variable in own]
-    return [
-        name if names.count(name) == 1 else f"{name}.{parts.attributes.get(id(holder), names[:place].count(name))}"
-        for place, (name, (_, holder)) in enumerate(zip(names, parts.variables))
+        name if number is None else f"{name}.{number if mark is None else mark}"
+        for name, number, mark in zip(names, _numbers(names), marks)
     ]
 
 
@@ -177,9 +173,9 @@ def _numbered_by_arguments(metrics: list[tuple[str, Any]]) -> list[tuple[str, An
     shared = [(name, metric) for name, metric in metrics if counts[name] > 1]
     with without_tensorflow():
         shared.sort(key=lambda pair: in_words(pair[1]))
-    numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
     alone = [(name, metric) for name, metric in metrics if counts[name] == 1]
-    return alone + [(f"{name}.{next(numbers[name])}", metric) for name, metric in shared]
+    numbers = _numbers([name for name, _ in shared])
+    return alone + [(f"{name}.{number}", metric) for (name, metric), number in zip(shared, numbers)]
 
 
 def _named_in_optimizer(optimizer: Any, names: Names, group: str) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ That is the variables, the identity of the run, the callbacks' attributes, and t
 
 A callback's attributes in JSON: `{"array": key}` stands for an array, `{"weights": [...]}` for arrays like the weights
 of the model, and `{"kind": class, "items": [...]}` for a container other than a list. A user's dictionary has the last
-form, whatever it contains. Files of an older version hold dictionaries unchanged.
+form, whatever it contains.
 """
 
 import collections
@@ -93,31 +93,21 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
         reader: of the training data, as in `kerasdp.data.feed`.
         micro_batch_rows: that a layer sees, if neither the global batch nor a replica's part of it.
     """
-    with without_tensorflow():
-        found = _identity(config, model, reader)
-    if micro_batch_rows is not None and batch_norms(model):
-        found["rows that a batch norm sees"] = micro_batch_rows
-    return found
-
-
-def _identity(config: Config, model: keras.Model, reader: Any) -> dict[str, Any]:
     batch = reader.first()
-    optimizer, rate = _optimizer_in_words(model.optimizer)
-    others = {f"{where} of the model": _optimizer_in_words(other) for where, other in names_in(model).optimizers}
     # Rank 0 computes it: it holds the first row whatever the number of processes.
     first_row = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:1], batch.inputs)
     data = keras.tree.flatten((batch.indices, first_row, *reader.first_targets()))
-    return {
-        **{f"--{name}": getattr(config, name) for name in _FLAGS},
-        "global batch": len(batch.indices),
-        "batches an epoch": reader.num_batches,
-        "first batch of the data": _digest(leaf for leaf in data if leaf is not None),
-        "model": _architecture(model),
-        "loss": in_words(model.loss),
-        "optimizer": optimizer,
-        "learning rate": rate,
-        **{name: list(words) for name, words in others.items()},
-    }
+    found = {f"--{name}": getattr(config, name) for name in _FLAGS}
+    found |= {"global batch": len(batch.indices), "batches an epoch": reader.num_batches}
+    found["first batch of the data"] = _digest(leaf for leaf in data if leaf is not None)
+    with without_tensorflow():
+        found |= {"model": _architecture(model), "loss": in_words(model.loss)}
+        found["optimizer"], found["learning rate"] = _optimizer_in_words(model.optimizer)
+        for where, other in names_in(model).optimizers:
+            found[f"{where} of the model"] = list(_optimizer_in_words(other))
+    if micro_batch_rows is not None and batch_norms(model):
+        found["rows that a batch norm sees"] = micro_batch_rows
+    return found
 
 
 def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
@@ -328,7 +318,7 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], own: Any, model: keras.Mo
     """Returns what `_encode` was given: `own`, with other items, if it is of that kind.
 
     Raises:
-        LookupError: if `own` is not, and one cannot be made of its items alone.
+        LookupError: if `own` is not, and one cannot be made of its items alone; or `_encode` writes no such thing.
     """
     if not isinstance(value, (list, dict)):
         return value
@@ -337,12 +327,7 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], own: Any, model: keras.Mo
     if isinstance(value, dict) and value.keys() == {"weights"} and len(value["weights"]) == len(model.weights):
         order = _order_of_names(model)
         return [_decode(value["weights"][order.index(place)], arrays, None, model) for place in range(len(order))]
-    if isinstance(value, list):
-        kind, items = "list", value
-    elif value.keys() == {"kind", "items"}:
-        kind, items = value["kind"], value["items"]
-    else:
-        kind, items = type(own).__name__ if isinstance(own, dict) else "dict", list(map(list, value.items()))
+    kind, items = ("list", value) if isinstance(value, list) else (value["kind"], value["items"])
     if type(own).__name__ != kind:
         own = None
     made: list[Any]

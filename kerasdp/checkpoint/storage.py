@@ -14,7 +14,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from kerasdp.config import Config, locked_workdir
 from kerasdp.errors import UserError, redacted
@@ -26,36 +26,6 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss",
 
 class OutOfReachError(OSError):
     """What a URL leads to cannot be had just now; nothing is known of the files there."""
-
-
-class Folder(Protocol):
-    """A place for files, each there as a whole or not at all."""
-
-    def names(self) -> list[str]:
-        """Returns the names of the files; none if there is no such folder."""
-        ...
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        """Gives a path to write to; the file is there, under its name, when the context ends without an error."""
-        ...
-
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[str]:
-        """Gives a path to read from."""
-        ...
-
-    def copy(self, name: str, new: str) -> None:
-        """Copies a file, or gives it a second name."""
-        ...
-
-    def rename(self, name: str, new: str) -> None:
-        """Gives a file another name."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Removes a file."""
-        ...
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -87,8 +57,8 @@ def _temporary(name: str) -> str:
     return f"{name}.{socket.gethostname()}-{os.getpid()}.tmp"
 
 
-def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """Returns the folder of a path or a URL.
+def folder_at(path: str | os.PathLike[str]) -> "_LocalFolder | _RemoteFolder":
+    """Returns the folder of a path or a URL, a place for files, each there as a whole or not at all.
 
     Raises:
         UserError: if the URL cannot be used on this machine.
@@ -127,16 +97,20 @@ def require_folder(path: str, resume: bool) -> None:
 
 
 class _LocalFolder:
+    """Files of a folder that the system knows; there may be no such folder yet."""
+
     def __init__(self, path: str):
         self._path = path
 
     def names(self) -> list[str]:
+        """Returns the names of the files; none if there is no such folder."""
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self._path)
         return []
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
+        """Gives a path to write to; the file is there, under its name, when the context ends without an error."""
         os.makedirs(self._path, exist_ok=True)
         temporary = self._at(_temporary(name))
         try:
@@ -150,9 +124,11 @@ class _LocalFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[str]:
+        """Gives a path to read from."""
         yield self._at(name)
 
     def copy(self, name: str, new: str) -> None:
+        """Copies a file, or gives it a second name."""
         temporary = self._at(_temporary(new))
         with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
@@ -163,9 +139,11 @@ class _LocalFolder:
         os.replace(temporary, self._at(new))
 
     def rename(self, name: str, new: str) -> None:
+        """Gives a file another name."""
         os.replace(self._at(name), self._at(new))
 
     def remove(self, name: str) -> None:
+        """Removes a file."""
         os.remove(self._at(name))
 
     def _at(self, name: str) -> str:
@@ -173,6 +151,8 @@ class _LocalFolder:
 
 
 class _RemoteFolder:
+    """Files under a URL, as `_LocalFolder`."""
+
     def __init__(self, url: str):
         self._url = url.rstrip("/")
         self._files, self._path = file_system(url)

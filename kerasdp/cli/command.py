@@ -17,9 +17,10 @@ from packaging.requirements import Requirement
 import kerasdp
 from kerasdp.cli import kit
 from kerasdp.cli.flags import PROGRAM, recipe_in
+from kerasdp.cli.main import ending_with_a_line
 from kerasdp.config.choices import Choice
-from kerasdp.config.validation import BACKENDS
-from kerasdp.errors import RunError, UserError, from_command_line
+from kerasdp.config.validation import BACKENDS, version_of
+from kerasdp.errors import UserError
 from kerasdp.reporting import comparison
 from kerasdp.reporting.report import drop_stdout
 from kerasdp.runtime.devices import choose_backend, clash_of_cuda_packages, is_installed, num_gpus
@@ -45,14 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with from_command_line():
+        with ending_with_a_line():
             code = _run(words)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        code = 130
     except BrokenPipeError:  # `kerasdp list | head`: nobody reads on
         drop_stdout()
         code = 0
@@ -309,11 +304,11 @@ def _environment_report() -> tuple[list[str], list[str]]:
 def _machine_lines() -> list[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
-        f"kerasdp {_version('kerasdp')} in {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}",
+        f"kerasdp {version_of('kerasdp')} in {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}",
         f"Python {platform.python_version()} ({sys.executable}) on {platform.platform()}",
         f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPU cores, "
         f"{memory:.0f} GiB of memory",
-        f"keras {_version('keras') or 'not installed'}, numpy {_version('numpy') or 'not installed'}",
+        f"keras {version_of('keras') or 'not installed'}, numpy {version_of('numpy') or 'not installed'}",
     ]
 
 
@@ -325,7 +320,7 @@ def _package_lines() -> list[str]:
         extra = next((name for name in BACKENDS if wanted.marker and wanted.marker.evaluate({"extra": name})), None)
         if wanted.marker and extra is None:
             continue
-        found = _version(wanted.name)
+        found = version_of(wanted.name)
         if found is None and extra is None:
             problems.append(f"{wanted.name} is not installed: pip install '{wanted.name}{wanted.specifier}'")
         elif found is not None and not wanted.specifier.contains(found, prereleases=True):
@@ -336,29 +331,15 @@ def _package_lines() -> list[str]:
     return problems
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _backend_facts(name: str) -> dict[str, Any]:
     """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
     program = f"import json, kerasdp.backends.{name}.devices as own; print('FOUND', json.dumps(own.describe()))"
-    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path]))
+    words, limit = [sys.executable, "-c", program], _SECONDS_FOR_A_BACKEND
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS_FOR_A_BACKEND,
-            env=env,
-            check=False,
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, env=env, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"it has not answered within {_SECONDS_FOR_A_BACKEND} s"}
+        return {"error": f"it has not answered within {limit} s"}
     for line in done.stdout.splitlines():
         if line.startswith("FOUND "):
             found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))

@@ -13,7 +13,7 @@ from absl import flags
 
 from kerasdp.benchmark.contenders import PEERS
 from kerasdp.config import Config, Request
-from kerasdp.config.choices import COUNT, POSITIVE, Choice, Range, check_ranges, choice, choices_of, is_count_or_range
+from kerasdp.config.choices import COUNT, POSITIVE, Choice, Range, check_choices, choice, choices_of, is_count_or_range
 from kerasdp.config.config import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.reporting.report import drop_stdout
@@ -79,7 +79,7 @@ class Own:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_choices(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

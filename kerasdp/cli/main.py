@@ -1,6 +1,7 @@
 """Runs a recipe: turns its command line into arguments, runs it, and ends the program."""
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -8,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kerasdp.benchmark.contenders import SHAPES
@@ -48,25 +49,30 @@ def main(
         SystemExit: where the exit code is not 0.
     """
     try:
-        with from_command_line():
+        with ending_with_a_line():
             if flags == "train":
                 launch(function, parse(sys.argv, defaults, unused))
             elif flags in ("evaluate", "predict"):
-                config, request = PARSERS[flags](sys.argv)
+                config, request = parse_recipe(flags, sys.argv)
                 launch(functools.partial(function, request=request), config)
-            elif function(*PARSERS[flags](sys.argv)) is False:
+            elif function(*parse_recipe(flags, sys.argv)) is False:
                 sys.exit(1)
-    except PreemptedError as error:
-        print(error, file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ending_with_a_line() -> Iterator[None]:
+    """Ends the program with one line, and the exit code, for an error of a run or Ctrl-C within the `with` block."""
+    try:
+        with from_command_line():
+            yield
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("" if isinstance(error, PreemptedError) else "error: ", error, sep="", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
-    finally:  # all is done: Ctrl-C while Python ends is no error of the frameworks' own last functions
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 T = TypeVar("T")
@@ -89,28 +95,30 @@ def parse(arguments: list[str], defaults: dict[str, Any] | None = None, unused: 
     return _config(read(arguments, recipe("train", defaults, unused)))
 
 
-def parse_comparison(arguments: list[str]) -> tuple[Config, list[str] | None, list[int]]:
-    """Turns the command line of a comparison into what is trained, backends (None: all installed), device counts."""
-    given = read(arguments, RECIPES["parity"])
-    own = _record(Own, given)
+def parse_recipe(name: str, arguments: list[str]) -> tuple[Any, ...]:
+    """Turns the command line of a recipe into what its function gets, as `main` says. Raises as `parse`."""
+    given = read(arguments, RECIPES[name])
+    return _ARGUMENTS[name](given, _record(Own, given))
+
+
+def _parity(given: dict[str, Any], own: Own) -> tuple[Config, list[str] | None, list[int]]:
+    """Returns what is trained, backends (None: all installed), device counts."""
     backends, counts = _backends(own), _numbers(own, "device_counts")
     return _config_on(counts, given), backends, counts
 
 
-def parse_study(arguments: list[str]) -> tuple[Config, list[int], int]:
-    """Turns the command line of a study of a pipeline into what is trained, split sizes, repetitions."""
-    given = read(arguments, RECIPES["pipeline"])
-    own = _record(Own, given)
+def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
+    """Returns what is trained, split sizes, repetitions."""
     return _config(given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
 
 
-def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
-    """Turns the command line of a benchmark into what is trained, backends, device counts, peers, rounds, their steps.
+def _benchmark(
+    given: dict[str, Any], own: Own
+) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
+    """Returns what is trained, backends, device counts, peers, rounds, their steps.
 
     None for backends or peers: all there are.
     """
-    given = read(arguments, RECIPES["benchmark"])
-    own = _record(Own, given)
     counts = _numbers(own, "device_counts")
     config = _config_on(counts, given)
     if config.model in SHAPES and "dataset" in given:
@@ -119,13 +127,11 @@ def parse_benchmark(arguments: list[str]) -> tuple[Config, list[str] | None, lis
     return config, _backends(own), counts, peers, own.rounds, own.steps_per_round
 
 
-def parse_sweep(arguments: list[str]) -> tuple[Config, dict[str, Any], int | None]:
-    """Turns the command line of a sweep into what all runs share, values or ranges by field, and the number of trials.
+def _sweep(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], int | None]:
+    """Returns what all runs share, values or ranges by field, and the number of trials.
 
     Without `--trials` that is None, and all combinations are trained.
     """
-    given = read(arguments, RECIPES["sweep"])
-    own = _record(Own, given)
     space = _values_by_field(own.sweep)
     if not space:
         raise UserError("a sweep needs choices to try: add --sweep='learning_rate=0.01,0.1; batch_size=32,64'")
@@ -135,12 +141,10 @@ def parse_sweep(arguments: list[str]) -> tuple[Config, dict[str, Any], int | Non
     return _config(given), space, own.trials
 
 
-def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | None, dict[str, Any] | None]:
-    """Turns the command line of a run on Ray into what is trained, workers (fewest, most), cores of each, a grid."""
-    given = read(arguments, RECIPES["ray_train"])
+def _ray_train(given: dict[str, Any], own: Own) -> tuple[Config, tuple[int, int], float | None, dict[str, Any] | None]:
+    """Returns what is trained, workers (fewest, most), cores of each, a grid."""
     if "sweep" in given and "workers" in given:
         raise UserError("--workers has no effect with --sweep, whose runs have one worker each: leave out one of them")
-    own = _record(Own, given)
     grid = _values_by_field(own.sweep)
     fewest, _, most = own.workers.partition(":")
     for name, values in (grid or {}).items():
@@ -149,45 +153,53 @@ def parse_ray(arguments: list[str]) -> tuple[Config, tuple[int, int], float | No
     return _config(given), (int(fewest), int(most or fewest)), own.cpus_per_worker, grid
 
 
-def parse_from_scratch(arguments: list[str]) -> tuple[Config]:
-    """Turns the command line of the lesson into what is trained."""
-    given = read(arguments, RECIPES["from_scratch"])
+def _from_scratch(given: dict[str, Any], own: Own) -> tuple[Config]:
     if given.get("precision", "float32") not in ("float32", "float64"):
         raise UserError(f"--precision: expected float32 or float64 in the lesson. Received: {given['precision']!r}")
     return (_config(given),)
 
 
-def parse_evaluation(arguments: list[str]) -> tuple[Config, Request]:
-    """Turns the command line of an evaluation into the run's devices, and what is evaluated."""
-    return _request(read(arguments, RECIPES["evaluate"]))
+def _request(given: dict[str, Any], own: Own) -> tuple[Config, Request]:
+    """Returns the run's devices, and what is evaluated or predicted."""
+    if "inputs" in given and "dataset" in given:
+        raise UserError("--inputs and --dataset both name the data: leave out one of them")
+    config = _config(given)
+    return config, dataclasses.replace(_record(Request, given), workdir=str(config.workdir))
 
 
-def parse_prediction(arguments: list[str]) -> tuple[Config, Request]:
-    """Turns the command line of a prediction into the run's devices, and what is predicted."""
-    return _request(read(arguments, RECIPES["predict"]))
-
-
-def parse_export(arguments: list[str]) -> tuple[Config, Request, str]:
-    """Turns the command line of an export into a backend, the model, and the file to write."""
-    given = read(arguments, RECIPES["export"])
-    config, request = _request(given)
-    to = _record(Own, given).to
-    if to is None:
+def _export(given: dict[str, Any], own: Own) -> tuple[Config, Request, str]:
+    """Returns a backend, the model, and the file to write."""
+    config, request = _request(given, own)
+    if own.to is None:
         raise UserError("--to is needed: NAME.keras, NAME.onnx, or a folder, for a SavedModel")
     config = dataclasses.replace(config, num_devices=1, workdir=None, verbose=0)
-    return config, dataclasses.replace(request, workdir=".", activation="none"), to
+    return config, dataclasses.replace(request, workdir=".", activation="none"), own.to
 
 
-def parse_transfer(arguments: list[str]) -> tuple[Config, str, str, int, float]:
-    """Turns a command line into the run, the backbone, its weights, epochs of the first fit, rate of the second."""
-    given = read(arguments, RECIPES["transfer"])
-    own, dataset = _record(Own, given), given["dataset"]
+def _transfer(given: dict[str, Any], own: Own) -> tuple[Config, str, str, int, float]:
+    """Returns the run, the backbone, its weights, epochs of the first fit, rate of the second."""
+    dataset = given["dataset"]
     if dataset == "images":
         height, width = map(int, own.size.split(","))
         dataset = f"images(size=({height},{width}))"
     elif "size" in given:
         raise UserError("--size has no effect here: it is that of the images of a folder (--data_dir)")
     return _config(given, dataset=dataset), own.backbone, own.weights, own.head_epochs, own.fine_tuning_rate
+
+
+_ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
+    "train": lambda given, own: (_config(given),),
+    "parity": _parity,
+    "pipeline": _pipeline,
+    "benchmark": _benchmark,
+    "sweep": _sweep,
+    "ray_train": _ray_train,
+    "from_scratch": _from_scratch,
+    "evaluate": _request,
+    "predict": _request,
+    "export": _export,
+    "transfer": _transfer,
+}
 
 
 def _values_by_field(text: str | None) -> dict[str, Any] | None:
@@ -241,13 +253,6 @@ def _config_on(counts: list[int], given: dict[str, Any]) -> Config:
     return config
 
 
-def _request(given: dict[str, Any]) -> tuple[Config, Request]:
-    if "inputs" in given and "dataset" in given:
-        raise UserError("--inputs and --dataset both name the data: leave out one of them")
-    config = _config(given)
-    return config, dataclasses.replace(_record(Request, given), workdir=str(config.workdir))
-
-
 def _backends(own: Own) -> list[str] | None:
     return None if own.backends is None else [choose_backend(name.strip()) for name in own.backends.split(",")]
 
@@ -261,18 +266,3 @@ def _numbers(own: Own, flag: str) -> list[int]:
     if min(numbers) < 1:
         raise UserError(f"--{flag}: expected numbers of at least 1. Received: {min(numbers)}")
     return numbers
-
-
-# One for each recipe but `train`, whose parser is `parse`.
-PARSERS: dict[str, Callable[[list[str]], tuple[Any, ...]]] = {
-    "parity": parse_comparison,
-    "pipeline": parse_study,
-    "benchmark": parse_benchmark,
-    "ray_train": parse_ray,
-    "sweep": parse_sweep,
-    "from_scratch": parse_from_scratch,
-    "evaluate": parse_evaluation,
-    "predict": parse_prediction,
-    "export": parse_export,
-    "transfer": parse_transfer,
-}

@@ -168,12 +168,6 @@ def switch_as_number(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def normalize(record: Any) -> None:
-    """Makes the choices of a record types that JSON can hold, where people in Python have others: paths, NumPy's."""
-    for name, known in choices_of(type(record)).items():
-        object.__setattr__(record, name, _as_python_number(known.convert(getattr(record, name))))
-
-
 def _as_python_number(value: Any) -> Any:
     if isinstance(value, bool):
         return value
@@ -182,10 +176,15 @@ def _as_python_number(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) else value
 
 
-def check_ranges(record: Any) -> None:
-    """Raises `UserError` if a choice is not of its type, or out of its range."""
+def check_choices(record: Any) -> None:
+    """Makes the choices of a record types that JSON can hold, where people in Python have others: paths, NumPy's.
+
+    Raises:
+        UserError: if one is not of its type, or out of its range.
+    """
     for name, known in choices_of(type(record)).items():
-        value = getattr(record, name)
+        value = _as_python_number(known.convert(getattr(record, name)))
+        object.__setattr__(record, name, value)
         is_right = isinstance(value, (*known.kinds, int) if float in known.kinds else known.kinds)
         is_right = is_right and (bool in known.kinds or not isinstance(value, bool))
         if not is_right or not (value is None or known.allowed.holds(value)):

@@ -21,12 +21,11 @@ from kerasdp.config.choices import (
     SWITCH,
     Only,
     Range,
-    check_ranges,
+    check_choices,
     choice,
     documented,
     is_count,
     is_count_or_range,
-    normalize,
     number_as_text,
     one_of,
     path_as_text,
@@ -216,13 +215,10 @@ class Config:
     # fmt: on
 
     def __post_init__(self) -> None:
-        normalize(self)
-        check_ranges(self)
+        check_choices(self)
         validation.check(self)
 
-    def check_replicas(self, num_replicas: int) -> None:
-        """Raises `UserError` if the global batch cannot be shared as asked, or nothing is shared that should be."""
-        validation.check_replicas(self, num_replicas)
+    check_replicas = validation.check_replicas
 
     @property
     def host_range(self) -> tuple[int, int]:
@@ -391,8 +387,7 @@ class Request:
     workdir: str = "."
 
     def __post_init__(self) -> None:
-        normalize(self)
-        check_ranges(self)
+        check_choices(self)
         if not self.checkpoint:
             raise UserError("--checkpoint is needed: the --workdir of a run, a checkpoint, or a .keras file")
         if self.inputs is not None and not os.path.exists(self.inputs):

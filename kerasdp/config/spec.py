@@ -35,13 +35,12 @@ def parse(text: str, flag: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"f({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise wrong
-        words = [(word.arg, ast.literal_eval(word.value)) for word in call.keywords]
+        if any(word.arg is None for word in call.keywords):  # **{...}
+            raise wrong
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of brackets in brackets
         raise wrong from error
-    arguments = {word: value for word, value in words if word is not None}
-    if any(word is None for word, _ in words):  # **{...}
-        raise wrong
-    if len(arguments) < len(words):
+    if len(arguments) < len(call.keywords):
         raise UserError(f"--{flag}: expected each argument once. Received: {text!r}")
     return name.strip(), arguments
 

@@ -1,6 +1,8 @@
-"""What may be chosen for a run by name, and which choices go together."""
+"""What may be chosen for a run by name, which versions there are of it, and which choices go together."""
 
+import importlib.metadata
 import importlib.util
+import platform
 from typing import Any
 
 from kerasdp.config import spec
@@ -60,6 +62,20 @@ def check_installed(config: Any) -> None:
     for name in config.trackers:
         if importlib.util.find_spec(TRACKERS[name]) is None:
             raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of every package that trains, if it is installed."""
+    packages = {package: version_of(package) for package in ("kerasdp", "keras", *BACKENDS, "numpy")}
+    return {"python": platform.python_version()} | {name: found for name, found in packages.items() if found}
 
 
 def _check_files(config: Any) -> None:

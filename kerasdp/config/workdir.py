@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import os
 import socket
 import time
@@ -27,7 +28,7 @@ def prepared_workdir(workdir: str | None, resume: bool = False) -> Iterator[None
     if workdir is None:
         yield
         return
-    if not resume and any(name.startswith("step-") for name in _names_in(os.path.join(workdir, CHECKPOINTS))):
+    if not resume and glob.glob(os.path.join(glob.escape(workdir), CHECKPOINTS, "step-*")):
         raise UserError(
             f"--workdir: {workdir!r} holds the checkpoints of an earlier run; resume it (--resume), or choose "
             "another folder"
@@ -118,10 +119,3 @@ def _missing_folders(path: str) -> Iterator[str]:
     while not os.path.lexists(path):
         yield path
         path = os.path.dirname(path)
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []

@@ -5,12 +5,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
-from kerasdp.data.device_cache import CachedRows, DeviceCache
-from kerasdp.data.sampling import Order, Split
-from kerasdp.data.sources import ArraySource, num_samples
+from kerasdp.data.sampling import CachedRows, DeviceCache, Order, Split
+from kerasdp.data.sources import ArraySource, num_samples, take_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ def batch_of(data: tuple[Any, Any, Any], split: Split, shard: tuple[int, int], f
     """
     num_rows = num_samples(data)
     rows = split.rows_of_process(num_rows, shard)
-    inputs, targets, sample_weight = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+    inputs, targets, sample_weight = take_rows(data, rows)
     return Batch(
         inputs=inputs,
         targets=targets,

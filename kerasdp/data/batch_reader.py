@@ -17,7 +17,7 @@ import numpy as np
 from kerasdp.data import streams
 from kerasdp.data.batch import Batch, BatchCheck, batch_of
 from kerasdp.data.sampling import Order, Split
-from kerasdp.data.sources import num_samples, weights_of_classes
+from kerasdp.data.sources import num_samples, take_rows, weights_of_classes
 from kerasdp.data.streams import END, Item, Stream, unpacked
 from kerasdp.errors import UserError, WorkerError
 from kerasdp.runtime.ranks import Scatter
@@ -27,10 +27,6 @@ from kerasdp.runtime.workers import end_with_parent
 _FIRST = 0
 # Shapes of inputs after which the reader says what they cost.
 _MANY_SHAPES = 8
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 class BatchReader(abc.ABC):
@@ -58,7 +54,7 @@ class BatchReader(abc.ABC):
         *,
         class_weight: dict[int, float] | None = None,
         scatter: Scatter | None = None,
-        warn: Callable[[str], None] = _say_nothing,
+        warn: Callable[[str], None] = lambda line: None,
     ):
         """Makes the reader of this process.
 
@@ -133,8 +129,7 @@ class BatchReader(abc.ABC):
 
         def rows_of(data: Any) -> list[Any]:
             rows = np.resize(np.arange(num_samples(data)), num_rows)
-            part = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
-            return [part] * self._num_processes
+            return [take_rows(data, rows)] * self._num_processes
 
         return self._handed_out(self._look, rows_of, _FIRST)
 
@@ -236,7 +231,7 @@ class IndexedReader(BatchReader):
             # Forked, as Keras does, and again for each epoch: `on_epoch_end` changes this process's data set.
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self.num_threads, context, _keep, (self.batches,))
-            self._pool.submit(_nothing).result()  # forks all of them, in this thread, with which they may end
+            self._pool.submit(int).result()  # forks all of them, in this thread, with which they may end
         for number, index in zip(range(start, self._order.num_batches), indices):
             yield functools.partial(self._read, index, number)
 
@@ -277,10 +272,6 @@ def _keep(batches: keras.utils.PyDataset) -> None:
     # that forked it.
     end_with_parent()
     _own[:] = [batches]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _batch(index: int) -> Any:

@@ -93,7 +93,4 @@ class Buckets(keras.utils.PyDataset):
         return batches
 
     def _padded(self, sequences: list[Any], length: int) -> np.ndarray:
-        rows = np.full((len(sequences), length), self._padding, "int32")
-        for row, sequence in zip(rows, sequences):
-            row[: len(sequence)] = sequence[:length]
-        return rows
+        return keras.utils.pad_sequences(sequences, length, padding="post", truncating="post", value=self._padding)

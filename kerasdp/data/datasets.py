@@ -7,6 +7,7 @@ by a stand-in, of which only the shape and the number of samples are known.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gzip
 import inspect
 import math
@@ -70,10 +71,6 @@ class StandIn:
         return np.zeros(len(indices), "int32"), None
 
 
-# Samples to learn from, held-out samples, shape of an input, number of classes.
-_StandIns = tuple[StandIn, StandIn, tuple[int, ...], int]
-
-
 def load_data(config: Config) -> Dataset:
     """Loads `config.dataset`. With `config.dry_run` what is large, or not here, is not read: see `StandIn`.
 
@@ -99,8 +96,7 @@ def _load(config: Config) -> Dataset:
         return from_arrays(arrays, config.dataset)
     try:
         if config.dry_run and (known := _stand_in(name, config.data_dir, arguments)) is not None:
-            train, test, shape, num_classes = known
-            return Dataset(train=train, test=test, input_shape=shape, num_classes=num_classes)
+            return known
         return DATASETS[name](config.data_dir, **arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not arguments:
@@ -108,24 +104,37 @@ def _load(config: Config) -> Dataset:
         raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error})") from error
 
 
-def _stand_in(name: str, data_dir: str | None, arguments: dict[str, Any]) -> _StandIns | None:
-    """Returns what stands in for a data set in a dry run; None if it is to be loaded."""
-    if name in ("synthetic", "images"):
-        bound = inspect.signature(DATASETS[name]).bind(data_dir, **arguments)
-        bound.apply_defaults()
-        if name == "images":
-            return _stand_in_for_images(**bound.arguments)
-        _refuse_data_dir(name, bound.arguments.pop("data_dir"))
-        return _stand_in_for_synthetic(**bound.arguments)
-    if name not in _PUBLISHED or arguments:
+def _stand_in(name: str, data_dir: str | None, arguments: dict[str, Any]) -> Dataset | None:
+    """Returns a data set in a dry run, or what stands in for it; None if it is to be loaded as ever."""
+    if name in _PUBLISHED and not arguments:
+        reason = ""
+        if data_dir is not None:
+            try:
+                return DATASETS[name](data_dir)
+            except UserError as error:
+                reason = f": {error}"
+        return _of_zeros(*_PUBLISHED[name], f"numbers as published; not read here{reason}")
+    if name not in ("synthetic", "images"):
         return None
-    if data_dir is None:
-        return _stand_in_for_published(name, "not read here")
-    try:
-        DATASETS[name](data_dir)
-    except UserError as error:
-        return _stand_in_for_published(name, f"not read here: {error}")
-    return None
+    bound = inspect.signature(DATASETS[name]).bind(data_dir, **arguments)
+    bound.apply_defaults()
+    given = bound.arguments
+    if name == "synthetic":
+        _refuse_data_dir(name, data_dir)
+        return _of_zeros(given["num_samples"], given["num_test_samples"], given["shape"], given["num_classes"])
+    if data_dir is None or os.path.isdir(data_dir):
+        return None
+    note = (
+        f"{data_dir} is not here: {_IMAGENET_CLASSES:,} classes are assumed, and how many images there are is not known"
+    )
+    return _of_zeros(None, None, (*given["size"], given["channels"]), _IMAGENET_CLASSES, note)
+
+
+def _of_zeros(
+    num_train: int | None, num_test: int | None, shape: tuple[int, ...], num_classes: int, note: str = ""
+) -> Dataset:
+    train, test = (StandIn(number, shape, note) for number in (num_train, num_test))
+    return Dataset(train=train, test=test, input_shape=tuple(shape), num_classes=num_classes)
 
 
 def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:
@@ -225,28 +234,24 @@ def images(data_dir: str | None, size: tuple[int, int] = (224, 224), channels: i
     )
 
 
-def _keras_or_idx(name: str) -> Callable[[str | None], Dataset]:
-    """Returns a function that loads a data set of `keras.datasets`, or of IDX files in a folder."""
-
-    def load_named(data_dir: str | None) -> Dataset:
-        folder = data_dir
-        if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
-            folder = DEBIAN_FASHION_MNIST
-        if folder is not None:
-            return from_arrays((read_idx_split(folder, "train"), read_idx_split(folder, "t10k")), name, num_classes=10)
-        try:
-            with one_download_at_a_time("datasets"):
-                (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
-        except Exception as error:  # Keras raises bare Exception for a failed download
-            raise UserError(
-                f"--dataset: {name} could not be downloaded ({error}); put its IDX files into a folder and add "
-                "--data_dir=FOLDER, or choose --dataset=digits, which needs no download"
-            ) from error
-        if x_train.ndim == 3:
-            x_train, x_test = x_train[..., None], x_test[..., None]
-        return from_arrays(((x_train, y_train), (x_test, y_test)), name, num_classes=10)
-
-    return load_named
+def published(name: str, data_dir: str | None) -> Dataset:
+    """Loads a data set of `keras.datasets`, or of IDX files in a folder."""
+    folder = data_dir
+    if folder is None and name == "fashion_mnist" and os.path.isdir(DEBIAN_FASHION_MNIST):
+        folder = DEBIAN_FASHION_MNIST
+    if folder is not None:
+        return from_arrays((read_idx_split(folder, "train"), read_idx_split(folder, "t10k")), name, num_classes=10)
+    try:
+        with one_download_at_a_time("datasets"):
+            (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, name).load_data()
+    except Exception as error:  # Keras raises bare Exception for a failed download
+        raise UserError(
+            f"--dataset: {name} could not be downloaded ({error}); put its IDX files into a folder and add "
+            "--data_dir=FOLDER, or choose --dataset=digits, which needs no download"
+        ) from error
+    if x_train.ndim == 3:
+        x_train, x_test = x_train[..., None], x_test[..., None]
+    return from_arrays(((x_train, y_train), (x_test, y_test)), name, num_classes=10)
 
 
 @contextlib.contextmanager
@@ -270,9 +275,7 @@ def _refuse_data_dir(name: str, data_dir: str | None) -> None:
 
 DATASETS: dict[str, Callable[..., Any]] = {
     "digits": digits,
-    "mnist": _keras_or_idx("mnist"),
-    "fashion_mnist": _keras_or_idx("fashion_mnist"),
-    "cifar10": _keras_or_idx("cifar10"),
+    **{name: functools.partial(published, name) for name in ("mnist", "fashion_mnist", "cifar10")},
     "synthetic": synthetic,
     "images": images,
 }
@@ -326,14 +329,6 @@ def _at_most(count: int, file: BinaryIO) -> bytes:
     return b"".join(parts)
 
 
-def _find_idx(folder: str, name: str) -> str | None:
-    """Returns the path of `name` in the folder, plain or with `.gz`; None if it is not there."""
-    for path in (os.path.join(folder, name), os.path.join(folder, name + ".gz")):
-        if os.path.isfile(path):
-            return path
-    return None
-
-
 def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Reads images and labels of `"train"` or `"t10k"` from the four files of MNIST's naming.
 
@@ -345,8 +340,8 @@ def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
     """
     arrays = []
     for kinds in (("images-idx3-ubyte", "images-idx4-ubyte"), ("labels-idx1-ubyte",)):
-        paths = [_find_idx(folder, f"{split}-{kind}") for kind in kinds]
-        path = next((path for path in paths if path), None)
+        paths = [os.path.join(folder, f"{split}-{kind}{ending}") for kind in kinds for ending in ("", ".gz")]
+        path = next(filter(os.path.isfile, paths), None)
         if path is None:
             raise UserError(f"--data_dir: expected {split}-{kinds[0]} (or with .gz) in {folder!r}; it is not there")
         arrays.append(read_idx(path))
@@ -363,31 +358,6 @@ _PUBLISHED: dict[str, tuple[int, int, tuple[int, ...], int]] = {
     "cifar10": (50_000, 10_000, (32, 32, 3), 10),
 }
 _IMAGENET_CLASSES = 1000
-
-
-def _stand_in_for_published(name: str, reason: str) -> _StandIns:
-    """Returns what stands in for a data set of `_PUBLISHED`; `reason`: why it is not read."""
-    num_train, num_test, shape, num_classes = _PUBLISHED[name]
-    note = f"numbers as published; {reason}"
-    return StandIn(num_train, shape, note), StandIn(num_test, shape, note), shape, num_classes
-
-
-def _stand_in_for_synthetic(
-    shape: tuple[int, ...], num_classes: int, num_samples: int, num_test_samples: int
-) -> _StandIns:
-    """Returns what stands in for random images, which are as many as memory holds."""
-    return StandIn(num_samples, shape), StandIn(num_test_samples, shape), tuple(shape), num_classes
-
-
-def _stand_in_for_images(data_dir: str | None, size: tuple[int, int], channels: int) -> _StandIns | None:
-    """Returns what stands in for a folder of images that is not here; None if it is."""
-    if data_dir is None or os.path.isdir(data_dir):
-        return None
-    note = (
-        f"{data_dir} is not here: {_IMAGENET_CLASSES:,} classes are assumed, and how many images there are is not known"
-    )
-    shape = (*size, channels)
-    return StandIn(None, shape, note), StandIn(None, shape, note), shape, _IMAGENET_CLASSES
 
 
 def _not_here(name: str, error: Exception) -> UserError:

@@ -1,14 +1,14 @@
 """Decides which sample is in which row of which batch, and which replica has that row.
 
-Pure NumPy, the same on every backend and device count.
+Pure NumPy, the same on every backend and device count. Rows of data that stays on the devices are numbers, too.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -185,8 +185,6 @@ class Split:
             num_rows: of the batch.
             shard: rank, and number of processes.
         """
-        if self.shares is None:
-            return shard_rows(pad_rows(np.arange(num_rows), self.num_replicas), shard)
         rank, num_processes = shard
         count = self.num_replicas // num_processes
         own = self.replicas(num_rows)[rank * count : (rank + 1) * count]
@@ -211,14 +209,27 @@ def replica_rows(num_rows: int, num_replicas: int) -> int:
     return -(-num_rows // num_replicas)
 
 
-def pad_rows(indices: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Repeats the last index until the rows divide by the replicas. Padding is always at the very end."""
-    missing = replica_rows(len(indices), num_replicas) * num_replicas - len(indices)
-    return np.concatenate([indices, np.repeat(indices[-1:], missing)])
+class DeviceCache:
+    """Arrays that stay on the devices: each device has all of them from their first use on."""
+
+    def __init__(self, arrays: Any):
+        self._arrays, self._copies = arrays, None
+
+    def copies(self, make: Callable[[Any], Any]) -> Any:
+        """Returns what `make` made of the arrays when it was first called."""
+        if self._copies is None:
+            self._copies = make(self._arrays)
+        return self._copies
 
 
-def shard_rows(rows: np.ndarray, shard: tuple[int, int]) -> np.ndarray:
-    """Returns the rows of one of so many processes. `shard`: rank, and number of processes."""
-    rank, num_processes = shard
-    size = replica_rows(len(rows), num_processes)
-    return rows[rank * size : (rank + 1) * size]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedRows:
+    """Rows of arrays that stay on the devices.
+
+    Args:
+        kept: the arrays.
+        numbers: of the rows, int32.
+    """
+
+    kept: DeviceCache
+    numbers: np.ndarray

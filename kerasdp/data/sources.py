@@ -73,11 +73,11 @@ class ArraySource:
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `Source`."""
-        return _take(self._inputs, indices)
+        return take_rows(self._inputs, indices)
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """See `Source`."""
-        return _take(self._targets, indices), _take(self._sample_weight, indices)
+        return take_rows(self._targets, indices), take_rows(self._sample_weight, indices)
 
 
 class ImageFolder:
@@ -278,7 +278,8 @@ def weights_of_classes(targets: Any, class_weight: dict[Any, float]) -> np.ndarr
     return np.array([class_weight.get(int(label), 1.0) for label in classes], dtype=keras.config.floatx())
 
 
-def _take(structure: Any, indices: np.ndarray) -> Any:
+def take_rows(structure: Any, indices: Any) -> Any:
+    """Returns the rows of all arrays of a structure that NumPy's indices, or a slice, choose."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[indices], structure)
 
 
@@ -298,10 +299,7 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
             f"Received: {fraction}"
         )
     arrays = source.arrays, *source.all_targets
-    return tuple(
-        keras.tree.map_structure(lambda leaf, part=part: None if leaf is None else leaf[part], arrays)
-        for part in (slice(None, cut), slice(cut, None))
-    )
+    return take_rows(arrays, slice(None, cut)), take_rows(arrays, slice(cut, None))
 
 
 class RecordSource:
@@ -323,11 +321,7 @@ class RecordSource:
     name = ""
 
     def __init__(
-        self,
-        records: Any,
-        decode: Callable[[Any], Any] | None = None,
-        num_threads: int = 4,
-        num_workers: int = 0,
+        self, records: Any, decode: Callable[[Any], Any] | None = None, num_threads: int = 4, num_workers: int = 0
     ):
         kind = type(records).__name__
         if not hasattr(records, "__getitem__") or not hasattr(records, "__len__"):

@@ -145,7 +145,8 @@ def skip_passes(batches: Any, count: int) -> None:
     tf.data (2.21) draws the order of a pass when its iterator is made, and a DataLoader is seeded for each. What
     another object does is not known: it may draw when it gives its first batch.
     """
-    for _ in range(0 if _is_data_loader(batches) else count):
+    torch = sys.modules.get("torch")
+    for _ in range(0 if torch is not None and isinstance(batches, torch.utils.data.DataLoader) else count):
         iterator = iter(batches)
         if not hasattr(batches, "cardinality"):
             next(iterator, None)
@@ -180,11 +181,6 @@ def digest_of(data: Any) -> str:
 def _keeps_state_itself(batches: Any) -> bool:
     """Returns whether the object has the state, not its iterator, as torchdata's StatefulDataLoader."""
     return all(hasattr(batches, name) for name in ("state_dict", "load_state_dict"))
-
-
-def _is_data_loader(batches: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(batches, torch.utils.data.DataLoader)
 
 
 def _as_json(state: Any) -> Any:

@@ -74,11 +74,8 @@ def check_target(path: str, backend: str) -> str:
     if ending == ".onnx":
         for package in (*_PACKAGES[backend], "onnxruntime"):
             if importlib.util.find_spec(package) is None:
-                way = (
-                    f"pip install {package}, or --backend=torch"
-                    if package == "jax2onnx"
-                    else "pip install 'kerasdp[onnx]'"
-                )
+                alone = f"pip install {package}, or --backend=torch"
+                way = alone if package == "jax2onnx" else "pip install 'kerasdp[onnx]'"
                 raise UserError(f"--to: .onnx with --backend={backend} needs {package}, which is not installed: {way}")
         return "onnx"
     if backend == "torch" or not is_installed("tensorflow"):
@@ -147,11 +144,9 @@ def check_elsewhere(path: str, kind: str, inputs: np.ndarray, outputs: np.ndarra
     if kind == "tf_saved_model":
         found["tf.saved_model"] = launch(functools.partial(_of_saved_model, path, inputs), backend="tensorflow", **here)
     if kind == "keras":
-        for other in BACKENDS:
-            if other != backend and is_installed(other):
-                found[f"Keras on {other}"] = launch(
-                    functools.partial(_of_keras_file, path, inputs), backend=other, **here
-                )
+        look = functools.partial(_of_keras_file, path, inputs)
+        others = [other for other in BACKENDS if other != backend and is_installed(other)]
+        found |= {f"Keras on {other}": launch(look, backend=other, **here) for other in others}
     lines = []
     scale = max(1.0, float(np.abs(outputs).max()))
     for name, received in found.items():

@@ -72,10 +72,6 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
         dataset = data_dir = None
     else:
         path, saved = _find(place, warn)
-        try:
-            require(path, saved.state, "config")
-        except CheckpointError as error:
-            raise UserError(f"--checkpoint: {error}") from error
         run = saved.state["config"]
         model = _restored(path, saved, request)
         dataset, data_dir = run["dataset"], run["data_dir"]
@@ -116,14 +112,17 @@ def _require(place: str) -> None:
 
 
 def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
-    """Returns path and content of a checkpoint, or of the newest of a folder."""
+    """Returns path and content of a checkpoint, or of the newest of a folder; it says what its run was."""
     if not is_url(place):
         _require(place)
+    inner = os.path.join(place, CHECKPOINTS)
     try:
         if place.endswith(".safetensors"):
-            return place, files.load(place)
-        inner = os.path.join(place, CHECKPOINTS)
-        found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
+            found: tuple[str, Checkpoint] | None = (place, files.load(place))
+        else:
+            found = files.load_newest(inner if os.path.isdir(inner) else place, warn)
+        if found is not None:
+            require(found[0], found[1].state, "config")
     except NotADirectoryError:
         raise UserError(
             f"--checkpoint: expected a workdir, a folder of checkpoints, .safetensors, .keras or .weights.h5. "
@@ -306,13 +305,11 @@ def _of_images(path: str, model: keras.Model) -> Samples:
     shape = getattr(model, "input_shape", None)
     if not isinstance(shape, tuple) or len(shape) != 4 or None in shape[1:]:
         raise UserError(f"--inputs: images need a model with inputs (height, width, channels). Received: {shape}")
-    classes: list[str] | None = None
-    labels = None
+    paths, labels, classes = [path], None, None
     if os.path.isdir(path):
-        directly = sorted(name for name in os.listdir(path) if name.lower().endswith(IMAGE_ENDINGS))
-        paths = [os.path.join(path, name) for name in directly]
+        paths = sorted(os.path.join(path, name) for name in os.listdir(path) if name.lower().endswith(IMAGE_ENDINGS))
         has_folders = any(entry.is_dir() for entry in os.scandir(path))
-        if directly and has_folders:
+        if paths and has_folders:
             raise UserError(f"--inputs: expected images or sub-folders, one per class. Received: {path!r}, with both")
         if has_folders:
             try:
@@ -321,11 +318,9 @@ def _of_images(path: str, model: keras.Model) -> Samples:
                 raise UserError(str(error).replace("--data_dir", "--inputs")) from error
         if not paths:
             raise UserError(f"--inputs: expected images ({', '.join(IMAGE_ENDINGS)}) in {path!r}. Received: none")
-    else:
-        paths = [path]
-    none = np.zeros(len(paths), "int32")
+    known = np.zeros(len(paths), "int32") if labels is None else labels.astype("int32")
     height, width, channels = shape[1:]
-    source = ImageFolder(paths, none if labels is None else labels.astype("int32"), (height, width), channels)
+    source = ImageFolder(paths, known, (height, width), channels)
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     names = [os.path.relpath(each, folder) for each in paths]
     return Samples(source=source, names=names, title=path, labels=labels, class_names=classes)

@@ -26,13 +26,11 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     """
     import keras
 
-    name, arguments = spec.parse(config.model, "model")
-    if spec.is_user_function(name):
-        builder = spec.load_user_function(name, "model")
-    else:
-        from kerasdp.models import classifiers
+    from kerasdp.models import classifiers
 
-        builder = getattr(classifiers, name)
+    name, arguments = spec.parse(config.model, "model")
+    is_own = spec.is_user_function(name)
+    builder = spec.load_user_function(name, "model") if is_own else getattr(classifiers, name)
     if config.kernel_initializer is not None:
         arguments["kernel_initializer"] = _initializer(config.kernel_initializer)
     taken = {"input_shape", "num_classes"} & arguments.keys()
@@ -46,17 +44,13 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
     try:
         model = builder(**arguments)
     except ValueError as error:
-        if spec.is_user_function(name):  # with all its frames: the user-defined function may be at fault
+        if is_own:  # with all its frames: the user-defined function may be at fault
             raise
         reason = str(error).splitlines()[0]
         raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
-    if config.augment is None:
-        return model
-    from kerasdp.models.augmentation import augmented
-
-    return augmented(model, config, input_shape)
+    return classifiers.augmented(model, config, input_shape)
 
 
 def _initializer(text: str) -> Any:

@@ -1,22 +1,28 @@
-"""The built-in models, from the smallest to the largest: plain Keras."""
+"""The models of images: the built-in ones, those of keras.applications without their head, layers in front of a model.
 
+The built-in ones, from the smallest to the largest, are plain Keras. Each takes `input_shape`, `(height, width,
+channels)`; `num_classes`, the number of logits; and `kernel_initializer`, of every kernel, None: Glorot uniform. It
+returns a model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import layers
 
+from kerasdp.config import Config, spec
+from kerasdp.data.datasets import one_download_at_a_time
+from kerasdp.errors import UserError
+
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
     """Builds two dense layers, the hidden one of 10 units: the toy of the PyTorch tutorial on model parallelism.
 
-    Args:
-        input_shape: `(height, width, channels)` of an image from 0 to 255, or `(features,)`, which are not scaled;
-            the published toy has `(10,)` and 5 outputs.
-        num_classes: number of logits.
-        kernel_initializer: of both kernels; None: Glorot uniform.
-
-    Returns:
-        A model from `(batch, *input_shape)` to logits, `(batch, num_classes)`.
+    `input_shape` may also be `(features,)`, which are not scaled; the published toy has `(10,)` and 5 outputs.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     if len(input_shape) == 1:
@@ -31,15 +37,7 @@ def mlp(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str 
 def lenet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
     """Builds two convolutions with average pooling, then two dense layers: LeNet with ReLU.
 
-    As in the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998).
-
-    Args:
-        input_shape: `(height, width, channels)`; the published network has `(28, 28, 1)`.
-        num_classes: number of logits.
-        kernel_initializer: of every kernel; None: Glorot uniform.
-
-    Returns:
-        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    As in the d2l.ai chapter on multi-GPU training from scratch (after LeCun et al. 1998), for images of `(28, 28, 1)`.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -55,15 +53,7 @@ def lenet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: st
 def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
     """Builds three convolutions with batch norm, pooling, a dense layer, dropout.
 
-    As in the Keras guide "Multi-GPU distributed training with PyTorch" (keras.io, 2023).
-
-    Args:
-        input_shape: `(height, width, channels)`; the guide has `(28, 28, 1)`.
-        num_classes: number of logits.
-        kernel_initializer: of every kernel; None: Glorot uniform.
-
-    Returns:
-        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    As in the Keras guide "Multi-GPU distributed training with PyTorch" (keras.io, 2023), for images of `(28, 28, 1)`.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -85,15 +75,8 @@ def convnet(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: 
 def resnet18(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
     """Builds a 3x3 stem without max-pooling and four stages of two residual blocks: 64, 128, 256, 512 filters.
 
-    ResNet-18 for 28x28 images, as in d2l.ai 13.6 (He et al. 2016, arXiv:1512.03385).
-
-    Args:
-        input_shape: `(height, width, channels)`; the book has `(28, 28, 1)`.
-        num_classes: number of logits.
-        kernel_initializer: of every kernel; None: Glorot uniform. The book has `random_normal(stddev=0.01)`.
-
-    Returns:
-        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    ResNet-18 for images of `(28, 28, 1)`, as in d2l.ai 13.6 (He et al. 2016, arXiv:1512.03385). The book has kernels of
+    `random_normal(stddev=0.01)`.
     """
     kernels = {"kernel_initializer": kernel_initializer or "glorot_uniform"}
     inputs, x = _image_input(input_shape)
@@ -135,15 +118,8 @@ def _padded_conv(
 def resnet50(input_shape: tuple[int, ...], num_classes: int, kernel_initializer: str | None = None) -> keras.Model:
     """Builds a 7x7 stem with max-pooling and four stages of 3, 4, 6, 3 bottleneck blocks: 25.6 million parameters.
 
-    ResNet-50 (He et al. 2016, arXiv:1512.03385), with the stride in the 3x3 convolution, as torchvision has it.
-
-    Args:
-        input_shape: `(height, width, channels)`; the paper has `(224, 224, 3)`.
-        num_classes: number of logits; the paper has 1000.
-        kernel_initializer: of every kernel; None: He normal, as in the paper.
-
-    Returns:
-        A model from images (0 to 255), shape `(batch, height, width, channels)`, to logits, `(batch, num_classes)`.
+    ResNet-50 (He et al. 2016, arXiv:1512.03385), with the stride in the 3x3 convolution, as torchvision has it. The
+    paper has images of `(224, 224, 3)` and 1000 classes. `kernel_initializer` None: He normal, as in the paper.
     """
     kernels = {"kernel_initializer": kernel_initializer or "he_normal"}
     inputs, x = _image_input(input_shape)
@@ -190,3 +166,80 @@ def _image_input(input_shape: tuple[int, ...]) -> tuple[keras.KerasTensor, keras
     """
     inputs = keras.Input(input_shape, name="image")
     return inputs, layers.Rescaling(1.0 / 255, name="rescaling")(inputs)
+
+
+def load_backbone(name: str, weights: str, input_shape: tuple[int, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns a model of keras.applications without its head, and what prepares images for it.
+
+    Args:
+        name: of a function of `keras.applications`, as `"MobileNetV2"`.
+        weights: `"imagenet"`, which Keras downloads; `"none"`, random ones; or a `.weights.h5` file of the same model
+            without its head.
+        input_shape: `(height, width, 3)`.
+
+    Returns:
+        The model, whose outputs are of shape `(samples, height, width, channels)`, and a function of images from 0 to
+        255.
+
+    Raises:
+        UserError: if there is no such model, or no such weights.
+    """
+    builder = getattr(keras.applications, name, None)
+    if not inspect.isfunction(builder):
+        known = [each for each, value in vars(keras.applications).items() if inspect.isfunction(value)]
+        raise UserError(f"--backbone: expected one of {', '.join(sorted(known))}. Received: {name!r}")
+    is_file = weights not in ("imagenet", "none")
+    if is_file and not (weights.endswith(".weights.h5") and os.path.exists(weights)):
+        raise UserError(f"--weights: expected imagenet, none, or a .weights.h5 file. Received: {weights!r}")
+    try:
+        with one_download_at_a_time("models") if weights == "imagenet" else contextlib.nullcontext():
+            model = builder(
+                include_top=False, weights="imagenet" if weights == "imagenet" else None, input_shape=input_shape
+            )
+    except Exception as error:  # Keras raises bare Exception for a failed download
+        reason = str(error).strip().partition("\n")[0]
+        way = "; without a network: --weights=FILE.weights.h5, or none" if weights == "imagenet" else ""
+        raise UserError(
+            f"--backbone: {name} cannot be made for images of shape {input_shape} ({reason}){way}"
+        ) from error
+    if is_file:
+        try:
+            model.load_weights(weights)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"--weights: {weights!r} holds no weights of {name} ({reason})") from error
+    module = getattr(keras.applications, builder.__module__.rpartition(".")[2])
+    return model, module.preprocess_input
+
+
+# Name on the command line: the layer, and its arguments where none are given. Images are from 0 to 255.
+_LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "flip": (layers.RandomFlip, {"mode": "horizontal"}),
+    "translate": (lambda factor, **other: layers.RandomTranslation(factor, factor, **other), {"factor": 0.1}),
+    "rotate": (layers.RandomRotation, {"factor": 0.05}),
+    "zoom": (layers.RandomZoom, {"height_factor": 0.1}),
+    "brightness": (layers.RandomBrightness, {"factor": 0.2}),
+    "contrast": (layers.RandomContrast, {"factor": 0.2}),
+}
+
+
+def augmented(model: keras.Model, config: Config, input_shape: tuple[int, ...]) -> keras.Model:
+    """Returns the model behind the layers of `config.augment`; the model itself if there are none.
+
+    Raises:
+        UserError: if the inputs are no images, or a layer does not take its arguments.
+    """
+    asked = spec.parse_list(config.augment or "", "augment")
+    if not asked:
+        return model
+    if len(input_shape) != 3:
+        raise UserError(f"--augment: expected images of shape (height, width, channels). Received: {input_shape}")
+    inputs = keras.Input(input_shape, name="image")
+    outputs = layers.Rescaling(1.0, name="as_float")(inputs)  # images come as uint8
+    for name, arguments in asked:
+        layer, defaults = _LAYERS[name]
+        try:
+            outputs = layer(**(defaults | arguments))(outputs)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--augment: {name} does not take these arguments: {str(error).splitlines()[0]}") from error
+    return keras.Model(inputs, model(outputs), name=model.name)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +11,10 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.parity.divergence import Divergence, Tolerance, difference, first_divergence, locate, tolerance_for
 from kerasdp.parity.trace import Job, Trace, Way, trace
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
+from kerasdp.reporting.report import in_columns
 from kerasdp.runtime.devices import is_installed
 
-if TYPE_CHECKING:
-    from kerasdp.parity.divergence import Tolerance
-
-
-__all__ = ["Comparison", "Job", "Outcome", "Divergence", "Reference", "Tolerance", "Way", "compare", "judge"]
+_DASHES = ("-", "--", ":", "-.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ class Comparison:
         """Returns a row for each way: largest difference of a loss from the reference's, first divergent
         step, seconds.
         """
-        rows = [("trained on", "max difference", "first divergent step", "seconds")]
+        rows = [["trained on", "max difference", "first divergent step", "seconds"]]
         for outcome in self.outcomes:
             step = "failed" if outcome.error else "none"
             if outcome.divergence is not None:
@@ -92,19 +89,41 @@ class Comparison:
             worst = f"{outcome.differences.max():.1e}" if len(outcome.differences) else ""
             if outcome.way == outcome.reference:
                 worst = "(reference)"
-            rows.append((str(outcome.way), worst, step, f"{outcome.seconds:.1f}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width)
-                      for number, (cell, width) in enumerate(zip(row, widths))).rstrip()
-            for row in rows
-        ]  # fmt: skip
-        lines += [str(outcome) for outcome in self.outcomes if outcome.error or outcome.divergence]
-        return "\n".join(lines)
+            rows.append([str(outcome.way), worst, step, f"{outcome.seconds:.1f}"])
+        words = [str(outcome) for outcome in self.outcomes if outcome.error or outcome.divergence]
+        return "\n".join([in_columns(rows, right=(1, 2, 3)), *words])
 
     def draw(self, path: str, title: str = "One model, trained many ways") -> None:
-        """Draws the loss curves on top of one another, and their differences, into a PNG file, under a title."""
-        _draw_comparison(self.outcomes, self.tolerance, path, title)
+        """Draws losses, and their relative differences from the reference's with the tolerance, by step.
+
+        Args:
+            path: of the PNG file.
+            title: says what was trained.
+        """
+        figure, (upper, lower) = make_figure(7.6, 6.4, rows=2)
+        trained = [outcome for outcome in self.outcomes if len(outcome.losses)]
+        counts = list(dict.fromkeys(outcome.way.num_devices for outcome in trained))
+        for index, outcome in enumerate(trained):
+            style: dict[str, Any] = {
+                "color": BACKEND_COLOURS.get(outcome.way.backend),
+                "linestyle": _DASHES[counts.index(outcome.way.num_devices) % len(_DASHES)],
+            }
+            # Wide below, narrow on top: curves that coincide stay visible.
+            width = 1.2 + 5.0 * (len(trained) - 1 - index) / max(len(trained) - 1, 1)
+            steps = np.arange(len(outcome.losses))
+            upper.plot(steps, outcome.losses, linewidth=width, label=str(outcome.way), **style)
+            # A logarithm has no place for equal.
+            apart = np.where(outcome.differences > 0, outcome.differences, np.nan)
+            if not np.isnan(apart).all():
+                lower.plot(steps[: len(apart)], apart, marker=".", markersize=4, linewidth=1, **style)
+        longest = max((len(outcome.losses) for outcome in trained), default=1)
+        allowed = [self.tolerance.after(step) for step in range(longest)]
+        lower.plot(range(longest), allowed, color="#888888", linewidth=1, label="tolerance")
+        upper.set(ylabel="loss", title=title)
+        lower.set(xlabel="step", ylabel="relative difference", yscale="log")
+        upper.legend(frameon=False, ncols=3, fontsize=8)
+        lower.legend(frameon=False, fontsize=8)
+        figure.savefig(path, dpi=120)
 
 
 def compare(
@@ -189,13 +208,8 @@ def judge(way: Way, reference: Reference, tolerance: Tolerance) -> Outcome:
     """Trains one way and compares it with the reference."""
     expected = reference.trace()
     if way == reference.way:
-        return Outcome(
-            way=way,
-            reference=way,
-            losses=expected.losses,
-            differences=np.zeros(len(expected.losses)),
-            seconds=expected.seconds,
-        )
+        none = np.zeros(len(expected.losses))
+        return Outcome(way=way, reference=way, losses=expected.losses, differences=none, seconds=expected.seconds)
     try:
         received = trace(reference.job, way)
         divergence, round_off = first_divergence(expected, received, tolerance), None
@@ -248,47 +262,3 @@ def _difference_in_float64(way: Way, reference: Reference) -> float | None:
 
 def _until(job: Job, step: int | None) -> Job:
     return job if step is None else dataclasses.replace(job, steps=step + 1)
-
-
-_DASHES = ("-", "--", ":", "-.")
-
-
-def _draw_comparison(outcomes: list[Outcome], tolerance: Tolerance, path: str, title: str) -> None:
-    """Draws losses, and their relative differences from the reference's with the tolerance, by step.
-
-    Args:
-        outcomes: of `kerasdp.parity.compare`.
-        tolerance: that they were judged by.
-        path: of the PNG file.
-        title: says what was trained.
-    """
-    figure, (upper, lower) = make_figure(7.6, 6.4, rows=2)
-    trained = [outcome for outcome in outcomes if len(outcome.losses)]
-    counts = list(dict.fromkeys(outcome.way.num_devices for outcome in trained))
-    for index, outcome in enumerate(trained):
-        style: dict[str, Any] = {
-            "color": BACKEND_COLOURS.get(outcome.way.backend),
-            "linestyle": _DASHES[counts.index(outcome.way.num_devices) % len(_DASHES)],
-        }
-        # Wide below, narrow on top: curves that coincide stay visible.
-        width = 1.2 + 5.0 * (len(trained) - 1 - index) / max(len(trained) - 1, 1)
-        steps = np.arange(len(outcome.losses))
-        upper.plot(steps, outcome.losses, linewidth=width, label=str(outcome.way), **style)
-        apart = np.asarray(outcome.differences, float)
-        if (apart > 0).any():  # a logarithm has no place for equal
-            lower.plot(
-                steps[: len(apart)], np.where(apart > 0, apart, np.nan), marker=".", markersize=4, linewidth=1, **style
-            )
-    longest = max((len(outcome.losses) for outcome in trained), default=1)
-    lower.plot(
-        range(longest),
-        [tolerance.after(step) for step in range(longest)],
-        color="#888888",
-        linewidth=1,
-        label="tolerance",
-    )
-    upper.set(ylabel="loss", title=title)
-    lower.set(xlabel="step", ylabel="relative difference", yscale="log")
-    upper.legend(frameon=False, ncols=3, fontsize=8)
-    lower.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)

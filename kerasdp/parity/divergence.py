@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -68,25 +69,25 @@ def tolerance_for(precision: str, optimizer: str) -> Tolerance:
     return Tolerance(start=start, growth=growth, limit=max(5e-3, start), kinks=max(2e-2, 3 * start))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Divergence:
     """Where two trainings first diverge.
 
     Args:
-        step: counted from 0; None: before the first, or after the last.
         what: `"initial weights"`, `"samples"`, `"inputs"`, `"loss"`, `"gradient"`, `"metrics"` or `"final weights"`.
-        where: the variable, row or metric.
         expected: what the reference has there.
         received: what the other has.
+        step: counted from 0; None: before the first, or after the last.
+        where: the variable, row or metric.
         difference: relative, where it is a number.
         layer: the layer or weight where the difference first shows; empty if not looked for.
     """
 
-    step: int | None
     what: str
-    where: str
     expected: str
     received: str
+    step: int | None = None
+    where: str = ""
     difference: float = math.nan
     layer: str = ""
 
@@ -120,91 +121,66 @@ def first_divergence(expected: Trace, received: Trace, tolerance: Tolerance) -> 
 
     Initial weights and the indices of the samples must be equal bit for bit.
     """
-    return (
-        _initial_weights(expected, received)
-        or next(
-            filter(None, (_step(expected, received, tolerance, step) for step in range(len(expected.losses)))), None
-        )
-        or _number_of_steps(expected, received)
-        or _after_the_last(expected, received, tolerance)
-    )
+    return next(_divergences(expected, received, tolerance), None)
 
 
-def _initial_weights(expected: Trace, received: Trace) -> Divergence | None:
+def _divergences(expected: Trace, received: Trace, tolerance: Tolerance) -> Iterator[Divergence]:
+    """Yields the first one; what comes after it is not to be asked for."""
+    yield from _initial_weights(expected, received)
+    num_steps, others = len(expected.losses), len(received.losses)
+    for step in range(min(num_steps, others)):
+        yield from _step(expected, received, tolerance, step)
+    if num_steps != others:
+        yield Divergence("samples", f"{num_steps} steps", f"{others} steps", min(num_steps, others))
+    yield from _after_the_last(expected, received, tolerance)
+
+
+def _initial_weights(expected: Trace, received: Trace) -> Iterator[Divergence]:
     names, others = list(expected.initial), list(received.initial)
     if names != others:
-        odd = next(
-            (pair for pair in zip(names, others) if pair[0] != pair[1]), (f"{len(names)} variables", len(others))
-        )
-        return Divergence(step=None, what="initial weights", where="", expected=str(odd[0]), received=str(odd[1]))
+        numbers = f"{len(names)} variables", str(len(others))
+        yield Divergence("initial weights", *next((pair for pair in zip(names, others) if pair[0] != pair[1]), numbers))
     for name, value in expected.initial.items():
         other = received.initial[name]
         if value.shape != other.shape or value.tobytes() != other.astype(value.dtype).tobytes():
-            apart = difference(value, other)
-            return Divergence(
-                step=None, what="initial weights", where=name, difference=apart,
-                expected=_brief(value), received=_brief(other),
-            )  # fmt: skip
-    return None
+            yield _of_weights("initial weights", name, value, other, difference(value, other))
 
 
-def _step(expected: Trace, received: Trace, tolerance: Tolerance, step: int) -> Divergence | None:
-    if step >= len(received.losses):
-        return _number_of_steps(expected, received)
+def _step(expected: Trace, received: Trace, tolerance: Tolerance, step: int) -> Iterator[Divergence]:
     rows, other_rows = expected.samples[step], received.samples[step]
     if len(rows) != len(other_rows):
-        return Divergence(
-            step=step, what="samples", where="", expected=f"{len(rows)} rows", received=f"{len(other_rows)} rows"
-        )
+        yield Divergence("samples", f"{len(rows)} rows", f"{len(other_rows)} rows", step)
     if not np.array_equal(rows, other_rows):
         row = int(np.argmax(rows != other_rows))
-        return Divergence(
-            step=step, what="samples", where=f"row {row}", expected=f"sample {rows[row]}",
-            received=f"sample {other_rows[row]}",
-        )  # fmt: skip
+        yield Divergence("samples", f"sample {rows[row]}", f"sample {other_rows[row]}", step, f"row {row}")
     if expected.row_means and received.row_means:
         means, other_means = expected.row_means[step], received.row_means[step]
         # A mean over many numbers is added up in another order on each backend.
         apart = np.abs(means - other_means) > 1e-4 * max(np.abs(means).max(), 1e-30)
         if apart.any():
             row = int(np.argmax(apart.any(axis=0)))
-            return Divergence(
-                step=step, what="inputs", where=f"row {row} (sample {rows[row]})",
-                expected=f"mean {means[:, row].tolist()}", received=f"{other_means[:, row].tolist()}",
-                difference=difference(means, other_means),
-            )  # fmt: skip
-    for what, values, others, allowed in (
-        ("loss", expected.losses, received.losses, tolerance.after(step)),
-        ("gradient", expected.gradient_norms, received.gradient_norms, tolerance.of_gradients(step)),
-    ):
+            words = f"mean {means[:, row].tolist()}", f"{other_means[:, row].tolist()}"
+            where = f"row {row} (sample {rows[row]})"
+            yield Divergence("inputs", *words, step, where, difference(means, other_means))
+    for what, where, values, others, allowed in (
+        ("loss", "", expected.losses, received.losses, tolerance.after(step)),
+        (
+            "gradient", "norm over all weights", expected.gradient_norms, received.gradient_norms,
+            tolerance.of_gradients(step),
+        ),
+    ):  # fmt: skip
         apart = difference(values[step], others[step])
         if apart > allowed and not (np.isnan(values[step]) and np.isnan(others[step])):
-            return Divergence(
-                step=step, what=what, where="" if what == "loss" else "norm over all weights",
-                expected=f"{values[step]:.9g}", received=f"{others[step]:.9g}", difference=apart,
-            )  # fmt: skip
-    return None
+            yield Divergence(what, f"{values[step]:.9g}", f"{others[step]:.9g}", step, where, apart)
 
 
-def _number_of_steps(expected: Trace, received: Trace) -> Divergence | None:
-    counts = len(expected.losses), len(received.losses)
-    if counts[0] == counts[1]:
-        return None
-    return Divergence(
-        step=min(counts), what="samples", where="", expected=f"{counts[0]} steps", received=f"{counts[1]} steps"
-    )
-
-
-def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> Divergence | None:
+def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> Iterator[Divergence]:
     allowed = tolerance.of_gradients(len(expected.losses))
     for name in sorted(expected.metrics.keys() | received.metrics.keys()):
         pair = [trace.metrics.get(name, math.nan) for trace in (expected, received)]
         apart = difference(np.asarray(pair[0]), np.asarray(pair[1]))
         if apart > allowed:
-            return Divergence(
-                step=None, what="metrics", where=name, expected=f"{pair[0]:.9g}", received=f"{pair[1]:.9g}",
-                difference=apart,
-            )  # fmt: skip
+            yield Divergence("metrics", f"{pair[0]:.9g}", f"{pair[1]:.9g}", where=name, difference=apart)
     # Relative to the distance that all weights went. Alone, one that the loss does not depend on (a bias before a batch
     # norm) is nothing but round-off.
     apart, way, worst = 0.0, 0.0, ("", -1.0)
@@ -212,21 +188,19 @@ def _after_the_last(expected: Trace, received: Trace, tolerance: Tolerance) -> D
         other = received.final[name]
         if value.dtype.kind != "f":
             if not np.array_equal(value, other):
-                return Divergence(
-                    step=None, what="final weights", where=name, expected=_brief(value), received=_brief(other)
-                )
+                yield _of_weights("final weights", name, value, other)
             continue
         squares = float(np.square(value.astype(float) - other).sum())
         apart, way = apart + squares, way + float(np.square(value.astype(float) - expected.initial[name]).sum())
         worst = max(worst, (name, squares), key=lambda pair: pair[1])
     apart, way = math.sqrt(apart), math.sqrt(way)
     if apart > allowed * way:
-        name = worst[0]
-        return Divergence(
-            step=None, what="final weights", where=f"most in {name}", expected=_brief(expected.final[name]),
-            received=_brief(received.final[name]), difference=apart / way if way else math.inf,
-        )  # fmt: skip
-    return None
+        name, apart = worst[0], apart / way if way else math.inf
+        yield _of_weights("final weights", f"most in {name}", expected.final[name], received.final[name], apart)
+
+
+def _of_weights(what: str, where: str, value: np.ndarray, other: np.ndarray, apart: float = math.nan) -> Divergence:
+    return Divergence(what, _brief(value), _brief(other), where=where, difference=apart)
 
 
 def locate(step: int, expected: Trace, received: Trace, tolerance: Tolerance) -> tuple[str, bool]:

@@ -3,9 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.launch import launch
 from kerasdp.runtime.sending import sent
-from kerasdp.runtime.workers import call_in_new_process
+from kerasdp.runtime.workers import run_workers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,24 +111,18 @@ def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
         data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
         job = dataclasses.replace(job, build_model=build_model, data=data)
         # The process reads it when it imports the user's module, which may import Keras at its top.
-        stack.enter_context(_environment(KERAS_BACKEND=way.backend))
-        result = call_in_new_process(_launch, job, way, detailed_step, name=f"{way}:")
+        variables = {"KERAS_BACKEND": way.backend}
+        result: Trace = run_workers(
+            _launch, (job, way, detailed_step), names=[f"{way}:"], variables=lambda number: variables
+        )
     result.seconds = time.perf_counter() - start
     return result
 
 
 def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:
-    settings = Config(
-        backend=way.backend,
-        num_devices=way.num_devices,
-        precision=way.precision,
-        device=job.device,
-        batch_size=job.batch_size,
-        seed=job.seed,
-        batch_norm=job.batch_norm,
-        compile=job.compile if way.backend == "torch" else "auto",
-        verbose=0,
-    )
+    choices = {name: getattr(job, name) for name in ("device", "batch_size", "seed", "batch_norm")}
+    choices["compile"] = job.compile if way.backend == "torch" else "auto"
+    settings = Config(**dataclasses.asdict(way), **choices, verbose=0)
     return launch(functools.partial(_train, job=job, detailed_step=detailed_step), settings)
 
 
@@ -188,9 +181,8 @@ def _values(variables: list[Any]) -> dict[str, np.ndarray]:
     for variable in variables:
         # The same layer name may occur twice, in two nested models.
         number = sum(path.partition(" ")[0] == variable.path for path in values)
-        values[f"{variable.path} ({number + 1})" if number else variable.path] = np.array(
-            keras.ops.convert_to_numpy(variable)
-        )
+        name = f"{variable.path} ({number + 1})" if number else variable.path
+        values[name] = np.array(keras.ops.convert_to_numpy(variable))
     return values
 
 
@@ -198,17 +190,3 @@ def _floats(tensors: list[Any]) -> np.ndarray:
     import keras
 
     return np.array([np.nan if tensor is None else keras.ops.convert_to_numpy(tensor) for tensor in tensors], float)
-
-
-@contextlib.contextmanager
-def _environment(**settings: str) -> Iterator[None]:
-    kept = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -16,6 +16,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import has_mask
 from kerasdp.keras_compat.models import as_functional, distinct_names
 from kerasdp.pipeline.graph import Call, Graph, graph_of
+from kerasdp.reporting.report import in_columns
 
 # From this share of the cost on, in one of several stages, the run says why.
 _HOPELESS = 0.8
@@ -140,19 +141,14 @@ def split(
 
 def table(stages: list[Stage]) -> str:
     """Formats a table of what each stage holds and sends."""
-    rows = [("stage", "layers", "number", "parameters", "share", "tensors out", "bytes per sample")]
+    rows = [["stage", "layers", "number", "parameters", "share", "tensors out", "bytes per sample"]]
     for number, stage in enumerate(stages):
         names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
-        rows.append((
+        rows.append([
             str(number), names, str(len(stage.layers)), f"{stage.num_parameters:,}", f"{stage.share:.0%}",
             str(len(stage.model.outputs)), f"{stage.num_bytes:,}" if stage.num_bytes else "-",
-        ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if column == 1 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    )  # fmt: skip
+        ])  # fmt: skip
+    return in_columns(rows, right=(0, 2, 3, 4, 5, 6))
 
 
 def imbalance(stages: list[Stage]) -> str:
@@ -207,10 +203,10 @@ class _Graph:
 
     def num_bytes(self, place: int) -> int:
         """Returns the bytes of the tensors that cross a place, for a sample."""
-        return sum(
-            int(np.prod([size or 1 for size in tensor.shape[1:]])) * _item_size(tensor.dtype)
-            for tensor in self.crossing(place).values()
-        )
+        tensors = self.crossing(place).values()
+        sizes = [2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize for tensor in tensors]
+        counts = [int(np.prod([size or 1 for size in tensor.shape[1:]])) for tensor in tensors]
+        return sum(count * size for count, size in zip(counts, sizes))
 
     def why_not(self, place: int) -> str:
         """Returns why the model cannot be cut at a place; empty if it can."""
@@ -287,10 +283,6 @@ def _balanced(graph: _Graph, costs: list[float], num_stages: int) -> list[int]:
     )[2]
 
 
-def _item_size(dtype: str) -> int:
-    return {"bool": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
-
-
 def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevice = HERE) -> list[float]:
     """Returns the cost of each call: seconds of its forward pass, arithmetic operations, or numbers in its weights.
 
@@ -309,20 +301,16 @@ def costs_of(graph: Graph, kind: str, batch_size: int, measuring: MeasuringDevic
         started = _seconds(graph, 1, measuring)
         added = [max(whole - start, 0.0) for whole, start in zip(seconds, started)]
         return added if any(added) else seconds
+    if kind == "flops":
+        return [float(_flops(call)) for call in graph.calls]
     counted: set[int] = set()
     costs = []
-    for call in graph.calls:
-        operation = call.operation
-        if kind == "flops":
-            costs.append(float(_flops(call)))
-        else:  # weights of a layer that is called twice are there once
-            costs.append(0.0 if id(operation) in counted else float(_num_parameters(operation)))
-            counted.add(id(operation))
+    for operation in (call.operation for call in graph.calls):
+        # Weights of a layer that is called twice are there once.
+        weights = [] if id(operation) in counted else getattr(operation, "weights", [])
+        costs.append(float(sum(int(np.prod(weight.shape)) for weight in weights)))
+        counted.add(id(operation))
     return costs
-
-
-def _num_parameters(operation: Any) -> int:
-    return sum(int(np.prod(weight.shape)) for weight in getattr(operation, "weights", []))
 
 
 def _flops(call: Call) -> int:

@@ -10,14 +10,15 @@ import statistics
 from typing import Any
 
 from kerasdp.config import CHECKPOINTS, Config
+from kerasdp.config.choices import choices_of
+from kerasdp.config.config import FAULTS, MACHINES, OUTPUT
 from kerasdp.errors import UserError
 from kerasdp.reporting.figure import make_figure
+from kerasdp.reporting.report import in_columns
 
 # Choices of where a run is and what it leaves, not of what it learns or how fast.
-PLACES = (
-    "workdir", "checkpoint_dir", "checkpoint_every", "keep", "resume", "max_restarts", "hang_timeout", "export",
-    "host_rank", "coordinator", "interface", "verbose", "log_every", "tracker", "profile", "dry_run", "versions",
-)  # fmt: skip
+_GROUPS = (MACHINES, OUTPUT, FAULTS)
+PLACES = {name for name, choice in choices_of(Config).items() if choice.group in _GROUPS} - {"hosts"} | {"versions"}
 _NOT_METRICS = ("epoch", "seconds", "images_per_second", "learning_rate")
 _MOST_IN_LEGEND = 16
 
@@ -111,10 +112,7 @@ def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns rows as text, in columns."""
-    columns = _columns(rows)
-    texts = [columns, *([_shown(row.get(name, "")) for name in columns] for row in rows)]
-    widths = [max(len(text[place]) for text in texts) for place in range(len(columns))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in texts)
+    return in_columns([[_shown(value) for value in line] for line in _lines(rows)])
 
 
 def plain_cell(value: Any) -> Any:
@@ -128,10 +126,7 @@ def plain_cell(value: Any) -> Any:
 def write_csv(rows: list[dict[str, Any]], path: str) -> None:
     """Writes rows as a CSV file."""
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        columns = _columns(rows)
-        writer.writerows([[plain_cell(each) for each in (row.get(name, "") for name in columns)] for row in
-                          (dict(zip(columns, columns)), *rows)])  # fmt: skip
+        csv.writer(file).writerows([plain_cell(value) for value in line] for line in _lines(rows))
 
 
 def best_of(runs: list[Run]) -> Run | None:
@@ -171,13 +166,9 @@ def draw(runs: list[Run], path: str) -> None:
         for number, run in enumerate(drawn):
             points = [(row["epoch"], row[name]) for row in run.history if name in row]
             if points:
-                axes.plot(
-                    *zip(*points),
-                    marker="o",
-                    markersize=3,
-                    color=colormaps["viridis"](0.9 * number / max(1, len(drawn) - 1)),  # no yellow
-                    label=run.name if axes is all_axes[0] and run in named else None,
-                )
+                colour = colormaps["viridis"](0.9 * number / max(1, len(drawn) - 1))  # no yellow
+                label = run.name if axes is all_axes[0] and run in named else None
+                axes.plot(*zip(*points), marker="o", markersize=3, color=colour, label=label)
         is_log = name.endswith("loss") and all(row.get(name, 1.0) > 0 for run in drawn for row in run.history)
         axes.set(xlabel="epoch", title=name, yscale="log" if is_log else "linear")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -200,9 +191,11 @@ def _settings(folder: str) -> dict[str, Any]:
     return settings
 
 
-def _columns(rows: list[dict[str, Any]]) -> list[str]:
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [name for name in columns if name != "error"] + ["error"] * ("error" in columns)
+def _lines(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Returns the names of all columns, errors last, and the values of each row in their order."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in names if name != "error"] + ["error"] * ("error" in names)
+    return [columns, *([row.get(name, "") for name in columns] for row in rows)]
 
 
 def _is_number(text: Any) -> bool:

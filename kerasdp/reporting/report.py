@@ -5,12 +5,14 @@ import functools
 import os
 import statistics
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from kerasdp.config import Config
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import addressed, redacted
+from kerasdp.runtime.run_state import RunState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,18 @@ def drop_stdout() -> None:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
+def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
+    """Returns lines of equally many texts as a table, in which the columns of these numbers are flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
+
+
 @functools.cache  # a checkpoint needs them, too
 def start_line(facts: Facts, learning_rate: float) -> str:
     """Formats the first line of a run: backend, devices, model, batch, learning rate, precision."""
@@ -105,25 +119,15 @@ def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, ra
 
 
 def result(
-    facts: Facts,
-    *,
-    update_rule: dict[str, Any],
-    steps: int,
-    final: dict[str, float],
-    epoch_seconds: list[float],
-    epoch_rates: list[float],
-    peak_memory_bytes: int,
+    facts: Facts, state: RunState, update_rule: dict[str, Any], final: dict[str, float], peak_memory_bytes: int
 ) -> dict[str, Any]:
     """Returns the content of report.json.
 
     Args:
         facts: what was known before.
+        state: of the run. The first epoch, with compilation in it, is left out of medians where there are others.
         update_rule: `optimizer`, `learning_rate` (of the first update) and `schedule`, by these names.
-        steps: updates made.
         final: loss and metrics of the last epoch.
-        epoch_seconds: seconds of the training part of each epoch. The first, with compilation in it, is left out of
-            the median where there are others.
-        epoch_rates: images a second of each epoch, likewise.
         peak_memory_bytes: of the first process, or of its device that used most.
     """
     config = facts.config
@@ -137,11 +141,11 @@ def result(
         **update_rule,
         "global_batch_size": facts.global_batch_size,
         "device_shares": None if facts.split is None else facts.split.shares,
-        "epochs": len(epoch_seconds),
-        "steps": steps,
+        "epochs": len(state.epoch_seconds),
+        "steps": state.step,
         "final": final,
-        "seconds_per_epoch": statistics.median(epoch_seconds[1:] or epoch_seconds),
-        "images_per_second": statistics.median(epoch_rates[1:] or epoch_rates),
+        "seconds_per_epoch": statistics.median(state.epoch_seconds[1:] or state.epoch_seconds),
+        "images_per_second": statistics.median(state.epoch_rates[1:] or state.epoch_rates),
         "peak_memory_bytes": peak_memory_bytes,
         "versions": versions(),
     }

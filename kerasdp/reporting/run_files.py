@@ -6,9 +6,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.errors import UserError, redacted
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import Facts, warn
@@ -23,14 +23,7 @@ class RunFiles:
         history: the rows of history.csv.
     """
 
-    def __init__(
-        self,
-        workdir: str,
-        facts: Facts,
-        *,
-        last_step: int = 0,
-        history: list[dict[str, Any]] | None = None,
-    ):
+    def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
         self.workdir, self._title = workdir, facts.title
         self.history = list(history or [])
@@ -48,24 +41,17 @@ class RunFiles:
                 file.writelines(_lines_until(last_step, path))
             os.replace(f"{path}.tmp", path)  # a run that is killed here has lost nothing
             self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
-        self._trackers = open_trackers(facts, workdir, last_step)
+        self._trackers = Trackers(facts, workdir, last_step)
         if self.history:
             self._write_history()
 
     def add_step(self, step: int, epoch: int, loss: float, learning_rate: float, images_per_second: float) -> None:
         """Writes a line of steps.jsonl; `step` and the epochs in the files count from 1, the argument from 0."""
-        line = {
-            "step": step,
-            "epoch": epoch + 1,
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "images_per_second": images_per_second,
-        }
+        numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._begin_again_if_removed(step)
-                self._steps.write(json.dumps(line) + "\n")
-        numbers = {"loss": loss, "learning_rate": learning_rate, "images_per_second": images_per_second}
+                self._steps.write(json.dumps({"step": step, "epoch": epoch + 1} | numbers) + "\n")
         self._trackers.add("step", step, numbers)
 
     def _begin_again_if_removed(self, step: int) -> None:
@@ -158,16 +144,10 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
             points = [(row["epoch"], row[key]) for row in history if key in row]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=label)
-                axes.annotate(
-                    f"{points[-1][1]:.3f}",
-                    points[-1],
-                    xytext=(6, 0),
-                    textcoords="offset points",
-                    # Apart from one another, however close the curves end.
-                    va="bottom" if ends[key] == max(ends.values()) else "top",
-                    fontsize=8,
-                    color=colour,
-                )
+                # Apart from one another, however close the curves end.
+                style: dict[str, Any] = {"va": "bottom" if ends[key] == max(ends.values()) else "top", "color": colour}
+                text, place = f"{points[-1][1]:.3f}", points[-1]
+                axes.annotate(text, place, xytext=(6, 0), textcoords="offset points", fontsize=8, **style)
         axes.set(xlabel="epoch", title=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.12)
@@ -179,57 +159,42 @@ def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:
 _PROJECT = "kerasdp"
 
 
-class Tracker(Protocol):
-    """A place that keeps numbers of a run."""
+class Trackers:
+    """What `Config.tracker` asks for. One that fails is left out from then on: training does not need it."""
+
+    def __init__(self, facts: Facts, folder: str, last_step: int):
+        """Begins with all.
+
+        Args:
+            facts: of the run.
+            folder: of the files of the run.
+            last_step: from which a run resumes; 0 for a new one.
+
+        Raises:
+            UserError: if one cannot begin: nobody is logged in, its server does not answer.
+        """
+        self._trackers: dict[str, Any] = {}
+        for name in facts.config.trackers:
+            try:
+                self._trackers[name] = _MAKERS[name](facts, folder, last_step)
+            except Exception as error:
+                raise UserError(f"--tracker={name} cannot begin: {_first_line(error)}") from error
 
     def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        """Adds numbers of a step or an epoch.
+        """Adds numbers of a step or an epoch to all.
 
         Args:
             kind: `"step"` or `"epoch"`.
             number: its number, from 1.
             values: by name.
         """
-
-    def close(self) -> None:
-        """Ends the run."""
-
-
-def open_trackers(facts: Facts, folder: str, last_step: int) -> "Trackers":
-    """Returns what `Config.tracker` asks for.
-
-    Args:
-        facts: of the run.
-        folder: of the files of the run.
-        last_step: from which a run resumes; 0 for a new one.
-
-    Raises:
-        UserError: if one cannot begin: nobody is logged in, its server does not answer.
-    """
-    made = {}
-    for name in facts.config.trackers:
-        try:
-            made[name] = _MAKERS[name](facts, folder, last_step)
-        except Exception as error:
-            raise UserError(f"--tracker={name} cannot begin: {_first_line(error)}") from error
-    return Trackers(made)
-
-
-class Trackers:
-    """Several trackers. One that fails is left out from then on: training does not need it."""
-
-    def __init__(self, trackers: dict[str, Tracker]):
-        self._trackers = trackers
-
-    def add(self, kind: str, number: int, values: dict[str, float]) -> None:
-        """Adds numbers to all; as `Tracker.add`."""
         self._of_each(lambda tracker: tracker.add(kind, number, values))
 
     def close(self) -> None:
-        """Ends all."""
+        """Ends the run in all."""
         self._of_each(lambda tracker: tracker.close())
 
-    def _of_each(self, call: Callable[[Tracker], None]) -> None:
+    def _of_each(self, call: Callable[[Any], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -318,7 +283,7 @@ class _MLflow:
         self._client.set_terminated(self._run)
 
 
-_MAKERS: dict[str, Callable[[Facts, str, int], Tracker]] = {
+_MAKERS: dict[str, Callable[[Facts, str, int], Any]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
     "mlflow": _MLflow,
@@ -331,9 +296,7 @@ def _first_line(error: Exception) -> str:
 
 def _saved(folder: str, tracker: str, last_step: int) -> str | None:
     """Returns the id under which a tracker knows the run that is resumed; None for a new run."""
-    if last_step:
-        return _known(folder).get(tracker)
-    return None
+    return _known(folder).get(tracker) if last_step else None
 
 
 def _save(folder: str, tracker: str, run_id: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from kerasdp.config import Config
-from kerasdp.config.versions import versions
+from kerasdp.config.validation import versions
 from kerasdp.errors import FIELDS_OF_FLAGS, PreemptedError, RunError, UserError, WorkerError, shared
 from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import MEETING_PLACE, Cluster

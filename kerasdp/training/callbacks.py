@@ -16,8 +16,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.optimizers import learning_rate_schedule
 from kerasdp.reporting import report
 from kerasdp.reporting.figure import FOLDER
-from kerasdp.reporting.progress import LiveCurve, Progress, as_numbers
-from kerasdp.reporting.recorder import Recorder
+from kerasdp.reporting.recorder import LiveCurve, Progress, Recorder, as_numbers
 from kerasdp.runtime import signals
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Position, RunState

@@ -18,7 +18,7 @@ from kerasdp.keras_compat.models import made_by_compile, restored_epoch
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.reporting import report
-from kerasdp.reporting.progress import as_numbers
+from kerasdp.reporting.recorder import as_numbers
 from kerasdp.runtime.heartbeat import Heartbeat, shapes_of
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import Detail, Evaluated, RunState

@@ -143,14 +143,14 @@ def test_the_kit_is_measured_against_itself():
 
 
 def test_the_command_line():
-    config, backends, counts, peers, rounds, steps = cli.parse_benchmark(["benchmark.py"])
+    config, backends, counts, peers, rounds, steps = cli.parse_recipe("benchmark", ["benchmark.py"])
     assert (config.model, config.batch_norm, backends, counts, peers) == ("convnet", "replica", None, [1], None)
     assert (rounds, steps) == (5, 20)
     flags = ["--device_counts=1,2", "--peers=jax, keras", "--batch_norm=sync", "--model=mlp", "--dataset=mnist"]
-    config, _, counts, peers, _, _ = cli.parse_benchmark(["benchmark.py", *flags])
+    config, _, counts, peers, _, _ = cli.parse_recipe("benchmark", ["benchmark.py", *flags])
     assert (config.model, config.dataset, config.batch_norm, counts) == ("mlp", "mnist", "sync", [1, 2])
     assert peers == ["jax", "keras"]
-    assert cli.parse_benchmark(["benchmark.py", "--peers=none"])[3] == []
+    assert cli.parse_recipe("benchmark", ["benchmark.py", "--peers=none"])[3] == []
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_command_line():
 )
 def test_what_a_benchmark_refuses(flag, words):
     with pytest.raises(UserError) as caught:
-        cli.parse_benchmark(["benchmark.py", flag])
+        cli.parse_recipe("benchmark", ["benchmark.py", flag])
     assert words in str(caught.value)
 
 

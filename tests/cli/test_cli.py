@@ -9,15 +9,7 @@ import pytest
 
 import kerasdp
 from kerasdp.cli.flags import CHOICES, RECIPES, recipe
-from kerasdp.cli.main import (
-    PARSERS,
-    parse,
-    parse_comparison,
-    parse_evaluation,
-    parse_from_scratch,
-    parse_prediction,
-    parse_study,
-)
+from kerasdp.cli.main import parse, parse_recipe
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import PreemptedError, UserError
@@ -52,7 +44,7 @@ def test_devices_is_another_name_of_gpus(tmp_path):
     assert parse_training("--devices=4").num_devices == 4
     assert parse_training(f"--flagfile={file}", "--devices=4").num_devices == 4
     with pytest.raises(UserError, match="has no effect here: use --backends and --device_counts"):
-        parse_comparison(["parity.py", "--devices=4"])
+        parse_recipe("parity", ["parity.py", "--devices=4"])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +76,7 @@ def test_wrong_flags(flag, words):
 def help_of(name, capsys):
     """The text of `--help`, and the flags that it lists."""
     with pytest.raises(SystemExit) as stopped:
-        PARSERS.get(name, parse)([f"recipes/{name}.py", "--help"])
+        parse_recipe(name, [f"recipes/{name}.py", "--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     lists = re.findall(r"^  (--[^:]*): ", text, re.M)
@@ -102,7 +94,7 @@ def test_help_names_the_flags_of_the_recipe_in_groups(name, capsys):
     assert max(map(len, text.splitlines())) <= 100
     for flag in {flag for choice in CHOICES for flag in choice.flags} - set(listed):
         with pytest.raises(UserError, match=f"--{flag} has no effect here: .* "):
-            PARSERS.get(name, parse)(["", f"--{flag}=1" if flag not in SWITCHES else f"--{flag}"])
+            parse_recipe(name, ["", f"--{flag}=1" if flag not in SWITCHES else f"--{flag}"])
 
 
 def test_help_is_short_where_a_recipe_takes_little(capsys):
@@ -160,17 +152,17 @@ def test_the_flags_are_these():
 def test_flagfiles(file):
     """Each parses, and its header tells the command, the expected result and time, and where they were measured."""
     recipe = "pipeline" if file.stem.startswith("pipeline") else "train"
-    assert (parse_study if recipe == "pipeline" else parse)(["", f"--flagfile={file}"])
+    assert parse_recipe("pipeline" if recipe == "pipeline" else "train", ["", f"--flagfile={file}"])
     header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
     for word in (f"python recipes/{recipe}.py --flagfile=flags/{file.name}", "Expected:", "Measured on:"):
         assert word in header
 
 
 def test_a_comparison():
-    config, backends, counts = parse_comparison(["parity.py", "--model=convnet"])
+    config, backends, counts = parse_recipe("parity", ["parity.py", "--model=convnet"])
     assert (config.model, backends, counts) == ("convnet", None, [1, 2, 4])
     installed = next(name for name in BACKENDS if is_installed(name))
-    _, backends, counts = parse_comparison(["parity.py", f"--backends={installed}", "--device_counts=1, 3"])
+    _, backends, counts = parse_recipe("parity", ["parity.py", f"--backends={installed}", "--device_counts=1, 3"])
     assert (backends, counts) == ([installed], [1, 3])
 
 
@@ -194,7 +186,7 @@ def test_a_comparison():
 )
 def test_a_wrong_comparison(flag, words):
     with pytest.raises(UserError) as caught:
-        parse_comparison(["parity.py", flag])
+        parse_recipe("parity", ["parity.py", flag])
     assert words in str(caught.value)
 
 
@@ -205,7 +197,7 @@ def test_flags_of_a_comparison_are_refused_in_training():
 
 
 def test_a_study():
-    config, sizes, repetitions = parse_study(["pipeline.py", "--model=resnet50", "--split_sizes=2, 4"])
+    config, sizes, repetitions = parse_recipe("pipeline", ["pipeline.py", "--model=resnet50", "--split_sizes=2, 4"])
     assert (config.model, config.num_devices, sizes, repetitions) == ("resnet50", None, [2, 4], 10)
     with pytest.raises(UserError, match="--split_sizes has no effect here: it belongs to recipes/pipeline.py"):
         parse_training("--split_sizes=2")
@@ -227,12 +219,12 @@ def test_a_study():
 )
 def test_a_wrong_study(flag, words):
     with pytest.raises(UserError) as caught:
-        parse_study(["pipeline.py", flag])
+        parse_recipe("pipeline", ["pipeline.py", flag])
     assert words in str(caught.value)
 
 
 def test_the_lesson():
-    (config,) = parse_from_scratch(["from_scratch.py", "--gpus=3", "--epochs=1"])
+    (config,) = parse_recipe("from_scratch", ["from_scratch.py", "--gpus=3", "--epochs=1"])
     assert (config.num_devices, config.epochs, config.batch_size, config.learning_rate) == (3, 1, 256, 0.3)
     assert (config.dataset, config.kernel_initializer) == ("fashion_mnist", "random_normal(stddev=0.01)")
     for flag, words in [
@@ -241,16 +233,16 @@ def test_the_lesson():
         ("--precision=bfloat16", "--precision: expected float32 or float64 in the lesson"),
     ]:
         with pytest.raises(UserError, match=words):
-            parse_from_scratch(["from_scratch.py", flag])
+            parse_recipe("from_scratch", ["from_scratch.py", flag])
 
 
 def test_what_a_trained_model_is_used_on(tmp_path):
-    config, request = parse_prediction(
-        ["predict.py", "--checkpoint=runs/mine", f"--inputs={tmp_path}", "--gpus=2", "--output=all.npy"]
+    config, request = parse_recipe(
+        "predict", ["predict.py", "--checkpoint=runs/mine", f"--inputs={tmp_path}", "--gpus=2", "--output=all.npy"]
     )
     assert (config.num_devices, request.checkpoint, request.inputs) == (2, "runs/mine", str(tmp_path))
     assert (request.output_path, request.model, request.dataset) == ("all.npy", None, None)
-    assert parse_evaluation(["evaluate.py", "--checkpoint=m.keras", "--dataset=mnist"])[1].dataset == "mnist"
+    assert parse_recipe("evaluate", ["evaluate.py", "--checkpoint=m.keras", "--dataset=mnist"])[1].dataset == "mnist"
     for flags, words in [
         ([], "--checkpoint is needed"),
         (["--checkpoint=m.keras", "--epochs=3"], "--epochs has no effect here: a trained model is used here"),
@@ -263,9 +255,9 @@ def test_what_a_trained_model_is_used_on(tmp_path):
         (["--checkpoint=m.keras", "--activation=tanh"], "--activation: expected one of softmax, sigmoid, none"),
     ]:
         with pytest.raises(UserError, match=words):
-            parse_prediction(["predict.py", *flags])
+            parse_recipe("predict", ["predict.py", *flags])
     with pytest.raises(UserError, match="--output has no effect here"):
-        parse_evaluation(["evaluate.py", "--checkpoint=m.keras", "--output=a.csv"])
+        parse_recipe("evaluate", ["evaluate.py", "--checkpoint=m.keras", "--output=a.csv"])
     with pytest.raises(UserError, match="--checkpoint has no effect here: it belongs to recipes/predict.py"):
         parse_training("--checkpoint=m.keras")
 

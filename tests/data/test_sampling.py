@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kerasdp.data import sampling
-from kerasdp.data.sampling import Order, epoch_order, pad_rows, replica_rows, seed_of_fit
+from kerasdp.data.sampling import Order, Split, epoch_order, replica_rows, seed_of_fit
 
 # Of seed 0, epoch 0: ten samples in batches of six.
 GOLDEN = [[4, 3, 6, 8, 0, 1], [2, 7, 5, 9]]
@@ -69,7 +69,7 @@ def test_epochs_of_a_given_length_go_on_where_the_last_one_stopped():
 )
 def test_padding_stands_at_the_end_and_divides(num_rows, num_replicas, size):
     assert replica_rows(num_rows, num_replicas) == size
-    padded = pad_rows(np.arange(num_rows), num_replicas)
+    padded = Split(num_replicas).rows_of_process(num_rows, (0, 1))
     assert len(padded) == size * num_replicas
     assert padded[:num_rows].tolist() == list(range(num_rows))
     assert set(padded[num_rows:]) <= {num_rows - 1}

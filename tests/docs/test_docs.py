@@ -64,9 +64,8 @@ def refused(recipe, arguments):
     if "kerasdp.main(" not in source:
         return None
     named = re.search(r'flags="(\w+)"', source)
-    read = main.PARSERS[named[1]] if named else main.parse
     try:
-        read(arguments)
+        main.parse_recipe(named[1] if named else "train", arguments)
     except SystemExit:  # --help
         return None
     except UserError as error:

@@ -9,7 +9,7 @@ import pytest
 import kerasdp
 from kerasdp.data import datasets
 from kerasdp.data.datasets import load_data
-from kerasdp.data.sampling import pad_rows, shard_rows
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.reporting.dry_run import size
 from kerasdp.training.dry_run import StepBytes, split_rows
@@ -124,9 +124,7 @@ def test_a_function_without_fit_is_refused():
 
 @pytest.mark.parametrize(("num_rows", "num_replicas"), [(64, 4), (100, 8), (13, 12), (600, 512), (7, 7), (35_983, 512)])
 def test_rows_are_split_as_readers_split_them(num_rows, num_replicas):
-    padded = pad_rows(np.arange(num_rows), num_replicas)
-    shards = [shard_rows(np.arange(len(padded)), (rank, num_replicas)) for rank in range(num_replicas)]
-    real = [int((shard < num_rows).sum()) for shard in shards]
+    real = [each.num_rows for each in Split(num_replicas).replicas(num_rows)]
     part = split_rows(num_rows, num_replicas)
     rest = [part["rest"]] if part["rest"] else []
     assert real == [part["rows"]] * part["full"] + rest + [0] * part["empty"]

@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from kerasdp import Config, ray
-from kerasdp.cli.main import parse_ray
+from kerasdp.cli.main import parse_recipe
 from kerasdp.errors import UserError
 
 
 def parsed(*flags):
-    return parse_ray(["ray_train.py", *flags])
+    return parse_recipe("ray_train", ["ray_train.py", *flags])
 
 
 def test_flags():

@@ -165,7 +165,7 @@ def one_case(case, x, y, runner):
 def pinned(runner):
     """Bytes of a batch that are sent from pinned memory, by the way in which its inputs come."""
     from kerasdp.data.batch import Batch
-    from kerasdp.data.device_cache import CachedRows, DeviceCache
+    from kerasdp.data.sampling import CachedRows, DeviceCache
 
     sizes, pin_memory = [], torch.Tensor.pin_memory
     torch.Tensor.pin_memory = lambda tensor: sizes.append(tensor.nbytes) or pin_memory(tensor)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kerasdp.cli.main import parse_transfer
+from kerasdp.cli.main import parse_recipe
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, run
 
@@ -99,12 +99,12 @@ def check_batch_norm(files, path):
 )
 def test_wrong_flags(flags, words):
     with pytest.raises(UserError) as caught:
-        parse_transfer(["transfer.py", *flags])
+        parse_recipe("transfer", ["transfer.py", *flags])
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_flags():
-    config, backbone, weights, head_epochs, rate = parse_transfer(["", "--size=96,64", "--data_dir=photos"])
+    config, backbone, weights, head_epochs, rate = parse_recipe("transfer", ["", "--size=96,64", "--data_dir=photos"])
     assert (config.dataset, config.batch_size, config.epochs) == ("images(size=(96,64))", 32, 5)
     assert (backbone, weights, head_epochs, rate) == ("MobileNetV2", "imagenet", 5, 1e-5)
 

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.reporting.progress import LiveCurve, curve_line
+from kerasdp.reporting.recorder import LiveCurve, curve_line
 from kerasdp.reporting.report import Facts
 from tests.helpers import BACKENDS, ROOT, environment
 

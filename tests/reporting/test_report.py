@@ -7,6 +7,7 @@ import shutil
 
 from kerasdp.config import Config
 from kerasdp.reporting import report, run_files
+from kerasdp.runtime.run_state import RunState
 
 
 def facts(tmp_path, **changes):
@@ -24,15 +25,10 @@ def facts(tmp_path, **changes):
 
 
 def result(of):
-    return report.result(
-        of,
-        update_rule={"optimizer": "SGD", "learning_rate": 0.03, "schedule": "constant"},
-        steps=8,
-        final={"accuracy": 0.5, "loss": 0.9, "val_accuracy": 0.625},
-        epoch_seconds=[9.0, 2.0, 1.0, 3.0],
-        epoch_rates=[10.0, 200.0, 100.0, 300.0],
-        peak_memory_bytes=123,
-    )
+    state = RunState()
+    state.step, state.epoch_seconds, state.epoch_rates = 8, [9.0, 2.0, 1.0, 3.0], [10.0, 200.0, 100.0, 300.0]
+    rule = {"optimizer": "SGD", "learning_rate": 0.03, "schedule": "constant"}
+    return report.result(of, state, rule, {"accuracy": 0.5, "loss": 0.9, "val_accuracy": 0.625}, 123)
 
 
 def test_the_first_epoch_does_not_count(tmp_path):

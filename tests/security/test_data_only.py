@@ -15,7 +15,7 @@ import pytest
 from kerasdp.checkpoint import files, state
 from kerasdp.checkpoint.state import architecture_of, build_architecture, gather, load_keras_file
 from kerasdp.checkpoint.storage import folder_at
-from kerasdp.cli.main import parse, parse_evaluation, parse_export, parse_prediction
+from kerasdp.cli.main import parse, parse_recipe
 from kerasdp.config import Config, Request
 from kerasdp.errors import UserError
 from kerasdp.inference import load_trained, open_samples
@@ -99,10 +99,11 @@ def test_a_checkpoint_that_is_trusted_runs_its_code_and_says_so(tmp_path, capsys
     assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize("parser", [parse_evaluation, parse_prediction, parse_export])
-def test_each_recipe_that_uses_a_checkpoint_has_the_flag(parser):
-    words = ["recipe.py", "--checkpoint=a", *(["--to=b.keras"] if parser is parse_export else [])]
-    assert [parser(words + more)[1].trust_checkpoint for more in ([], ["--trust_checkpoint"])] == [False, True]
+@pytest.mark.parametrize("recipe", ["evaluate", "predict", "export"])
+def test_each_recipe_that_uses_a_checkpoint_has_the_flag(recipe):
+    words = ["recipe.py", "--checkpoint=a", *(["--to=b.keras"] if recipe == "export" else [])]
+    without, trusted = (parse_recipe(recipe, [*words, *more])[1] for more in ([], ["--trust_checkpoint"]))
+    assert (without.trust_checkpoint, trusted.trust_checkpoint) == (False, True)
 
 
 def marshalled(program):

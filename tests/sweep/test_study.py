@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from kerasdp import Config, sweep
-from kerasdp.cli.main import parse_sweep
+from kerasdp.cli.main import parse_recipe
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from tests.helpers import BACKENDS, ROOT, run, start
 
@@ -240,8 +240,8 @@ def test_wrong_choices(trained, monkeypatch, tmp_path):
 
 
 def test_flags():
-    config, space, trials = parse_sweep(
-        ["", "--sweep=learning_rate=0.001..0.1; batch_size=8..64;gpus=1,2; model=../a.py:f,mlp", "--trials=3"]
+    config, space, trials = parse_recipe(
+        "sweep", ["", "--sweep=learning_rate=0.001..0.1; batch_size=8..64;gpus=1,2; model=../a.py:f,mlp", "--trials=3"]
     )
     assert space == {
         "learning_rate": (0.001, 0.1), "batch_size": (8, 64), "num_devices": [1, 2], "model": ["../a.py:f", "mlp"],
@@ -263,5 +263,5 @@ def test_flags():
 )
 def test_wrong_flags(flags, words):
     with pytest.raises(UserError) as caught:
-        parse_sweep(["sweep.py", *flags])
+        parse_recipe("sweep", ["sweep.py", *flags])
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -12,8 +12,8 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import UserError
-from kerasdp.models.augmentation import augmented
-from kerasdp.reporting.run_files import open_trackers
+from kerasdp.models.classifiers import augmented
+from kerasdp.reporting.run_files import Trackers
 from kerasdp.training.callbacks import make_callbacks
 from kerasdp.training.losses import make_loss
 from kerasdp.training.optimizers import make_optimizer, make_schedule
@@ -237,4 +237,4 @@ def test_a_tracker_that_cannot_begin_is_one_line(tmp_path):
     (tmp_path / "tensorboard").write_text("a file where its folder should be")
     facts = SimpleNamespace(config=Config(tracker="tensorboard", workdir=str(tmp_path)))
     with pytest.raises(UserError, match="--tracker=tensorboard cannot begin: .*Not a directory"):
-        open_trackers(facts, str(tmp_path), 0)
+        Trackers(facts, str(tmp_path), 0)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor, reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.config import Config
-from kerasdp.data.device_cache import CachedRows
+from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster

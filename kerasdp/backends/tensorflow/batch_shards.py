@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure
 from kerasdp.backends.tensorflow.devices import put_on_device
-from kerasdp.data.device_cache import CachedRows
+from kerasdp.data.sampling import CachedRows
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch

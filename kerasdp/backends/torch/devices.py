@@ -19,7 +19,7 @@ from kerasdp.backends.base import DeviceBatch, SingleProcess, Structure
 from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.launcher import start_workers
 from kerasdp.config import Config
-from kerasdp.data.device_cache import CachedRows
+from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import addresses, outcome
 from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster

@@ -1,0 +1,91 @@
+"""Builds the models of kerasdp/models and of keras_models.py for `jax_loop.py` and `tensorflow_loop.py`.
+
+Of the `Net` of each, which holds the weights by the names of the layers, and does what is done with them.
+"""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import protocol
+
+
+def find_model(args: Namespace) -> Callable[[Any, Any], Any]:
+    """Returns the model `args.model`, a function of a net and inputs."""
+    if args.model == "gpt":
+        return functools.partial(gpt, vocabulary=args.vocabulary, width=args.width)
+    if args.model == "segmentation":
+        return functools.partial(segmentation, width=args.width)
+    return {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}[args.model]
+
+
+def convnet(net: Any, x: Any) -> Any:
+    """Builds what `convnet` of kerasdp/models/classifiers.py builds."""
+    x = net.relu(net.norm("norm1", net.conv("conv1", x, 12, 3, bias=False), scale=False))
+    x = net.relu(net.norm("norm2", net.conv("conv2", x, 24, 6, 2, bias=False, is_padded=False), scale=False))
+    x = net.relu(net.norm("norm3", net.conv("conv3", x, 32, 6, 2), scale=False))
+    x = net.relu(net.dense("dense1", net.mean(x), 256))
+    return net.dense("logits", net.dropout(x, 0.5), protocol.NUM_CLASSES)
+
+
+def resnet18(net: Any, x: Any) -> Any:
+    """Builds what `resnet18` of kerasdp/models/classifiers.py builds."""
+    x = net.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
+    for stage, filters in enumerate((64, 128, 256, 512), 1):
+        for block in (1, 2):
+            name, strides = f"stage{stage}_block{block}", 2 if block == 1 and stage > 1 else 1
+            y = net.relu(net.norm(f"{name}_norm1", net.conv(f"{name}_conv1", x, filters, 3, strides)))
+            y = net.norm(f"{name}_norm2", net.conv(f"{name}_conv2", y, filters, 3))
+            if strides != 1:
+                x = net.conv(f"{name}_shortcut", x, filters, 1, strides)
+            x = net.relu(x + y)
+    return net.dense("logits", net.mean(x), protocol.NUM_CLASSES)
+
+
+def resnet50(net: Any, x: Any) -> Any:
+    """Builds what `resnet50` of kerasdp/models/classifiers.py builds."""
+
+    def conv_norm(name: str, x: Any, filters: int, size: int, strides: int = 1) -> Any:
+        x = net.conv(f"{name}_conv", x, filters, size, strides, bias=False)
+        return net.norm(f"{name}_norm", x, epsilon=1e-5, momentum=0.9)
+
+    x = net.max_pool(net.relu(conv_norm("stem", x, 64, 7, 2)))
+    for stage, (filters, num_blocks) in enumerate([(64, 3), (128, 4), (256, 6), (512, 3)], 1):
+        for block in range(1, num_blocks + 1):
+            name, strides = f"stage{stage}_block{block}", 2 if block == 1 and stage > 1 else 1
+            y = net.relu(conv_norm(f"{name}_1", x, filters, 1))
+            y = net.relu(conv_norm(f"{name}_2", y, filters, 3, strides))
+            y = conv_norm(f"{name}_3", y, 4 * filters, 1)
+            if block == 1:
+                x = conv_norm(f"{name}_shortcut", x, 4 * filters, 1, strides)
+            x = net.relu(x + y)
+    return net.dense("logits", net.mean(x), protocol.NUM_CLASSES)
+
+
+def gpt(net: Any, x: Any, vocabulary: int, width: int) -> Any:
+    """Builds what keras_models.py builds."""
+    x = net.embedding("tokens", x, vocabulary, width) + net.table("positions", x.shape[1], width)
+    for number in range(1, protocol.NUM_BLOCKS + 1):
+        name = f"block{number}"
+        qkv = net.dense(f"{name}_qkv", net.layer_norm(f"{name}_norm1", x), 3 * width)
+        x = x + net.dense(f"{name}_out", net.attend(qkv), width)
+        y = net.dense(f"{name}_up", net.layer_norm(f"{name}_norm2", x), 4 * width)
+        x = x + net.dense(f"{name}_down", net.gelu(y), width)
+    return net.dense("logits", net.layer_norm("norm", x), vocabulary)
+
+
+def segmentation(net: Any, x: Any, width: int) -> Any:
+    """Builds what keras_models.py builds."""
+
+    def halve(name: str, x: Any, filters: int) -> Any:
+        return net.relu(net.norm(f"{name}_norm", net.conv(name, x, filters, 4, 2, bias=False)))
+
+    def join(name: str, x: Any, other: Any) -> Any:
+        return net.relu(net.norm(f"{name}_norm", net.double(name, x, other.shape[-1])) + other)
+
+    half = halve("down1", x, width)
+    quarter = halve("down2", half, 2 * width)
+    x = halve("down3", quarter, 4 * width)
+    x = join("up2", join("up1", x, quarter), half)
+    return net.double("logits", x, protocol.SEGMENTATION_CLASSES, bias=True)
