@@ -139,7 +139,7 @@ class SingleProcess:
 Work = tuple[int, str, int, float, float]
 
 
-class PipelineEngine(Protocol):
+class PipelineEngine:
     """Trains one model in stages.
 
     Attributes:
@@ -148,16 +148,19 @@ class PipelineEngine(Protocol):
         processes: of the run.
     """
 
-    plan: "Plan"
-    timeline: list[Work] | None
-    processes: Processes
+    def __init__(self, model: "keras.Model", plan: "Plan", processes: Processes):
+        self.model, self.optimizer = model, getattr(model, "optimizer", None)
+        self.plan, self.processes = plan, processes
+        self.timeline: list[Work] | None = None
 
     @property
     def is_stale(self) -> bool:
         """Returns whether the model was compiled again since the engine was made."""
+        return self.optimizer is not getattr(self.model, "optimizer", None)
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
+        raise NotImplementedError
 
     def gather_variables(self) -> None:
         """Gives each process the values of all variables, where it computes only some of them."""
