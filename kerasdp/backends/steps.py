@@ -1,5 +1,8 @@
 """Holds what the step functions of all backends share."""
 
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 from kerasdp.backends.base import Tensor
@@ -31,9 +34,10 @@ class DeviceScalar:
 
 
 def all_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model, its metrics and its optimizer."""
+    """Returns the variables of a model, its metrics and its optimizer, once each."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
-    return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]
+    found = *model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])
+    return list({id(variable): variable for variable in found}.values())
 
 
 class TrainedWeights:
@@ -82,3 +86,18 @@ def learning_rate(optimizer: Any) -> Any:
     import keras
 
     return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0
+
+
+# Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
+_UNMEASURED, _MEASURED = 2, 5
+
+
+def median_seconds(run: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+    """Returns the seconds that `run` takes once it is compiled and the device is warm; each time after `before`."""
+    times = []
+    for _ in range(_UNMEASURED + _MEASURED):
+        before()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[_UNMEASURED:])

@@ -57,17 +57,17 @@ def captured(model):
     model.compute_metrics(X, Y, model(X))  # builds them
     model.reset_metrics()
     own = strategy()
-    steps = CompiledTraining(own, model, ShardSteps(model))
+    steps = CompiledTraining(own, ShardSteps(model))
     data = (torch.from_numpy(X), torch.from_numpy(Y), None)
     return steps, data
 
 
 def train_captured(model, num_steps):
     steps, data = captured(model)
-    graph = steps.graphs._captured(data, Detail.SUMMARY, len(X))
+    graph = steps._captured(data, Detail.SUMMARY, len(X))
     losses = []
     for _ in range(num_steps):
-        loss, rate, logs, seen = graph(steps.graphs.values, data)
+        loss, rate, logs, seen = graph(steps.values, data)
         losses.append(float(loss))
     return graph, losses, float(rate), {name: float(value) for name, value in logs.items()}, seen
 
@@ -102,7 +102,7 @@ def test_capturing_changes_no_variable():
     model = new_model()
     before = model.get_weights()
     steps, data = captured(model)
-    steps.graphs._captured(data, Detail.NOTHING, len(X))
+    steps._captured(data, Detail.NOTHING, len(X))
     for own, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(own, other)
     assert int(model.optimizer.iterations) == 0
@@ -112,9 +112,7 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
     model = new_model(keras.layers.Dropout(0.5))
     expected, outputs = model.evaluate(X, Y, verbose=0, return_dict=True), model.predict(X, verbose=0)
     _, data = captured(model)
-    testing, predicting = (
-        CompiledEvaluation(strategy(), model, ShardSteps(model), name).graphs for name in ("test", "predict")
-    )
+    testing, predicting = (CompiledEvaluation(strategy(), ShardSteps(model), name) for name in ("test", "predict"))
     weights = model.get_weights()
     graph = testing._captured(data, Detail.NOTHING, len(X))
     for _ in range(2):  # the metrics' variables are the graph's own memory
@@ -141,13 +139,13 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
 def test_what_cannot_be_captured_is_refused(make, reason):
     steps, data = captured(new_model(make()))
     with pytest.raises(ValueError, match=reason):
-        steps.graphs._captured(data, Detail.NOTHING, len(X))
+        steps._captured(data, Detail.NOTHING, len(X))
 
 
 def test_a_refusal_is_reported_once_and_remembered(capsys):
     steps, data = captured(new_model(Foreign()))
     batch = DeviceBatch(*data, torch.arange(len(X)))
-    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.graphs.reason
+    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.reason
     assert steps(batch, Detail.NOTHING) is None
     assert capsys.readouterr().err.count("trained without --compile") == 1
 

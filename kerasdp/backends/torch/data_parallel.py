@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Trained
-from kerasdp.backends.steps import TrainedWeights
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
+from kerasdp.backends.steps import TrainedWeights, median_seconds
 from kerasdp.backends.torch.collectives import HostSums, gather_rows, gather_statistics, sum_over_ranks
-from kerasdp.backends.torch.devices import (
-    begin_thread,
-    device_of_process,
-    differing_variables,
-    join_processes,
-    peak_memory_bytes,
-    put_batch,
-    timeout_of,
+from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.train_step import (
+    ShardSteps,
+    distributed,
+    loss_of,
+    numbers_made_on,
+    sums_over_ranks,
+    to_host,
+    train_step,
+    updating_on,
 )
-from kerasdp.backends.torch.train_step import distributed, pass_seconds
-from kerasdp.backends.torch.waits import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
@@ -28,14 +28,13 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
-    from kerasdp.backends.torch.train_step import ShardSteps
     from kerasdp.data.batch import Batch
 
 # Steps after which compiling (10 to 60 s on a CPU) pays off.
 _WORTH_COMPILING = 1000
 
 
-class DataParallel(Strategy):
+class DataParallel(TorchStrategy):
     """A replica of the model in each process. See `kerasdp.backends.base.Strategy`.
 
     Attributes:
@@ -46,22 +45,15 @@ class DataParallel(Strategy):
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process group. Call before Keras is imported."""
-        self.num_devices = self.num_replicas = devices.count
-        self.config = config
+        super().__init__(devices, config)
+        self.num_replicas = devices.count
         self.splits_batches = self.num_replicas > 1
-        self.device = device_of_process(devices, config)
-        self.is_gpu = self.device.type == "cuda"
-        self.processes = join_processes(devices, self.device, timeout_of(config), config)
         self.shard = self.processes.rank, devices.count
         self.split = Split(devices.count, config.shares)
         # Where they are, gradients are added there.
         self.host_sums: HostSums | None = None
         if config.reduce == "host" and self.num_replicas > 1:
             self.host_sums = HostSums(self.device, timeout_of(config), config.gradient_precision)
-
-    def begin_reading_thread(self) -> None:
-        """Lets a reading thread work with this process's GPU."""
-        begin_thread(self.device)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""
@@ -122,7 +114,6 @@ class DataParallel(Strategy):
             run_state: says how many steps there will be, and of how many rows: whether compiling pays off.
         """
         from kerasdp.backends.torch.compiled_step import CompiledTraining
-        from kerasdp.backends.torch.train_step import ShardSteps, train_step
         from kerasdp.keras_compat.own_steps import own_steps
 
         if self.is_gpu:
@@ -139,7 +130,7 @@ class DataParallel(Strategy):
                 return Trained(to_host(logs.get("loss")), None, logs, {})
             done = None
             if self._compiles(model, run_state.num_steps, len(batch.indices) == run_state.batch_size):
-                compiled = compiled or CompiledTraining(self, model, steps)
+                compiled = compiled or CompiledTraining(self, steps)
                 done = compiled(batch, detail)
             if done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
@@ -154,12 +145,8 @@ class DataParallel(Strategy):
         test, predict = (self._evaluation_function(name, model, run_state, steps) for name in ("test", "predict"))
         return StepFunctions(train=train, test=test, predict=predict)
 
-    def set_training(self, model: Any, is_training: bool) -> None:
-        """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
-        model.train(is_training)
-
     def _evaluation_function(
-        self, name: str, model: Any, run_state: RunState, steps: "ShardSteps"
+        self, name: str, model: Any, run_state: RunState, steps: ShardSteps
     ) -> Callable[[DeviceBatch], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
@@ -179,8 +166,8 @@ class DataParallel(Strategy):
                         return self._own_predict_step(model, batch)
                     return self._own_step(model, "test_step", batch)
             if evaluated and self._compiles(model, evaluated.num_batches, num_rows == evaluated.batch_size):
-                compiled = compiled or CompiledEvaluation(self, model, steps, name)
-                result = compiled(batch)
+                compiled = compiled or CompiledEvaluation(self, steps, name)
+                result = compiled.run(batch)
             if result is not None:
                 return result
             with numbers_made_on(self.device):
@@ -227,15 +214,36 @@ class DataParallel(Strategy):
             return False
         return self.config.compile == "on" or num_steps is None or num_steps >= _WORTH_COMPILING
 
+    @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on this process's replica; no variable changes."""
-        from kerasdp.backends.torch.train_step import shard_passes
+        import keras
 
-        return shard_passes(model, batch, self.context(model, len(batch.indices)))
+        from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
+        from kerasdp.portability.row_search import fixed_values
+
+        context, steps = self.context(model, len(batch.indices)), ShardSteps(model)
+        if context is None:
+            return []
+        with keras.StatelessScope(fixed_values(model), collect_losses=True):
+            with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
+                outputs = steps.forward(model, batch.inputs, context, training=True)
+            whole = steps.global_batch(batch, outputs, context, training=True)
+            loss = whole.take(sums_over_ranks(whole.shared))
+            layers |= added_losses_by_name(model, len(layers))
+        leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
+        return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 
     def pass_seconds(self, model: Any, batch: DeviceBatch) -> list[float]:
-        """Returns the seconds of a forward and a backward pass of this process's rows."""
-        return [pass_seconds(self, model, batch)]
+        """Returns the seconds of a forward and a backward pass of this process's rows, while the others do theirs."""
+        weights = [weight.value for weight in model.trainable_weights]
+
+        def run() -> None:
+            torch.autograd.grad(loss_of(None, model, model, batch), weights, allow_unused=True)
+            if self.is_gpu:
+                torch.cuda.synchronize(self.device)
+
+        return [median_seconds(run, before=torch.distributed.barrier)]
 
     def description(self, model: Any) -> str:
         """Returns where gradients are added, if that was chosen."""
@@ -244,15 +252,3 @@ class DataParallel(Strategy):
         if not self.is_gpu:
             return f"--reduce={self.config.reduce}: {VIRTUAL}; Gloo adds the gradients there in any case"
         return "gradients are added " + ("in host memory, by Gloo" if self.host_sums else "on the GPUs, by NCCL")
-
-    def diverged_variables(self, model: Any) -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-        return differing_variables(model.variables, self.processes)
-
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device (on the CPU: each process) has used."""
-        return self.processes.all_gather_object(self.peak_memory_bytes())
-
-    def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return peak_memory_bytes(self.device)

@@ -2,19 +2,18 @@
 
 import contextlib
 import functools
-import statistics
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
+from kerasdp.backends.base import DeviceBatch, Trained
 from kerasdp.backends.steps import all_variables, learning_rate
-from kerasdp.backends.torch.private import all_reduce_async, wait
-from kerasdp.backends.torch.waits import updating_on
-from kerasdp.keras_compat.patches import wrapped
+from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
+from kerasdp.keras_compat.patches import replaced, wrapped
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -114,27 +113,6 @@ class ShardSteps:
         return GlobalBatch(self.model, context, padded, len(indices), training=training, add_up=_add_up)
 
 
-@torch.no_grad()
-def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None) -> list[ShardPass]:
-    """Runs a forward pass of training on this process's replica; no variable changes."""
-    import keras
-
-    from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
-    from kerasdp.portability.row_search import fixed_values
-
-    steps = ShardSteps(model)
-    if context is None:
-        return []
-    with keras.StatelessScope(fixed_values(model), collect_losses=True):
-        with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-            outputs = steps.forward(model, batch.inputs, context, training=True)
-        whole = steps.global_batch(batch, outputs, context, training=True)
-        loss = whole.take(sums_over_ranks(whole.shared))
-        layers |= added_losses_by_name(model, len(layers))
-    leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
-    return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
-
-
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
     """Takes the mean over the ranks of gradients that DistributedDataParallel does not know.
 
@@ -192,8 +170,92 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
     return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)
 
 
-# Passes by which the speed of a device is found: those that warm it up, and those that count.
-_UNMEASURED, _MEASURED = 2, 5
+# Bytes of an array up to which it is sent from pinned memory, which PyTorch (2.13) keeps once it was used.
+_SMALL = 2**16
+
+
+class HostCopy:
+    """A number on its way from a GPU to the host.
+
+    To read it is to wait for the step that computed it; `.item()` waits for all that the GPU was given since.
+    """
+
+    def __init__(self, value: torch.Tensor):
+        """Sends it, once what the GPU was given so far is done."""
+        self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._value.copy_(value.detach(), non_blocking=True)
+        self._is_sent = torch.cuda.Event()
+        self._is_sent.record(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._is_sent.synchronize()
+        return float(self._value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(float(self), dtype)
+
+    def is_ready(self) -> bool:
+        """Returns whether the GPU has computed it."""
+        return self._is_sent.query()
+
+
+def to_host(value: Any) -> Any:
+    """Returns a number that can be read later without a wait for what follows: on a GPU a `HostCopy`.
+
+    Args:
+        value: a tensor of one number; what is not on a GPU (None, a Python number) is returned as it is.
+    """
+    return HostCopy(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
+
+
+def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a GPU fills in the numbers that Python gives to an eager step; elsewhere no change.
+
+    Keras (3.15) makes a tensor of each Python number by `torch.as_tensor`, a step of a small net 30 of them. For that
+    PyTorch (2.13) copies the number from the host, and waits until the GPU has it, and so all that was given before.
+    For other threads, as those that read data, nothing changes. Unneeded once Keras fills numbers in.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    original, own_thread = torch.as_tensor, threading.get_ident()
+
+    def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+        is_sent = device is not None and torch.device(device).type == "cuda" and not isinstance(data, torch.Tensor)
+        if not is_sent or threading.get_ident() != own_thread:
+            return original(data, dtype=dtype, device=device)
+        if type(data) in (bool, int, float):
+            return torch.full((), data, dtype=dtype, device=device)
+        on_host = original(data, dtype=dtype)
+        if on_host.nbytes > _SMALL:
+            return on_host.to(device)
+        return on_host.pin_memory().to(device, non_blocking=True)
+
+    return replaced(torch, as_tensor=as_tensor)
+
+
+@contextlib.contextmanager
+def updating_on(device: torch.device, optimizer: Any) -> Iterator[None]:
+    """Lets an optimizer of Keras update the weights of an eager step on a GPU without a wait; elsewhere as it does.
+
+    What cannot be helped: `gradient_accumulation_steps` asks in each step whether it is time to update.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    import keras
+
+    from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_one_by_one
+
+    with contextlib.ExitStack() as stack:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            stack.enter_context(deciding_on_device(optimizer))
+        if optimizer is not inner_optimizer(optimizer) or isinstance(optimizer, keras.optimizers.Nadam):
+            # Nadam's (3.15) way to update all variables in one call reads two numbers; that of `deciding_on_device`
+            # needs updates that leave the variables as they are.
+            stack.enter_context(updating_one_by_one(optimizer))
+        else:
+            stack.enter_context(foreach_add_of_tensors())
+        yield
 
 
 def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
@@ -217,13 +279,13 @@ def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
         # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as they
         # came. Where in a message a number stands decides in which order those of the ranks are added: the first step
         # after a resume would differ by round-off. The sum of two is the same in any order.
-        _loss(strategy.context(model, len(batch.indices)), model, parallel, batch).backward()
+        loss_of(strategy.context(model, len(batch.indices)), model, parallel, batch).backward()
         for variable in model.trainable_weights:
             variable.value.grad = None
     return parallel
 
 
-def _loss(context: ReplicaContext | None, model: Any, module: Any, batch: DeviceBatch) -> Any:
+def loss_of(context: ReplicaContext | None, model: Any, module: Any, batch: DeviceBatch) -> Any:
     """Returns the loss of a batch by the model, or its wrapper; leaves no trace in any variable.
 
     `context`: of the step; None: this rank's rows are the batch.
@@ -242,7 +304,7 @@ def _loss(context: ReplicaContext | None, model: Any, module: Any, batch: Device
 def _used_weights(strategy: Any, model: Any, batch: DeviceBatch) -> list[Any]:
     """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
     context = strategy.context(model, len(batch.indices))
-    used, seen, ahead = set(), set(), [_loss(context, model, model, batch).grad_fn]
+    used, seen, ahead = set(), set(), [loss_of(context, model, model, batch).grad_fn]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
@@ -250,21 +312,6 @@ def _used_weights(strategy: Any, model: Any, batch: DeviceBatch) -> list[Any]:
             used.add(id(getattr(node, "variable", None)))
             ahead += [following for following, _ in node.next_functions]
     return [variable.value for variable in model.trainable_weights if id(variable.value) in used]
-
-
-def pass_seconds(strategy: Any, model: Any, batch: DeviceBatch) -> float:
-    """Returns the seconds of this rank's passes with its rows, while the others do theirs; see `Strategy`."""
-    weights = [weight.value for weight in model.trainable_weights]
-    times = []
-    for _ in range(_UNMEASURED + _MEASURED):
-        torch.distributed.barrier()
-        begin = time.perf_counter()
-        gradients = torch.autograd.grad(_loss(None, model, model, batch), weights, allow_unused=True)
-        del gradients
-        if strategy.is_gpu:
-            torch.cuda.synchronize(strategy.device)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[_UNMEASURED:])
 
 
 class TrainedModel(torch.nn.Module):
