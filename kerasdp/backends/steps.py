@@ -3,10 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kerasdp.backends.base import Tensor
+from kerasdp.backends.base import DeviceBatch, Tensor
 from kerasdp.errors import UserError
+from kerasdp.portability.replica_context import ReplicaContext, use
+
+if TYPE_CHECKING:
+    from kerasdp.portability.global_batch import GlobalBatch
 
 
 class DeviceScalar:
@@ -101,3 +105,93 @@ def median_seconds(run: Callable[[], Any], before: Callable[[], Any] = lambda: N
         run()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[_UNMEASURED:])
+
+
+class ShardSteps:
+    """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
+
+    Attributes:
+        strategy: of the run.
+        model: built.
+        own: the names of its steps that are user-defined.
+        penalties: of its layers.
+    """
+
+    def __init__(self, strategy: Any, model: Any):
+        """Made once for each compiled model."""
+        from kerasdp.keras_compat.own_steps import own_steps
+        from kerasdp.portability.added_losses import WholeBatchPenalties
+
+        self.strategy, self.model, self.own, self.penalties = (
+            strategy,
+            model,
+            own_steps(model),
+            WholeBatchPenalties(model),
+        )
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor over the replicas."""
+        raise NotImplementedError
+
+    def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums tensors over the replicas, in one message for each type at most."""
+        raise NotImplementedError
+
+    def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
+        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+        raise NotImplementedError
+
+    def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:
+        """Returns the context of a step on this batch; `step`: see `row_axes_of`."""
+        return self.strategy.context(self.model, len(batch.indices), step)
+
+    def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
+        """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
+        return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
+
+    def test(self, batch: DeviceBatch) -> dict[str, Any]:
+        """Evaluates the global batch; returns Keras' logs."""
+        if "test_step" in self.own:
+            return self.own_step("test_step", batch)[0]
+        with use(self.context(batch)) as context:
+            outputs = self.forward(self.model, batch.inputs, context, training=False)
+        whole = self.global_batch(batch, outputs, context, training=False)
+        whole.share_metrics()
+        return whole.update_metrics(whole.take(self.sums(whole.shared)))
+
+    def predict(self, batch: DeviceBatch) -> Any:
+        """Computes the outputs of the global batch."""
+        from kerasdp.keras_compat.own_steps import as_keras_gives
+
+        if "predict_step" in self.own:
+            with use(self.context(batch, "predict_step")):
+                outputs = self.model.predict_step(as_keras_gives((batch.inputs, None, None)))
+            return self.strategy.gather(outputs, len(batch.indices))
+        with use(self.context(batch)) as context:
+            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            return outputs if context is None else context.whole_outputs(outputs)
+
+    def shard_pass(self, batch: DeviceBatch) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
+        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
+        import keras
+
+        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
+        from kerasdp.portability.row_search import fixed_values
+
+        with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
+            with use(self.context(batch)) as context, shard_outputs() as layers:
+                outputs = self.forward(self.model, batch.inputs, context, training=True)
+            whole = self.global_batch(batch, outputs, context, training=True)
+            loss = whole.take(self.sums(whole.shared))
+            layers |= added_losses_by_name(self.model, len(layers))
+        return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
+
+    def global_batch(
+        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool
+    ) -> "GlobalBatch":
+        """Computes the loss, from the outputs of the replica's rows."""
+        from kerasdp.portability.global_batch import Data, GlobalBatch
+
+        inputs, targets, sample_weight, indices = batch
+        padded = Data(inputs, targets, outputs, sample_weight)
+        return GlobalBatch(self.model, context, padded, len(indices), training=training, add_up=self.add_up)

@@ -21,7 +21,7 @@ from kerasdp.backends.torch.compiled_step import (  # noqa: E402
     CompiledTraining,
     GradientBuckets,  # noqa: E402
 )
-from kerasdp.backends.torch.train_step import ShardSteps  # noqa: E402
+from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
 
 X = np.random.RandomState(0).rand(6, 4).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -42,7 +42,7 @@ def strategy():
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
-        context=lambda model, rows: None,
+        context=lambda model, rows, step: None,
     )
 
 
@@ -57,7 +57,7 @@ def captured(model):
     model.compute_metrics(X, Y, model(X))  # builds them
     model.reset_metrics()
     own = strategy()
-    steps = CompiledTraining(own, ShardSteps(model))
+    steps = CompiledTraining(own, RankSteps(own, model))
     data = (torch.from_numpy(X), torch.from_numpy(Y), None)
     return steps, data
 
@@ -112,7 +112,9 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
     model = new_model(keras.layers.Dropout(0.5))
     expected, outputs = model.evaluate(X, Y, verbose=0, return_dict=True), model.predict(X, verbose=0)
     _, data = captured(model)
-    testing, predicting = (CompiledEvaluation(strategy(), ShardSteps(model), name) for name in ("test", "predict"))
+    testing, predicting = (
+        CompiledEvaluation(strategy(), RankSteps(strategy(), model), name) for name in ("test", "predict")
+    )
     weights = model.get_weights()
     graph = testing._captured(data, Detail.NOTHING, len(X))
     for _ in range(2):  # the metrics' variables are the graph's own memory

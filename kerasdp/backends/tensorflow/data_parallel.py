@@ -174,9 +174,12 @@ class DataParallel(TensorFlowStrategy):
         """
         from kerasdp.backends.observer import watched_layers
 
+        def on_one(num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
+            return step(DeviceBatch(inputs, targets, sample_weight, range(num_rows)))
+
         def run(num_rows: int, data: Any) -> Any:
             with steps.on_several_devices(name), watched_layers(detail, model):
-                outputs = self.mirrored.run(step, args=(num_rows, *data))
+                outputs = self.mirrored.run(on_one, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 
         return run
@@ -189,10 +192,10 @@ class DataParallel(TensorFlowStrategy):
         """Runs the model's own `train_step` on each replica's rows, without an update; returns what it found."""
         steps, found = ReplicaSteps(self, model), []
 
-        def run(*data: Any) -> None:
-            found.append(steps.own_step("train_step", len(batch.indices), _own_shard(data), is_trial=True)[1])
+        def run() -> None:
+            found.append(steps.own_step("train_step", _own_batch(batch), is_trial=True)[1])
 
-        self.mirrored.run(run, args=tuple(batch[:3]))  # eager: a graph would take seconds
+        self.mirrored.run(run)  # eager: a graph would take seconds
         return found[0]
 
     def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
@@ -207,20 +210,20 @@ class DataParallel(TensorFlowStrategy):
 
         steps = ReplicaSteps(self, model)
 
-        def run(*data: Any) -> Any:
+        def run() -> Any:
             if collectives.local_rank() != rank:
                 return tf.constant(0.0)
-            inputs, targets, sample_weight = _own_shard(data)
+            inputs, targets, sample_weight, _ = _own_batch(batch)
             with tf.GradientTape() as tape:
                 values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
                 with keras.StatelessScope(values, collect_losses=True):
-                    outputs = steps.forward(inputs, training=True)
+                    outputs = steps.forward(model, inputs, None, training=True)
                     loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
             gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
             return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
 
         def on_all() -> Any:
-            return self.mirrored.run(run, args=tuple(batch[:3]))
+            return self.mirrored.run(run)
 
         function = on_all if model.run_eagerly else tf.function(on_all, autograph=False)
         return median_seconds(lambda: self.mirrored.experimental_local_results(function())[rank].numpy())
@@ -249,16 +252,16 @@ class DataParallel(TensorFlowStrategy):
         from kerasdp.backends.observer import watched_layers
         from kerasdp.portability.row_search import row_axes_of
 
-        steps, num_rows = ReplicaSteps(self, model), len(batch.indices)
+        steps = ReplicaSteps(self, model)
 
-        def run(*data: Any) -> Any:
-            return steps.shard_pass(num_rows, *_own_shard(data))
+        def run() -> Any:
+            return steps.shard_pass(_own_batch(batch))
 
         adding = row_axes_of(model).adding.values()
         with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
-            results = self.mirrored.run(run, args=tuple(batch[:3]))  # eager: a graph would take seconds
+            results = self.mirrored.run(run)  # eager: a graph would take seconds
         passes = []
-        for rank, own in enumerate(self._own_replicas(num_rows)):
+        for rank, own in enumerate(self._own_replicas(len(batch.indices))):
             layers, outputs, loss = tf.nest.map_structure(
                 lambda value, rank=rank: self.mirrored.experimental_local_results(value)[rank], results
             )
@@ -326,3 +329,9 @@ class DataParallel(TensorFlowStrategy):
 def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
     """Returns the shard of a batch for the replica that is being traced."""
     return tuple(field[collectives.local_rank()] for field in shards)
+
+
+def _own_batch(batch: DeviceBatch) -> DeviceBatch:
+    """Likewise."""
+    inputs, targets, sample_weight = _own_shard(batch[:3])
+    return DeviceBatch(inputs, targets, sample_weight, batch.indices)

@@ -2,56 +2,40 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import Structure, Tensor
-from kerasdp.backends.steps import all_variables, learning_rate
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives
 from kerasdp.backends.tensorflow.devices import give_back_memory, require_deterministic
 from kerasdp.backends.tensorflow.xla import compiled
 from kerasdp.keras_compat.patches import wrapped
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import use
 from kerasdp.runtime.run_state import Detail
 
-if TYPE_CHECKING:
-    import keras
 
-    from kerasdp.portability.global_batch import GlobalBatch
-
-
-class ReplicaSteps:
+class ReplicaSteps(ShardSteps):
     """Runs the steps of a model in each replica."""
 
-    def __init__(self, strategy: Any, model: "keras.Model"):
-        """Made once for each compiled model."""
-        from kerasdp.keras_compat.own_steps import own_steps
-        from kerasdp.portability.added_losses import WholeBatchPenalties
-
-        self.strategy, self.model = strategy, model
-        self.own = own_steps(model)
-        self.penalties = WholeBatchPenalties(model)
-
-    def train(
-        self, detail: Detail, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure
-    ) -> tuple[Any, ...]:
+    def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
 
-        The data is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
+        `batch` is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
         """
         from kerasdp.backends.observer import forward_pass, observed
 
         model, strategy = self.model, self.strategy
         if "train_step" in self.own:
-            logs, _ = self.own_step("train_step", num_rows, (inputs, targets, sample_weight))
+            logs, _ = self.own_step("train_step", batch)
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
             # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-            with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
-                outputs = self.forward(inputs, training=True)
+            with use(self.context(batch)) as context, forward_pass(detail, batch.inputs) as recorded:
+                outputs = self.forward(model, batch.inputs, context, training=True)
             # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-            whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+            whole = self.global_batch(batch, outputs, context, training=True)
             scaled_loss = model.optimizer.scale_loss(whole.loss)
         whole.share_metrics()
         # The backward pass, and the mean of the gradients over the replicas (2), in one message with the metrics (3).
@@ -96,73 +80,27 @@ class ReplicaSteps:
             with self.penalties.active(adding), losses_by_thread(with_losses):
                 yield
 
-    def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+    def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
+        """See `ShardSteps`."""
         from kerasdp.keras_compat.models import losses_of_whole_batch
         from kerasdp.keras_compat.own_steps import as_keras_gives
         from kerasdp.portability.own_steps import run_on_shard
 
-        model, strategy = self.model, self.strategy
-        context = strategy.context(model, num_rows, name)
+        model, context = self.model, self.context(batch, name)
         if context is None:
             with taking_dense():
-                return getattr(model, name)(as_keras_gives(batch)), []
+                return getattr(model, name)(as_keras_gives(batch[:3])), []
+        build = self.strategy.build_optimizer
         with losses_of_whole_batch():
-            return run_on_shard(model, name, batch, context, collectives.sums, strategy.build_optimizer, is_trial)
+            return run_on_shard(model, name, batch[:3], context, collectives.sums, build, is_trial)
 
-    def test(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
-        """Evaluates the global batch; returns Keras' logs."""
-        if "test_step" in self.own:
-            return self.own_step("test_step", num_rows, (inputs, targets, sample_weight))[0]
-        with use(self.strategy.context(self.model, num_rows)) as context:
-            outputs = self.forward(inputs, training=False)
-        whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=False)
-        whole.share_metrics()
-        sums = {} if context is None else collectives.mean([], whole.shared)()[1]
-        return whole.update_metrics(whole.take(sums))
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """See `ShardSteps`."""
+        return collectives.sums([tensor])[0]
 
-    def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
-        """Computes the outputs of the global batch."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
-
-        if "predict_step" in self.own:
-            with use(self.strategy.context(self.model, num_rows, "predict_step")):
-                outputs = self.model.predict_step(as_keras_gives((inputs, None, None)))
-            return self.strategy.gather(outputs, num_rows)
-        with use(self.strategy.context(self.model, num_rows)) as context:
-            outputs = self.forward(inputs, training=False)
-            return outputs if context is None else context.whole_outputs(outputs)
-
-    def shard_pass(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
-        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
-        import keras
-
-        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
-        from kerasdp.portability.row_search import fixed_values
-
-        with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
-            with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
-                outputs = self.forward(inputs, training=True)
-            whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
-            loss = whole.take({} if context is None else collectives.mean([], whole.shared)()[1])
-            layers |= added_losses_by_name(self.model, len(layers))
-        return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
-
-    def forward(self, inputs: Structure, training: bool) -> Structure:
-        """Computes the outputs of this replica's rows."""
-        takes_training = "training" in self.model.call_signature_parameters
-        return self.model(inputs, training=training) if takes_training else self.model(inputs)
-
-    def _global_batch(
-        self, data: tuple[Any, ...], num_rows: int, context: ReplicaContext | None, training: bool
-    ) -> "GlobalBatch":
-        """Computes the loss. `data`: of this replica: inputs, targets, outputs, sample weights."""
-        from kerasdp.portability.global_batch import Data, GlobalBatch
-
-        def add_up(number: Tensor) -> Tensor:
-            return collectives.sums([number])[0]
-
-        return GlobalBatch(self.model, context, Data(*data), num_rows, training=training, add_up=add_up)
+    def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `ShardSteps`."""
+        return collectives.mean([], tensors)()[1] if tensors else {}
 
 
 def dense(gradients: list[Any]) -> list[Any]:

@@ -30,7 +30,7 @@ from kerasdp.backends.torch.private import (
     mark_static_addresses,
     wait,
 )
-from kerasdp.backends.torch.train_step import ShardSteps, flat, unflat
+from kerasdp.backends.torch.train_step import RankSteps, flat, unflat
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes
@@ -51,7 +51,7 @@ class CompiledStep:
         reason: why there is no graph for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, strategy: Any, steps: ShardSteps, name: str, variables: list[Any]):
+    def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any]):
         """Made once for each compiled model."""
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
         self.model = steps.model
@@ -162,7 +162,7 @@ class CompiledStep:
 class CompiledTraining(CompiledStep):
     """Compiled training steps of one model."""
 
-    def __init__(self, strategy: Any, steps: ShardSteps):
+    def __init__(self, strategy: Any, steps: RankSteps):
         super().__init__(strategy, steps, "train", all_variables(steps.model))
         self.weights = TrainedWeights(steps.model)
 
@@ -189,7 +189,7 @@ class CompiledTraining(CompiledStep):
         # What is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
-            context = strategy.context(model, len(batch.indices))
+            context = self.steps.context(batch)
             with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
                 outputs = self.steps.forward(model, batch.inputs, context, training=True)
             whole = self.steps.global_batch(batch, outputs, context, training=True)
@@ -217,9 +217,9 @@ class CompiledTraining(CompiledStep):
 
 
 class CompiledEvaluation(CompiledStep):
-    """Compiled steps of `evaluate` or `predict` of one model: `ShardSteps.test` or `predict`."""
+    """Compiled steps of `evaluate` or `predict` of one model: `test` or `predict` of `RankSteps`."""
 
-    def __init__(self, strategy: Any, steps: ShardSteps, name: str):
+    def __init__(self, strategy: Any, steps: RankSteps, name: str):
         model = steps.model
         super().__init__(
             strategy, steps, name, [*model.variables, *(model.metrics_variables if name == "test" else ())]
@@ -229,10 +229,9 @@ class CompiledEvaluation(CompiledStep):
         """See `CompiledStep`."""
         import keras
 
-        context = self.strategy.context(self.model, len(batch.indices))
         begun = list(zip(self.variables, values))
         with torch.no_grad(), keras.StatelessScope(begun, collect_losses=True) as scope:
-            result = getattr(self.steps, self.name)(batch, context)
+            result = getattr(self.steps, self.name)(batch)
         with torch.no_grad():
             _write(self.variables, values, scope)
         return result

@@ -2,28 +2,19 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
 from kerasdp.backends.steps import TrainedWeights, median_seconds
-from kerasdp.backends.torch.collectives import HostSums, gather_rows, gather_statistics, sum_over_ranks
+from kerasdp.backends.torch.collectives import HostSums, gather_rows, gather_statistics
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
-from kerasdp.backends.torch.train_step import (
-    ShardSteps,
-    distributed,
-    loss_of,
-    numbers_made_on,
-    sums_over_ranks,
-    to_host,
-    train_step,
-    updating_on,
-)
+from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
-from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
+from kerasdp.portability.replica_context import ReplicaContext, gather_shards
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
@@ -114,19 +105,17 @@ class DataParallel(TorchStrategy):
             run_state: says how many steps there will be, and of how many rows: whether compiling pays off.
         """
         from kerasdp.backends.torch.compiled_step import CompiledTraining
-        from kerasdp.keras_compat.own_steps import own_steps
 
         if self.is_gpu:
             self.open_statistics_group(model)
-        own = own_steps(model)
-        steps, weights = ShardSteps(model), TrainedWeights(model)
+        steps, weights = RankSteps(self, model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
 
         def train(batch: DeviceBatch, detail: Detail) -> Trained:
             nonlocal parallel, parallel_for, compiled
-            if "train_step" in own:
+            if "train_step" in steps.own:
                 with numbers_made_on(self.device), updating_on(self.device, model.optimizer):
-                    logs = self._own_step(model, "train_step", batch)
+                    logs, _ = steps.own_step("train_step", batch)
                 return Trained(to_host(logs.get("loss")), None, logs, {})
             done = None
             if self._compiles(model, run_state.num_steps, len(batch.indices) == run_state.batch_size):
@@ -136,73 +125,40 @@ class DataParallel(TorchStrategy):
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
                     parallel = None
-                    parallel, parallel_for = distributed(self, model, batch), trained
+                    parallel, parallel_for = steps.distributed(batch), trained
                 with numbers_made_on(self.device):
-                    done = train_step(self, model, parallel, steps, batch, detail)
+                    done = steps.train(parallel, batch, detail)
             loss, rate, logs, seen = done
             return Trained(to_host(loss), to_host(rate), logs, seen)
 
-        test, predict = (self._evaluation_function(name, model, run_state, steps) for name in ("test", "predict"))
+        test, predict = (self._evaluation_function(name, run_state, steps) for name in ("test", "predict"))
         return StepFunctions(train=train, test=test, predict=predict)
 
-    def _evaluation_function(
-        self, name: str, model: Any, run_state: RunState, steps: ShardSteps
-    ) -> Callable[[DeviceBatch], Any]:
+    def _evaluation_function(self, name: str, run_state: RunState, steps: RankSteps) -> Callable[[DeviceBatch], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
-        from kerasdp.keras_compat.own_steps import own_steps
 
-        own = own_steps(model)
         compiled = None
 
         @torch.no_grad()
         def evaluate(batch: DeviceBatch) -> Any:
             nonlocal compiled
-            evaluated = run_state.evaluated
-            num_rows, result = len(batch.indices), None
-            if f"{name}_step" in own:
-                with numbers_made_on(self.device):
-                    if name == "predict":
-                        return self._own_predict_step(model, batch)
-                    return self._own_step(model, "test_step", batch)
-            if evaluated and self._compiles(model, evaluated.num_batches, num_rows == evaluated.batch_size):
-                compiled = compiled or CompiledEvaluation(self, steps, name)
-                result = compiled.run(batch)
+            evaluated, result = run_state.evaluated, None
+            if f"{name}_step" not in steps.own and evaluated:
+                is_full = len(batch.indices) == evaluated.batch_size
+                if self._compiles(steps.model, evaluated.num_batches, is_full):
+                    compiled = compiled or CompiledEvaluation(self, steps, name)
+                    result = compiled.run(batch)
             if result is not None:
                 return result
             with numbers_made_on(self.device):
-                return getattr(steps, name)(batch, self.context(model, num_rows))
+                return getattr(steps, name)(batch)
 
         return evaluate
 
-    def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
-        """Runs a user-defined step; returns Keras' logs, for the global batch."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
-        from kerasdp.portability.own_steps import joined_steps
-
-        if self.num_replicas == 1:
-            return getattr(model, name)(as_keras_gives(batch[:3]))
-        with joined_steps(model):
-            return self._on_own_rows(model, name, batch)[0]
-
-    def _own_predict_step(self, model: Any, batch: DeviceBatch) -> Any:
-        from kerasdp.keras_compat.own_steps import as_keras_gives
-
-        num_rows = len(batch.indices)
-        with use(self.context(model, num_rows, "predict_step")):
-            outputs = model.predict_step(as_keras_gives((batch.inputs, None, None)))
-        return self.gather(outputs, num_rows)
-
-    def _on_own_rows(self, model: Any, name: str, batch: DeviceBatch, is_trial: bool = False) -> Any:
-        from kerasdp.portability.own_steps import run_on_shard
-
-        context = cast(ReplicaContext, self.context(model, len(batch.indices), name))
-        add_up = sum_over_ranks if self.host_sums is None else self.host_sums.sum
-        return run_on_shard(model, name, batch[:3], context, add_up, self.build_optimizer, is_trial)
-
     def try_own_step(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""
-        return self._on_own_rows(model, "train_step", batch, is_trial=True)[1]
+        return RankSteps(self, model).own_step("train_step", batch, is_trial=True)[1]
 
     def _compiles(self, model: Any, num_steps: int | None, is_full: bool) -> bool:
         """Returns whether a step is compiled. The step of a smaller last batch (`is_full` False) never is.
@@ -217,29 +173,21 @@ class DataParallel(TorchStrategy):
     @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on this process's replica; no variable changes."""
-        import keras
+        from kerasdp.backends.observer import watched_layers
 
-        from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
-        from kerasdp.portability.row_search import fixed_values
-
-        context, steps = self.context(model, len(batch.indices)), ShardSteps(model)
-        if context is None:
+        if self.num_replicas == 1:
             return []
-        with keras.StatelessScope(fixed_values(model), collect_losses=True):
-            with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-                outputs = steps.forward(model, batch.inputs, context, training=True)
-            whole = steps.global_batch(batch, outputs, context, training=True)
-            loss = whole.take(sums_over_ranks(whole.shared))
-            layers |= added_losses_by_name(model, len(layers))
-        leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
-        return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
+        with watched_layers(Detail.EVERYTHING, model):
+            layers, outputs, loss = RankSteps(self, model).shard_pass(batch)
+        own = self.split.replicas(len(batch.indices))[self.processes.rank]
+        return [ShardPass(layers, outputs, loss, *own)]
 
     def pass_seconds(self, model: Any, batch: DeviceBatch) -> list[float]:
         """Returns the seconds of a forward and a backward pass of this process's rows, while the others do theirs."""
-        weights = [weight.value for weight in model.trainable_weights]
+        steps, weights = RankSteps(self, model), [weight.value for weight in model.trainable_weights]
 
         def run() -> None:
-            torch.autograd.grad(loss_of(None, model, model, batch), weights, allow_unused=True)
+            torch.autograd.grad(steps.loss(model, batch, None), weights, allow_unused=True)
             if self.is_gpu:
                 torch.cuda.synchronize(self.device)
 
