@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kerasdp.backends.base import DeviceBatch, Tensor
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext, use
 
@@ -141,9 +142,47 @@ class ShardSteps:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
         raise NotImplementedError
 
+    def rank(self) -> int:
+        """Returns the number of the replica."""
+        raise NotImplementedError
+
+    def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
+        """See `gather` of `ReplicaContext`."""
+        raise NotImplementedError
+
+    def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
+        """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
+
+        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of the loss
+        of the global batch, whatever that loss is.
+        """
+        raise NotImplementedError
+
+    def gather(self, outputs: Structure, num_rows: int) -> Structure:
+        """Gathers the rows of all replicas; axis 0 may hold several entries for each of the `num_rows` of the batch."""
+        import keras
+
+        if self.strategy.num_replicas == 1:
+            return outputs
+        replicas, rank = self.strategy.split.replicas(num_rows), self.rank()
+        return keras.tree.map_structure(lambda rows: self.gather_shards(rows, replicas[rank], replicas), outputs)
+
     def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:
-        """Returns the context of a step on this batch; `step`: see `row_axes_of`."""
-        return self.strategy.context(self.model, len(batch.indices), step)
+        """Returns the context of a step on this batch, with several replicas; `step`: see `row_axes_of`."""
+        from kerasdp.portability.added_losses import AddedLosses, keep
+        from kerasdp.portability.row_search import row_axes_of
+
+        if self.strategy.num_replicas == 1:
+            return None
+        num_rows, row_axes = len(batch.indices), row_axes_of(self.model, step)
+        return ReplicaContext.of_replica(
+            self.rank(),
+            self.strategy.split.replicas(num_rows),
+            row_axes=row_axes,
+            gather=self.gather_statistics,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
+        )
 
     def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
         """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
@@ -166,7 +205,7 @@ class ShardSteps:
         if "predict_step" in self.own:
             with use(self.context(batch, "predict_step")):
                 outputs = self.model.predict_step(as_keras_gives((batch.inputs, None, None)))
-            return self.strategy.gather(outputs, len(batch.indices))
+            return self.gather(outputs, len(batch.indices))
         with use(self.context(batch)) as context:
             outputs = self.forward(self.model, batch.inputs, context, training=False)
             return outputs if context is None else context.whole_outputs(outputs)

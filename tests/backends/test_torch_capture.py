@@ -42,7 +42,6 @@ def strategy():
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
-        context=lambda model, rows, step: None,
     )
 
 

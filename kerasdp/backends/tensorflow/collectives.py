@@ -102,7 +102,7 @@ def _gather(strategy: tf.distribute.Strategy, group: HostGroup, rows: Any) -> tf
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    """Gathers the rows of all replicas; the gradient is that of `DataParallel.gather`."""
+    """Gathers the rows of all replicas; the gradient is that of `ShardSteps.gather_shards`."""
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:

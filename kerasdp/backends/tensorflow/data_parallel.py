@@ -26,7 +26,6 @@ from kerasdp.data.device_cache import CachedRows
 from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.replica_context import ReplicaContext, gather_shards
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
@@ -103,42 +102,6 @@ class DataParallel(TensorFlowStrategy):
         else:
             inputs = put(batch.inputs)
         return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
-
-    def gather(self, outputs: Structure, num_rows: int) -> Structure:
-        """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
-
-        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
-        the loss of the global batch, whatever that loss is.
-        """
-        if self.num_replicas == 1:
-            return outputs
-        replicas = self.split.replicas(num_rows)
-        own = replicas[collectives.rank()]
-
-        def gather(rows: tf.Tensor) -> tf.Tensor:
-            whole = gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows)
-            # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
-            return tf.ensure_shape(
-                tf.cast(whole, rows.dtype), (num_rows * (rows.shape[0] // own.size), *rows.shape[1:])
-            )
-
-        return tf.nest.map_structure(gather, outputs)
-
-    def context(self, model: "keras.Model", num_rows: int, step: str = "call") -> ReplicaContext | None:
-        """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.added_losses import AddedLosses, keep
-        from kerasdp.portability.row_search import row_axes_of
-
-        if self.num_replicas == 1:
-            return None
-        return ReplicaContext.of_replica(
-            collectives.rank(),
-            self.split.replicas(num_rows),
-            row_axes=(row_axes := row_axes_of(model, step)),
-            gather=collectives.gather_statistics,
-            gather_rows=lambda rows: self.gather(rows, num_rows),
-            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
-        )
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that run on all replicas."""

@@ -11,8 +11,9 @@ from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives
 from kerasdp.backends.tensorflow.devices import give_back_memory, require_deterministic
 from kerasdp.backends.tensorflow.xla import compiled
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import wrapped
-from kerasdp.portability.replica_context import use
+from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
 
@@ -93,6 +94,21 @@ class ReplicaSteps(ShardSteps):
         build = self.strategy.build_optimizer
         with losses_of_whole_batch():
             return run_on_shard(model, name, batch[:3], context, collectives.sums, build, is_trial)
+
+    def rank(self) -> int:
+        """See `ShardSteps`."""
+        return collectives.rank()
+
+    def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
+        """See `ShardSteps`."""
+        return collectives.gather_statistics(statistics, weight)
+
+    def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
+        """See `ShardSteps`."""
+        whole = tf.cast(gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows), rows.dtype)
+        # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
+        num_rows = sum(each.num_rows for each in replicas) * (rows.shape[0] // own.size)
+        return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """See `ShardSteps`."""

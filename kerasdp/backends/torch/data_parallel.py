@@ -1,6 +1,5 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel."""
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +7,12 @@ import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
 from kerasdp.backends.steps import TrainedWeights, median_seconds
-from kerasdp.backends.torch.collectives import HostSums, gather_rows, gather_statistics
+from kerasdp.backends.torch.collectives import HostSums
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
-from kerasdp.portability.replica_context import ReplicaContext, gather_shards
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
@@ -62,40 +60,6 @@ class DataParallel(TorchStrategy):
         exchange = (isinstance(layer, BatchNormalization) and layer.statistics == "sync" for layer in all_layers(model))
         if self.num_replicas > 1 and self.statistics_group is None and any(exchange):
             self.statistics_group = torch.distributed.new_group(timeout=timeout_of(self.config))
-
-    def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
-        """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.added_losses import AddedLosses, keep
-        from kerasdp.portability.row_search import row_axes_of
-
-        if self.num_replicas == 1:
-            return None
-        return ReplicaContext.of_replica(
-            self.processes.rank,
-            self.split.replicas(num_rows),
-            row_axes=(row_axes := row_axes_of(model, step)),
-            gather=functools.partial(gather_statistics, group=self.statistics_group),
-            gather_rows=lambda rows: self.gather(rows, num_rows),
-            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
-        )
-
-    def gather(self, outputs: Any, num_rows: int) -> Any:
-        """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
-
-        Its gradient is made so that the MEAN over the replicas (which DistributedDataParallel takes) of the
-        gradients of a weight is the gradient of the loss of the global batch, whatever that loss is.
-        """
-        import keras
-
-        if self.num_replicas == 1:
-            return outputs
-        replicas = self.split.replicas(num_rows)
-        own = replicas[self.processes.rank]
-
-        def gather(rows: torch.Tensor) -> torch.Tensor:
-            return gather_shards(rows, own, replicas, gather_rows)
-
-        return keras.tree.map_structure(gather, outputs)
 
     def step_functions(self, model: Any, run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that work on all replicas.

@@ -12,10 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, Trained
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
-from kerasdp.backends.torch.collectives import sum_over_ranks
+from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import replaced, wrapped
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
 
@@ -70,6 +71,18 @@ class RankSteps(ShardSteps):
         """See `ShardSteps`. `module`: the model, maybe in DistributedDataParallel."""
         with contextlib.nullcontext() if context is None else self.penalties.active(context.adding()):
             return super().forward(module, inputs, context, training)
+
+    def rank(self) -> int:
+        """See `ShardSteps`."""
+        return self.strategy.processes.rank
+
+    def gather_statistics(self, statistics: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        """See `ShardSteps`."""
+        return gather_statistics(statistics, self.strategy.statistics_group, weight)
+
+    def gather_shards(self, rows: torch.Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> torch.Tensor:
+        """See `ShardSteps`."""
+        return gather_shards(rows, own, replicas, gather_rows)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `ShardSteps`."""
