@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import Strategy, Tensor, processes_of, reach_without_proxy
+from kerasdp.backends.base import Strategy, Tensor, places_of_processes, processes_of, reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.config import Config
 from kerasdp.errors import UserError
@@ -237,15 +237,12 @@ def join_hosts(cluster: Cluster, config: Config) -> None:
         UserError: if they do not come.
     """
     link = join(cluster, config)
-    own = link.own or addresses.LOOPBACK
-    with addresses.listen(own, 0) as probe:
-        port = probe.getsockname()[1]
-    address = link.all_gather_object(f"{own}:{port}")[0]
+    address = places_of_processes(link)[0]
     # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
     jax.config.update("jax_enable_preemption_service", False)
     # Otherwise the end of one process ends the others by SIGABRT, before they can say which it was.
     jax.config.update("jax_enable_recoverability", True)
-    use_address_of_host(own)
+    use_address_of_host(link.own or addresses.LOOPBACK)
     # gRPC (of jaxlib 0.10.2) would send what goes to the other machines through a proxy, of which JAX warns.
     jax.config.update("jax_check_proxy_envs", False)
     reach_without_proxy([address])

@@ -66,13 +66,10 @@ class Pipeline(PipelineEngine):
     """Trains a model on its stages' devices."""
 
     def __init__(self, model: "keras.Model", config: Config, devices: list[jax.Device], processes: Processes):
-        from kerasdp.keras_compat.models import made_by_compile
         from kerasdp.pipeline.plan import make_plan
 
         plan = make_plan(model, config, len(devices), processes.broadcast_from_rank0)
         super().__init__(model, plan, processes)
-        # Of which the programs are made.
-        self._loss_and_metrics = made_by_compile(model)
         num_stages = len(plan.stages)
         # One thread per stage: on the CPU, JAX (0.10.2) executes one after the other what one thread asks for.
         self.threads = ThreadPoolExecutor(num_stages)
@@ -82,14 +79,6 @@ class Pipeline(PipelineEngine):
         ]
         # The first stage with weights to train: its optimizer updates what belongs to all stages, as the step counter.
         self.sharing_program = next((program for program in self.programs if program.trainable), self.programs[0])
-
-    @property
-    def is_stale(self) -> bool:
-        """See `kerasdp.backends.base.PipelineEngine`."""
-        from kerasdp.keras_compat.models import made_by_compile
-
-        new = made_by_compile(self.model)
-        return super().is_stale or any(one is not other for one, other in zip(self._loss_and_metrics, new))
 
     def state(self) -> ModelState:
         """Returns what a step reads and changes, on the devices of the stages.

@@ -60,23 +60,22 @@ class ModelState:
         self._last = values
 
 
-def _states_of(model: "keras.Model", replicated: NamedSharding) -> tuple[ModelState, ModelState, ModelState]:
-    """Returns the states of a training step, of an evaluation and of a prediction, with the lists of Keras' steps.
+def _state_of(model: "keras.Model", step: str, replicated: NamedSharding) -> ModelState:
+    """Returns the state of a step, with the lists of Keras' own steps. `step`: `train`, `test` or `predict`.
 
     For a value that is on one device without having been sent there, as that of a new variable or a reset metric, JAX
     (0.10.2) compiles another program: it would compile the first training step three times. So these are `replicated`.
     """
-
-    def state(*variables: "list[keras.Variable]") -> ModelState:
-        found = [[variable.value.sharding for variable in each] for each in variables]
-        return ModelState(
-            variables, [[one if isinstance(one, NamedSharding) else replicated for one in each] for each in found]
-        )
-
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
     slots = [] if optimizer is None else optimizer.variables
-    return state(*weights, slots, metrics), state(*weights, metrics), state(*weights)
+    variables = {"train": (*weights, slots, metrics), "test": (*weights, metrics), "predict": weights}[step]
+
+    def sharding_of(variable: "keras.Variable") -> NamedSharding:
+        found = variable.value.sharding
+        return found if isinstance(found, NamedSharding) else replicated
+
+    return ModelState(variables, [list(map(sharding_of, each)) for each in variables])
 
 
 def make_step_functions(
@@ -84,45 +83,18 @@ def make_step_functions(
 ) -> StepFunctions:
     """Makes jitted train, test and predict functions, again for each set of weights that is trained.
 
+    Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
+    padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
+    itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
+
     Args:
         model: built and compiled.
         replicated: the sharding of variables that have none yet.
         context: that of the layers in a training step.
     """
-    made: dict[tuple[bool, ...], StepFunctions] = {}
-    weights = TrainedWeights(model)
-
-    def functions() -> StepFunctions:
-        key = weights.key()
-        if key not in made:
-            made[key] = _for_trained_weights(model, replicated, context)
-        return made[key]
-
-    def several(batches: list[DeviceBatch]) -> Trained:
-        return functions().train_several(batches)  # type: ignore[misc]
-
-    return StepFunctions(
-        train=lambda batch, detail: functions().train(batch, detail),
-        # As a loop within the program, which Keras does not have where a model runs eagerly.
-        train_several=None if model.run_eagerly or not model.jit_compile else several,
-        test=lambda batch: functions().test(batch),
-        predict=lambda batch: functions().predict(batch),
-    )
-
-
-def _for_trained_weights(
-    model: "keras.Model", replicated: NamedSharding, context: ReplicaContext | None
-) -> StepFunctions:
-    """Makes jitted train, test and predict functions for the weights that are trained now.
-
-    Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
-    padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
-    itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
-    """
     from kerasdp.keras_compat.own_steps import own_steps
 
-    own = own_steps(model)
-    training, testing, predicting = _states_of(model, replicated)
+    own, weights = own_steps(model), TrainedWeights(model)
 
     def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
         with use(context):
@@ -131,14 +103,27 @@ def _for_trained_weights(
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, _cut(data), detail)
 
-    on = functools.partial(_on_state, model, replicated)
-    train = {detail: on(functools.partial(train_step, detail), training) for detail in Detail}
-    several = on(_several(functools.partial(train_step, Detail.NOTHING)), training)
+    def on_state(step: Callable[..., Any], name: str) -> Callable[[Any], Any]:
+        made: dict[tuple[bool, ...], Callable[[Any], Any]] = {}
+
+        def run(data: Any) -> Any:
+            key = weights.key()
+            if key not in made:
+                state = _state_of(model, name, replicated)
+                made[key] = _on_state(model, replicated, step, state, is_training=name == "train")
+            return made[key](data)
+
+        return run
+
+    train = {detail: on_state(functools.partial(train_step, detail), "train") for detail in Detail}
+    several = on_state(_several(functools.partial(train_step, Detail.NOTHING)), "train")
+    # As a loop within the program, which Keras does not have where a model runs eagerly.
+    takes_several = model.jit_compile and not model.run_eagerly
     return StepFunctions(
         train=lambda batch, detail: Trained(*train[detail](batch)),
-        train_several=lambda batches: Trained(*several(batches)),
-        test=on(functools.partial(_test_step, model), testing, is_training=False),
-        predict=on(functools.partial(_predict_step, model), predicting, is_training=False),
+        train_several=(lambda batches: Trained(*several(batches))) if takes_several else None,
+        test=on_state(functools.partial(_test_step, model), "test"),
+        predict=on_state(functools.partial(_predict_step, model), "predict"),
     )
 
 
@@ -157,7 +142,7 @@ def _on_state(
     step: Callable[..., Any],
     state: ModelState,
     *,
-    is_training: bool = True,
+    is_training: bool,
 ) -> Callable[[Any], Any]:
     """Makes of a step a function of the data alone, which gives its outputs and changes the model's variables.
 

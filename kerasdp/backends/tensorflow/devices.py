@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import Strategy, Structure, processes_of, reach_without_proxy
+from kerasdp.backends.base import Strategy, Structure, places_of_processes, processes_of, reach_without_proxy
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices, share_of_process
 from kerasdp.runtime.linked_processes import current_link, join
@@ -208,11 +207,7 @@ def join_hosts(cluster: Cluster, config: Config, kind: str) -> None:
             raise AlreadyStartedError("TensorFlow has already started without other processes")
         join(cluster, config)  # says if it is another cluster
         return
-    link = join(cluster, config)
-    own = link.own or addresses.LOOPBACK
-    with addresses.listen(own, 0) as probe:
-        port = probe.getsockname()[1]
-    places = link.all_gather_object(f"{own}:{port}")
+    places = places_of_processes(join(cluster, config))
     reach_without_proxy(places)
     private.serve_collectives(places, cluster.process, use_nccl=kind == "gpu")
 

@@ -69,16 +69,17 @@ class CompiledStep:
         """
         raise NotImplementedError
 
-    def run(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING, kind: Any = None) -> Any:
-        """Runs the step on a batch; returns its result, or None if it cannot be compiled.
+    def kind(self) -> Any:
+        """Returns what else a graph is made for than a kind of batch; hashable."""
+        return None
 
-        `kind`: hashable; the graph of another one does not serve.
-        """
+    def __call__(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
+        """Runs the step on a batch; returns its result, or None if it cannot be compiled."""
         import keras
 
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
-        key = (detail, len(batch.indices), kind, *shapes)
+        key = (detail, len(batch.indices), self.kind(), *shapes)
         if key not in self.graphs:
             return self._first(key, data, detail)
         return self._run(self.graphs[key], data)
@@ -160,16 +161,15 @@ class CompiledStep:
 
 
 class CompiledTraining(CompiledStep):
-    """Compiled training steps of one model."""
+    """Compiled training steps of a model: each gives loss, learning rate, Keras' logs and what `observed` recorded."""
 
     def __init__(self, strategy: Any, steps: RankSteps):
         super().__init__(strategy, steps, "train", all_variables(steps.model))
         self.weights = TrainedWeights(steps.model)
 
-    def __call__(self, batch: DeviceBatch, detail: Detail) -> tuple[Any, Any, dict[str, Any], dict[str, Any]] | None:
-        """Trains a step; returns loss, learning rate, Keras' logs and what `observed` recorded; None if it cannot."""
-        # On torch Keras freezes a layer at once, with or without `compile`.
-        return self.run(batch, detail, self.weights.key())
+    def kind(self) -> Any:
+        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
+        return self.weights.key()
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""

@@ -112,7 +112,7 @@ class DataParallel(TorchStrategy):
                 is_full = len(batch.indices) == evaluated.batch_size
                 if self._compiles(steps.model, evaluated.num_batches, is_full):
                     compiled = compiled or CompiledEvaluation(self, steps, name)
-                    result = compiled.run(batch)
+                    result = compiled(batch)
             if result is not None:
                 return result
             with numbers_made_on(self.device):

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from kerasdp.backends.base import DeviceBatch, PipelineEngine, StagedModels, StepFunctions, Trained
 from kerasdp.backends.steps import learning_rate
+from kerasdp.backends.torch.collectives import sum_over_ranks
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule
 from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
@@ -247,10 +248,8 @@ class Pipeline(PipelineEngine):
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.num_pipelines == 1 or not gradients:
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=self.replica_group)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-            gradient.copy_(part.view_as(gradient))
+        for gradient, total in zip(gradients, sum_over_ranks(gradients, self.replica_group)):
+            gradient.copy_(total)
 
     def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
         """Updates this process's weights; returns the penalties of all stages."""
