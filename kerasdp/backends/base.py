@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from kerasdp.config import Config
 from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
+from kerasdp.runtime import addresses
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import LinkedProcesses, current_link
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.ranks import Processes
@@ -139,7 +141,7 @@ class SingleProcess:
 Work = tuple[int, str, int, float, float]
 
 
-class PipelineEngine(Protocol):
+class PipelineEngine:
     """Trains one model in stages.
 
     Attributes:
@@ -148,16 +150,25 @@ class PipelineEngine(Protocol):
         processes: of the run.
     """
 
-    plan: "Plan"
-    timeline: list[Work] | None
-    processes: Processes
+    def __init__(self, model: "keras.Model", plan: "Plan", processes: Processes):
+        self.model, self.optimizer = model, getattr(model, "optimizer", None)
+        self.plan, self.processes = plan, processes
+        self.timeline: list[Work] | None = None
+        self._compiled_with = self._made_by_compile()
+
+    def _made_by_compile(self) -> tuple[Any, ...]:
+        from kerasdp.keras_compat.models import made_by_compile
+
+        return getattr(self.model, "optimizer", None), *made_by_compile(self.model)
 
     @property
     def is_stale(self) -> bool:
         """Returns whether the model was compiled again since the engine was made."""
+        return any(new is not old for new, old in zip(self._made_by_compile(), self._compiled_with))
 
     def seconds_without_update(self, batch: DeviceBatch) -> float:
         """Returns the seconds of a training step's passes, which leave no trace in any variable."""
+        raise NotImplementedError
 
     def gather_variables(self) -> None:
         """Gives each process the values of all variables, where it computes only some of them."""
@@ -337,7 +348,15 @@ def processes_of(devices: Devices) -> Processes:
     return LinkedProcesses(link)
 
 
-def reach_without_proxy(addresses: Iterable[str]) -> None:
+def places_of_processes(link: Link) -> list[str]:
+    """Returns a `HOST:PORT` of each process, where nobody listens yet."""
+    own = link.own or addresses.LOOPBACK
+    with addresses.listen(own, 0) as probe:
+        port = probe.getsockname()[1]
+    return link.all_gather_object(f"{own}:{port}")
+
+
+def reach_without_proxy(places: Iterable[str]) -> None:
     """Lets gRPC (jaxlib 0.10.2, TensorFlow 2.21), which would use a proxy, reach these `HOST:PORT` without one."""
-    hosts = (address.rpartition(":")[0].strip("[]") for address in addresses)
+    hosts = (address.rpartition(":")[0].strip("[]") for address in places)
     os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, [os.environ.get("no_proxy"), *hosts])))

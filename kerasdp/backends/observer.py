@@ -87,6 +87,16 @@ _outputs: contextvars.ContextVar[tuple[dict[str, Any], Callable[[Any], Any]] | N
 
 
 @contextlib.contextmanager
+def _recorded_outputs(convert: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
+    outputs: dict[str, Any] = {}
+    token = _outputs.set((outputs, convert))
+    try:
+        yield outputs
+    finally:
+        _outputs.reset(token)
+
+
+@contextlib.contextmanager
 def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
     """Records a replica's forward pass of a training step, within `watched_layers`, as far as `detail` says.
 
@@ -100,24 +110,14 @@ def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
     if detail < Detail.EVERYTHING:
         yield found
         return
-    found["outputs"] = {}
-    token = _outputs.set((found["outputs"], _whole))
-    _collect("inputs", inputs)
-    try:
+    with _recorded_outputs(_whole) as found["outputs"]:
+        _collect("inputs", inputs)
         yield found
-    finally:
-        _outputs.reset(token)
 
 
-@contextlib.contextmanager
-def shard_outputs() -> Iterator[dict[str, Any]]:
+def shard_outputs() -> contextlib.AbstractContextManager[dict[str, Any]]:
     """Records what each layer gives for this replica's rows in a forward pass, within `watched_layers`."""
-    outputs: dict[str, Any] = {}
-    token = _outputs.set((outputs, lambda tensor: tensor))
-    try:
-        yield outputs
-    finally:
-        _outputs.reset(token)
+    return _recorded_outputs(lambda tensor: tensor)
 
 
 def added_losses_by_name(model: keras.Model, number: int) -> dict[str, Any]:

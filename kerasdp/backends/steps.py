@@ -1,9 +1,17 @@
 """Holds what the step functions of all backends share."""
 
-from typing import Any
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from kerasdp.backends.base import Tensor
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
+from kerasdp.portability.replica_context import ReplicaContext, use
+
+if TYPE_CHECKING:
+    from kerasdp.portability.global_batch import GlobalBatch
 
 
 class DeviceScalar:
@@ -31,9 +39,10 @@ class DeviceScalar:
 
 
 def all_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model, its metrics and its optimizer."""
+    """Returns the variables of a model, its metrics and its optimizer, once each."""
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
-    return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])]
+    found = *model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else [])
+    return list({id(variable): variable for variable in found}.values())
 
 
 class TrainedWeights:
@@ -82,3 +91,146 @@ def learning_rate(optimizer: Any) -> Any:
     import keras
 
     return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0
+
+
+# Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
+_UNMEASURED, _MEASURED = 2, 5
+
+
+def median_seconds(run: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+    """Returns the seconds that `run` takes once it is compiled and the device is warm; each time after `before`."""
+    times = []
+    for _ in range(_UNMEASURED + _MEASURED):
+        before()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[_UNMEASURED:])
+
+
+class ShardSteps:
+    """Runs the steps of one model on one replica's rows of a batch, with padding; sums go over all replicas.
+
+    Attributes:
+        strategy: of the run.
+        model: built.
+        own: the names of its steps that are user-defined.
+        penalties: of its layers.
+    """
+
+    def __init__(self, strategy: Any, model: Any):
+        """Made once for each compiled model."""
+        from kerasdp.keras_compat.own_steps import own_steps
+        from kerasdp.portability.added_losses import WholeBatchPenalties
+
+        self.strategy, self.model, self.own, self.penalties = (
+            strategy,
+            model,
+            own_steps(model),
+            WholeBatchPenalties(model),
+        )
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sums a tensor over the replicas."""
+        raise NotImplementedError
+
+    def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums tensors over the replicas, in one message for each type at most."""
+        raise NotImplementedError
+
+    def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
+        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+        raise NotImplementedError
+
+    def rank(self) -> int:
+        """Returns the number of the replica."""
+        raise NotImplementedError
+
+    def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
+        """See `gather` of `ReplicaContext`."""
+        raise NotImplementedError
+
+    def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
+        """Gathers the rows of all replicas, without padding: see `replica_context.gather_shards`.
+
+        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of the loss
+        of the global batch, whatever that loss is.
+        """
+        raise NotImplementedError
+
+    def gather(self, outputs: Structure, num_rows: int) -> Structure:
+        """Gathers the rows of all replicas; axis 0 may hold several entries for each of the `num_rows` of the batch."""
+        import keras
+
+        if self.strategy.num_replicas == 1:
+            return outputs
+        replicas, rank = self.strategy.split.replicas(num_rows), self.rank()
+        return keras.tree.map_structure(lambda rows: self.gather_shards(rows, replicas[rank], replicas), outputs)
+
+    def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:
+        """Returns the context of a step on this batch, with several replicas; `step`: see `row_axes_of`."""
+        from kerasdp.portability.added_losses import AddedLosses, keep
+        from kerasdp.portability.row_search import row_axes_of
+
+        if self.strategy.num_replicas == 1:
+            return None
+        num_rows, row_axes = len(batch.indices), row_axes_of(self.model, step)
+        return ReplicaContext.of_replica(
+            self.rank(),
+            self.strategy.split.replicas(num_rows),
+            row_axes=row_axes,
+            gather=self.gather_statistics,
+            gather_rows=lambda rows: self.gather(rows, num_rows),
+            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
+        )
+
+    def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
+        """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
+        return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
+
+    def test(self, batch: DeviceBatch) -> dict[str, Any]:
+        """Evaluates the global batch; returns Keras' logs."""
+        if "test_step" in self.own:
+            return self.own_step("test_step", batch)[0]
+        with use(self.context(batch)) as context:
+            outputs = self.forward(self.model, batch.inputs, context, training=False)
+        whole = self.global_batch(batch, outputs, context, training=False)
+        whole.share_metrics()
+        return whole.update_metrics(whole.take(self.sums(whole.shared)))
+
+    def predict(self, batch: DeviceBatch) -> Any:
+        """Computes the outputs of the global batch."""
+        from kerasdp.keras_compat.own_steps import as_keras_gives
+
+        if "predict_step" in self.own:
+            with use(self.context(batch, "predict_step")):
+                outputs = self.model.predict_step(as_keras_gives((batch.inputs, None, None)))
+            return self.gather(outputs, len(batch.indices))
+        with use(self.context(batch)) as context:
+            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            return outputs if context is None else context.whole_outputs(outputs)
+
+    def shard_pass(self, batch: DeviceBatch) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
+        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
+        import keras
+
+        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
+        from kerasdp.portability.row_search import fixed_values
+
+        with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
+            with use(self.context(batch)) as context, shard_outputs() as layers:
+                outputs = self.forward(self.model, batch.inputs, context, training=True)
+            whole = self.global_batch(batch, outputs, context, training=True)
+            loss = whole.take(self.sums(whole.shared))
+            layers |= added_losses_by_name(self.model, len(layers))
+        return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
+
+    def global_batch(
+        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool
+    ) -> "GlobalBatch":
+        """Computes the loss, from the outputs of the replica's rows."""
+        from kerasdp.portability.global_batch import Data, GlobalBatch
+
+        inputs, targets, sample_weight, indices = batch
+        padded = Data(inputs, targets, outputs, sample_weight)
+        return GlobalBatch(self.model, context, padded, len(indices), training=training, add_up=self.add_up)

@@ -167,7 +167,7 @@ def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         if share is None:
             return original(optimizer, grads, trainable_variables)
         if keras.backend.backend() == "tensorflow":
-            grads = importlib.import_module("kerasdp.backends.tensorflow.optimizer_update").dense(list(grads))
+            grads = importlib.import_module("kerasdp.backends.tensorflow.train_step").dense(list(grads))
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not optimizer.built:

@@ -4,6 +4,7 @@ On a CUDA device that is none: its memory and its kernels are the CPU's (`cuda_o
 """
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -108,12 +109,12 @@ def test_no_step_in_micro_batches_waits():
 def test_reading_threads_have_the_gpu_of_their_rank(monkeypatch):
     """A new thread's is the first one of the host."""
     torch = pytest.importorskip("torch")
-    from kerasdp.backends.torch.devices import begin_thread
+    from kerasdp.backends.torch.devices import TorchStrategy
 
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for device in (torch.device("cpu"), torch.device("cuda", 3)):
-        begin_thread(device)
+        TorchStrategy.begin_reading_thread(types.SimpleNamespace(device=device))
     assert chosen == [torch.device("cuda", 3)]
 
 

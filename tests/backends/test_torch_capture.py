@@ -21,7 +21,7 @@ from kerasdp.backends.torch.compiled_step import (  # noqa: E402
     CompiledTraining,
     GradientBuckets,  # noqa: E402
 )
-from kerasdp.backends.torch.train_step import ShardSteps  # noqa: E402
+from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
 
 X = np.random.RandomState(0).rand(6, 4).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -42,7 +42,6 @@ def strategy():
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
-        context=lambda model, rows: None,
     )
 
 
@@ -57,17 +56,17 @@ def captured(model):
     model.compute_metrics(X, Y, model(X))  # builds them
     model.reset_metrics()
     own = strategy()
-    steps = CompiledTraining(own, model, ShardSteps(model))
+    steps = CompiledTraining(own, RankSteps(own, model))
     data = (torch.from_numpy(X), torch.from_numpy(Y), None)
     return steps, data
 
 
 def train_captured(model, num_steps):
     steps, data = captured(model)
-    graph = steps.graphs._captured(data, Detail.SUMMARY, len(X))
+    graph = steps._captured(data, Detail.SUMMARY, len(X))
     losses = []
     for _ in range(num_steps):
-        loss, rate, logs, seen = graph(steps.graphs.values, data)
+        loss, rate, logs, seen = graph(steps.values, data)
         losses.append(float(loss))
     return graph, losses, float(rate), {name: float(value) for name, value in logs.items()}, seen
 
@@ -102,7 +101,7 @@ def test_capturing_changes_no_variable():
     model = new_model()
     before = model.get_weights()
     steps, data = captured(model)
-    steps.graphs._captured(data, Detail.NOTHING, len(X))
+    steps._captured(data, Detail.NOTHING, len(X))
     for own, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(own, other)
     assert int(model.optimizer.iterations) == 0
@@ -113,7 +112,7 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
     expected, outputs = model.evaluate(X, Y, verbose=0, return_dict=True), model.predict(X, verbose=0)
     _, data = captured(model)
     testing, predicting = (
-        CompiledEvaluation(strategy(), model, ShardSteps(model), name).graphs for name in ("test", "predict")
+        CompiledEvaluation(strategy(), RankSteps(strategy(), model), name) for name in ("test", "predict")
     )
     weights = model.get_weights()
     graph = testing._captured(data, Detail.NOTHING, len(X))
@@ -141,13 +140,13 @@ def test_the_graphs_of_evaluation_and_prediction_give_what_keras_gives():
 def test_what_cannot_be_captured_is_refused(make, reason):
     steps, data = captured(new_model(make()))
     with pytest.raises(ValueError, match=reason):
-        steps.graphs._captured(data, Detail.NOTHING, len(X))
+        steps._captured(data, Detail.NOTHING, len(X))
 
 
 def test_a_refusal_is_reported_once_and_remembered(capsys):
     steps, data = captured(new_model(Foreign()))
     batch = DeviceBatch(*data, torch.arange(len(X)))
-    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.graphs.reason
+    assert steps(batch, Detail.NOTHING) is None and "not the model's" in steps.reason
     assert steps(batch, Detail.NOTHING) is None
     assert capsys.readouterr().err.count("trained without --compile") == 1
 

@@ -120,7 +120,7 @@ class watched:  # noqa: N801
     def __init__(self, found, runs):
         from kerasdp.backends.torch import compiled_step, data_parallel
 
-        self.places = [(compiled_step.CompiledGraphs, "_captured"), (data_parallel, "put_batch"), (torch, "compile")]
+        self.places = [(compiled_step.CompiledStep, "_captured"), (data_parallel, "put_batch"), (torch, "compile")]
         self.kept = captured, put_batch, _ = [getattr(*place) for place in self.places]
 
         def capture(graphs, *args):

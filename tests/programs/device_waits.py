@@ -183,7 +183,7 @@ def pinned(runner):
 
 def measured(model):
     """Where a model's layers are when they are measured, where its weights are then, and how many costs there are."""
-    from kerasdp.backends.torch.pipeline_engine import measuring_on
+    from kerasdp.backends.torch.pipeline_parallel import measuring_on
     from kerasdp.keras_compat.models import as_functional
     from kerasdp.pipeline.graph import graph_of
     from kerasdp.pipeline.partition import costs_of

@@ -151,8 +151,7 @@ def on_tensorflow():
     import tensorflow as tf
     from keras.src.backend.tensorflow import trainer
 
-    from kerasdp.backends.tensorflow.optimizer_update import taking_dense
-    from kerasdp.backends.tensorflow.train_step import clipping_means
+    from kerasdp.backends.tensorflow.train_step import clipping_means, taking_dense
 
     strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
     with strategy.scope():

@@ -121,8 +121,7 @@ def programs_of(case):
         devices.set_precision_of_products()
         return of_run
 
-    for module in ("data_parallel", "tensor_parallel", "pipeline_parallel"):
-        vars(__import__(f"kerasdp.backends.jax.{module}", fromlist=["_"]))["start_jax"] = start_jax
+    devices.start_jax = start_jax
     settings = {
         "num_devices": NUM_DEVICES, "device": "cpu", "verbose": 0, "check": "off",
         **{name: case[name] for name in (

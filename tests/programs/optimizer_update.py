@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.tensorflow import optimizer_update
+from kerasdp.backends.tensorflow.train_step import can_update_at_once, update_at_once
 
 
 def updated(optimizer, is_one):
@@ -23,13 +23,13 @@ def updated(optimizer, is_one):
     @tf.function
     def step():
         gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
-        answers.append(optimizer_update.can_be_one(model))
+        answers.append(can_update_at_once(model))
 
         def update():
             optimizer.apply(gradients, model.trainable_variables)
 
         if is_one:
-            optimizer_update.as_one(model, update)
+            update_at_once(model, update)
         else:
             update()
 

@@ -106,8 +106,7 @@ def as_on_gpus(watch: Watch) -> None:
         found = names(chosen)
         return [f"CPU:{number + 1}" for number in range(len(found))] if len(found) > 1 else found
 
-    for module in (data_parallel, pipeline_parallel):
-        module.device_names = device_names
+    devices.device_names = device_names
 
 
 def tokens(keras):

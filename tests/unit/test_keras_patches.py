@@ -417,7 +417,7 @@ def test_an_optimizer_updates_variable_by_variable(monkeypatch):
 def test_numbers_are_made_on_a_gpu_for_the_thread_that_trains(monkeypatch):
     import torch
 
-    from kerasdp.backends.torch.waits import numbers_made_on
+    from kerasdp.backends.torch.train_step import numbers_made_on
 
     filled = []
     monkeypatch.setattr(torch, "full", lambda *_, **__: filled.append(1) or torch.ones(()))

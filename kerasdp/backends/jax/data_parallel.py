@@ -1,26 +1,19 @@
 """JAX: trains a replica on each device, all in one program, with `keras.distribution.DataParallel`."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Tensor, processes_of
-from kerasdp.backends.jax.devices import (
-    BatchSharder,
-    DeviceMesh,
-    device_names,
-    differing_variables,
-    peak_memory_by_device,
-    start_jax,
-    variables_not_on,
-    without_distribution,
-)
-from kerasdp.backends.jax.devices import put_rows as put
+from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
+from kerasdp.backends.jax.devices import JaxStrategy, put_rows, shardings_over
 from kerasdp.backends.jax.train_step import make_step_functions
 from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config
+from kerasdp.data.sampling import CachedRows
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
@@ -31,61 +24,84 @@ if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
 
 
-class DataParallel(Strategy):
-    """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
+class DataParallel(JaxStrategy):
+    """A replica of the model on each device. See `kerasdp.backends.base.Strategy`.
+
+    Attributes:
+        replicated: the sharding of a tensor that each device holds the whole of.
+        by_rows: the sharding of inputs, targets and sample weights.
+    """
 
     splits_batches = False
-
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
-        self.num_devices = self.num_replicas = devices.count
-        self.processes = processes_of(devices)
-        self.shard = self.processes.rank, self.processes.num_processes
-        self.devices = start_jax(devices, config)
-        self._mesh = DeviceMesh(self.devices)
-        self._sharder = BatchSharder(self._mesh.split, self._mesh.copied)
+        super().__init__(devices, config)
+        self.num_replicas = devices.count
+        self.replicated, self.by_rows = shardings_over(self.devices)
 
     @functools.cached_property
-    def _distribution(self) -> "keras.distribution.DataParallel":
+    def _distribution(self) -> "keras.distribution.Distribution":
+        """Keras' distribution of variables over the devices."""
         import keras
 
         from kerasdp.keras_compat.settings import place_variables_by
 
         if self.processes.num_processes > 1:
-            place_variables_by(put)
-        return keras.distribution.DataParallel(devices=device_names(self.devices), auto_shard_dataset=False)
+            place_variables_by(put_rows)
+        return keras.distribution.DataParallel(devices=self._device_names(), auto_shard_dataset=False)
+
+    def _device_names(self) -> list[str]:
+        return [f"{device.platform}:{device.id}" for device in self.devices]
 
     def scope(self) -> AbstractContextManager[None]:
-        """Returns the context in which models are made: their variables are copied to all devices."""
+        """Returns the context in which models are made: their variables are distributed over all devices."""
         return self._distribution.scope()
 
-    def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Splits a batch over the devices."""
-        return self._sharder.shard_batch(batch)
+    @functools.cached_property
+    def _take_rows(self) -> Any:
+        """Takes rows of what is on all devices: each device its own."""
+        return jax.jit(lambda arrays, rows: jax.tree.map(lambda leaf: leaf[rows], arrays), out_shardings=self.by_rows)
 
-    def running(self, model: "keras.Model") -> AbstractContextManager[None]:
+    def shard_batch(self, batch: "Batch") -> DeviceBatch:
+        """Brings inputs, targets, sample weights and indices to the devices."""
+        import keras
+
+        def put(data: Any, sharding: Any) -> Any:
+            return keras.tree.map_structure(lambda leaf: None if leaf is None else put_rows(leaf, sharding), data)
+
+        inputs = batch.inputs
+        if isinstance(inputs, CachedRows):
+            kept = inputs.kept.copies(lambda arrays: put(arrays, self.replicated))
+            inputs = self._take_rows(kept, put_rows(inputs.numbers, self.by_rows))
+        else:
+            inputs = put(inputs, self.by_rows)
+        targets, sample_weight = put((batch.targets, batch.sample_weight), self.by_rows)
+        return DeviceBatch(inputs, targets, sample_weight, put_rows(batch.indices.astype("int32"), self.replicated))
+
+    @contextlib.contextmanager
+    def running(self, model: "keras.Model") -> Iterator[None]:
         """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches."""
-        return without_distribution()
+        import keras
+
+        distribution = keras.distribution.distribution()
+        keras.distribution.set_distribution(None)
+        try:
+            yield
+        finally:
+            keras.distribution.set_distribution(distribution)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes jitted train, test and predict functions, each one program on all devices."""
 
         def everywhere(tensor: Tensor) -> Tensor:
-            return jax.lax.with_sharding_constraint(tensor, self._mesh.copied)
+            return jax.lax.with_sharding_constraint(tensor, self.replicated)
 
         several = self.num_replicas > 1
         context = ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere) if several else None
-        return make_step_functions(model, self._mesh.copied, context)
+        return make_step_functions(model, self.replicated, context)
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""
-        return variables_not_on(self.devices, all_variables(model))
-
-    def diverged_variables(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
-        return differing_variables(model.variables, self.processes)
-
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device has used; nothing if they share one process."""
-        return peak_memory_by_device(self.devices)
+        own = set(self.devices)
+        return [variable.path for variable in all_variables(model) if variable.value.sharding.device_set != own]

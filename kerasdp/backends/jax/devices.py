@@ -1,21 +1,19 @@
 """JAX: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
 
 import atexit
-import contextlib
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import DeviceBatch, Structure, Tensor, reach_without_proxy
+from kerasdp.backends.base import Strategy, Tensor, places_of_processes, processes_of, reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.config import Config
-from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
@@ -31,12 +29,9 @@ from kerasdp.runtime.devices import (
 )
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import current_link, join
-from kerasdp.runtime.ranks import Processes
 
 if TYPE_CHECKING:
     import keras
-
-    from kerasdp.data.batch import Batch
 
 
 # What makes GPUs repeat themselves, bit for bit (XLA's names, jaxlib 0.10.2, which ends a process at any that it does
@@ -133,102 +128,44 @@ def set_precision_of_products() -> None:
     jax.config.update("jax_default_matmul_precision", "float32")
 
 
-def device_names(devices: Sequence[jax.Device]) -> list[str]:
-    """Returns the names of devices, as Keras has them."""
-    return [f"{device.platform}:{device.id}" for device in devices]
+def shardings_over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
+    """Returns the sharding of a tensor that each device holds the whole of, and that of one split by rows over them."""
+    mesh = Mesh(np.array(devices), ("batch",))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
 
 
-class DeviceMesh:
-    """Devices in a row, and the shardings of tensors over them.
+class JaxStrategy(Strategy):
+    """What the strategies of this backend share.
 
     Attributes:
-        size: the number of devices.
-        split: the sharding of a tensor of which each device holds equally many rows.
-        copied: the sharding of a tensor of which each device holds the whole.
+        devices: of the run.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]):
-        mesh = Mesh(np.array(devices), ("batch",))
-        self.size = mesh.size
-        self.split, self.copied = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
+    def __init__(self, devices: Devices, config: Config):
+        self.processes = processes_of(devices)
+        self.shard = self.processes.rank, self.processes.num_processes
+        self.num_devices, self.devices = devices.count, start_jax(devices, config)
 
+    def diverged_variables(self, model: "keras.Model") -> list[str]:
+        """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
 
-class BatchSharder:
-    """Brings batches to the devices.
+        def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
+            shards = variable.value.addressable_shards
+            return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
 
-    Args:
-        inputs: the sharding of inputs, targets and sample weights.
-        copied: the sharding of tensors that each device holds.
-    """
+        own = [values_of(variable) for variable in model.variables]
+        joined = [set().union(*values) for values in zip(*self.processes.all_gather_object(own), strict=True)]
+        return [
+            variable.path
+            for variable, values in zip(model.variables, joined)
+            if len(values) > len({shard for shard, _ in values})
+        ]
 
-    def __init__(self, inputs: NamedSharding, copied: NamedSharding):
-        self._inputs, self._copied = inputs, copied
-        self._take = jax.jit(_take, out_shardings=inputs)  # each device its own rows
-
-    def shard_batch(self, batch: "Batch") -> DeviceBatch:
-        """Brings inputs, targets, sample weights and indices to the devices."""
-        import keras
-
-        def put(leaf: np.ndarray | None, sharding: NamedSharding) -> Tensor | None:
-            return None if leaf is None else put_rows(leaf, sharding)
-
-        inputs = batch.inputs
-        if isinstance(inputs, CachedRows):
-            kept = inputs.kept.copies(
-                lambda arrays: keras.tree.map_structure(lambda leaf: put(leaf, self._copied), arrays)
-            )
-            inputs = self._take(kept, put(inputs.numbers, self._inputs))
-        else:
-            inputs = keras.tree.map_structure(lambda leaf: put(leaf, self._inputs), inputs)
-        targets, sample_weight = keras.tree.map_structure(
-            lambda leaf: put(leaf, self._inputs), (batch.targets, batch.sample_weight)
-        )
-        return DeviceBatch(inputs, targets, sample_weight, put(batch.indices.astype("int32"), self._copied))
-
-
-@contextlib.contextmanager
-def without_distribution() -> Iterator[None]:
-    """Keeps Keras' own `predict`, as a callback may call it, from sharding its batches."""
-    import keras
-
-    distribution = keras.distribution.distribution()
-    keras.distribution.set_distribution(None)
-    try:
-        yield
-    finally:
-        keras.distribution.set_distribution(distribution)
-
-
-def variables_not_on(devices: Sequence[jax.Device], variables: "list[keras.Variable]") -> list[str]:
-    """Returns the paths of the variables that are not on all of these devices."""
-    return [variable.path for variable in variables if variable.value.sharding.device_set != set(devices)]
-
-
-def differing_variables(variables: "list[keras.Variable]", processes: Processes) -> list[str]:
-    """Returns the paths of variables with a shard that differs between devices that hold it."""
-
-    def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
-        shards = variable.value.addressable_shards
-        return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
-
-    own = [values_of(variable) for variable in variables]
-    joined = [set().union(*values) for values in zip(*processes.all_gather_object(own), strict=True)]
-    return [
-        variable.path
-        for variable, values in zip(variables, joined)
-        if len(values) > len({shard for shard, _ in values})
-    ]
-
-
-def peak_memory_by_device(devices: Sequence[jax.Device]) -> list[int]:
-    """Returns the most bytes that each device of this process has used; nothing if they share it."""
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    statistics = [device.memory_stats() or {} for device in own]
-    return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
-
-
-def _take(arrays: Structure, rows: Tensor) -> Structure:
-    return jax.tree.map(lambda leaf: leaf[rows], arrays)
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device of this process has used; nothing if they share it."""
+        own = [device for device in self.devices if device.process_index == jax.process_index()]
+        statistics = [device.memory_stats() or {} for device in own]
+        return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
 
 
 def _choose_platforms(config: Config, cluster: Cluster | None = None) -> None:
@@ -300,15 +237,12 @@ def join_hosts(cluster: Cluster, config: Config) -> None:
         UserError: if they do not come.
     """
     link = join(cluster, config)
-    own = link.own or addresses.LOOPBACK
-    with addresses.listen(own, 0) as probe:
-        port = probe.getsockname()[1]
-    address = link.all_gather_object(f"{own}:{port}")[0]
+    address = places_of_processes(link)[0]
     # SIGTERM is ours: JAX's own service (0.10.2) would keep it.
     jax.config.update("jax_enable_preemption_service", False)
     # Otherwise the end of one process ends the others by SIGABRT, before they can say which it was.
     jax.config.update("jax_enable_recoverability", True)
-    use_address_of_host(own)
+    use_address_of_host(link.own or addresses.LOOPBACK)
     # gRPC (of jaxlib 0.10.2) would send what goes to the other machines through a proxy, of which JAX warns.
     jax.config.update("jax_check_proxy_envs", False)
     reach_without_proxy([address])

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.jax.devices import DeviceMesh
+from kerasdp.backends.jax.devices import shardings_over
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 if TYPE_CHECKING:
@@ -19,63 +19,39 @@ if TYPE_CHECKING:
     from kerasdp.pipeline.plan import Plan
 
 
-class _Variables:
-    """Maps some of the model's or optimizer's variables to their indices in Keras' list of all.
+class StageProgram:
+    """Compiles the programs of a stage.
 
-    Args:
-        all_variables: Keras' list.
-        variables: some of them.
-        num_shared: how many of the last of these belong to all stages.
+    Attributes:
+        trainable: variables of the stage.
+        non_trainable: likewise.
+        slots: what the whole model's optimizer keeps for weights of the stage.
+        shared: what it keeps for all weights together, as the step counter.
+        replicated: the sharding of a tensor that each device of the stage holds the whole of.
     """
 
-    def __init__(self, all_variables: "list[keras.Variable]", variables: "list[keras.Variable]", num_shared: int = 0):
-        index_of = {id(variable): index for index, variable in enumerate(all_variables)}
-        self.variables, self.num_shared = variables, num_shared
-        self.indices = [index_of[id(variable)] for variable in variables]
-
-    def select(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Returns their values among those of all."""
-        return [values[index] for index in self.indices]
-
-    def replace(
-        self, values: Sequence[Tensor], new_values: Sequence[Tensor], *, with_shared: bool = True
-    ) -> list[Tensor]:
-        """Returns the values of all variables, with these replaced."""
-        values = list(values)
-        indices = self.indices if with_shared else self.indices[: len(self.indices) - self.num_shared]
-        for index, value in zip(indices, new_values):
-            values[index] = value
-        return values
-
-
-class StageProgram:
-    """Compiles the programs of a stage, and knows the indices of its variables."""
-
-    def __init__(self, model: "keras.Model", plan: "Plan", number: int, mesh: DeviceMesh):
+    def __init__(self, model: "keras.Model", plan: "Plan", number: int, devices: Sequence[jax.Device]):
         from kerasdp.keras_compat.layers import seed_variables
         from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
-        self.num_devices = mesh.size
-        self.copied, self.split = mesh.copied, mesh.split
-        self.trainable = _Variables(model.trainable_variables, self.model.trainable_variables)
-        self.non_trainable = _Variables(model.non_trainable_variables, self.model.non_trainable_variables)
-        self.metrics = _Variables(model.metrics_variables, model.metrics_variables if self.is_last else [])
+        self.num_devices = len(devices)
+        self.replicated, self.by_rows = shardings_over(devices)
+        self.trainable, self.non_trainable = self.model.trainable_variables, self.model.non_trainable_variables
         seeds = {id(variable) for variable in seed_variables(self.model)}
-        self.seeds = [
-            index for index, variable in enumerate(self.model.non_trainable_variables) if id(variable) in seeds
-        ]
+        self.seeds = [index for index, variable in enumerate(self.non_trainable) if id(variable) in seeds]
         self.penalties = WholeBatchPenalties(self.model)
         self.optimizer: Any = None
-        self.slots = _Variables([], [])
+        self.slots: list[keras.Variable] = []
+        self.shared: list[keras.Variable] = []
         if getattr(model, "optimizer", None) is not None:
             self._clone_optimizer(model.optimizer)
         self.differentiable = [_is_float(tensor.dtype) for tensor in self.model.inputs]
         self.forward = jax.jit(self._forward)
         self.infer = jax.jit(self._infer)
         self.gradients = jax.jit(self._gradients)
-        self.zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self.copied)
+        self.zeros = jax.jit(lambda values: jax.tree.map(jnp.zeros_like, values), out_shardings=self.replicated)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=8)
         self.finish = jax.jit(self._finish, donate_argnums=1)
         self.update = jax.jit(self._update, donate_argnums=(0, 1))
@@ -88,12 +64,12 @@ class StageProgram:
         self._constants: dict[Any, Tensor] = {}
 
     def sharding_for(self, num_rows: int) -> NamedSharding:
-        """Returns the sharding of a tensor of so many rows: split over the devices if they divide, else copied."""
-        return self.copied if num_rows % self.num_devices else self.split
+        """Returns the sharding of a tensor of so many rows: split over the devices if they divide, else replicated."""
+        return self.replicated if num_rows % self.num_devices else self.by_rows
 
     def put(self, data: Structure, rows: slice = slice(None)) -> Structure:
         """Brings rows of targets or weights, in NumPy arrays, to the stage's devices."""
-        return jax.device_put(jax.tree.map(lambda leaf: leaf[rows], data), self.copied)
+        return jax.device_put(jax.tree.map(lambda leaf: leaf[rows], data), self.replicated)
 
     def constant(self, value: float | np.generic) -> Tensor:
         """Returns a number that programs are called with, on the stage's devices: the same few in each step.
@@ -102,7 +78,7 @@ class StageProgram:
         """
         key = type(value), value
         if key not in self._constants:
-            self._constants[key] = jax.device_put(value, self.copied)
+            self._constants[key] = jax.device_put(value, self.replicated)
         return self._constants[key]
 
     def _clone_optimizer(self, optimizer: "keras.Optimizer") -> None:
@@ -112,28 +88,25 @@ class StageProgram:
 
         clone = type(optimizer).from_config(optimizer.get_config())
         copy_decay_exclusions(optimizer, clone)
-        clone.build(self.trainable.variables)
-        slot_variables = slots_of(optimizer, len(self.whole_model.trainable_variables))
+        clone.build(self.trainable)
+        weights = self.whole_model.trainable_variables
+        place_of = {id(weight): place for place, weight in enumerate(weights)}
+        slot_variables = slots_of(optimizer, len(weights))
         pairs = {
-            id(variable): slot_variables[name, self.trainable.indices[index]]
-            for (name, index), variable in slots_of(clone, len(self.trainable.indices)).items()
+            id(variable): slot_variables[name, place_of[id(self.trainable[index])]]
+            for (name, index), variable in slots_of(clone, len(self.trainable)).items()
         }
-        slot_pairs = [(variable, pairs[id(variable)]) for variable in clone.variables if id(variable) in pairs]
-        # Those of all weights together, as the step counter: in the same order, but not always of the same name.
+        own = [variable for variable in clone.variables if id(variable) in pairs]
+        self.slots = [pairs[id(variable)] for variable in own]
+        # Those of all weights together: in the same order, but not always of the same name.
         slots = {id(variable) for variable in slot_variables.values()}
-        shared = list(
-            zip(
-                [variable for variable in clone.variables if id(variable) not in pairs],
-                [variable for variable in optimizer.variables if id(variable) not in slots],
-                strict=True,
-            )
-        )
-        self.optimizer, self.clone_variables = clone, [variable for variable, _ in slot_pairs + shared]
-        self.slots = _Variables(optimizer.variables, [variable for _, variable in slot_pairs + shared], len(shared))
+        self.shared = [variable for variable in optimizer.variables if id(variable) not in slots]
+        shared = [variable for variable in clone.variables if id(variable) not in pairs]
+        self.optimizer, self.clone_variables = clone, own + shared
         for variable in clone.variables:  # their values are the whole one's; they only name them
             set_raw_value(variable, None)
-        scales = [index for index, variable in enumerate(self.clone_variables)
-                  if variable is getattr(clone, "dynamic_scale", None)]  # fmt: skip
+        scale = getattr(clone, "dynamic_scale", None)
+        scales = [index for index, variable in enumerate(self.clone_variables) if variable is scale]
         self.scale_index = scales[0] if scales else None
 
     def loss_scale(self, slots: list[Any]) -> Any:
@@ -192,14 +165,10 @@ class StageProgram:
 
         `shares`: the weights of the micro-batch's loss and penalty in those of the batch, made of Python numbers.
         """
-        import keras
-
-        metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
 
         def loss_of(trainable: Any) -> Any:
             outputs, penalty, new = self._call(trainable, non_trainable, inputs, first_row, training=True)
-            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
-                loss = self._compiled_loss(outputs, targets, sample_weight)
+            loss = self._loss_alone(outputs, targets, sample_weight)
             return (loss * shares[0] + penalty * shares[1]) * scale, (outputs, penalty, new)
 
         gradients, (outputs, penalty, new) = jax.grad(loss_of, has_aux=True)(trainable)
@@ -214,18 +183,22 @@ class StageProgram:
         loss = compiled_loss(self.whole_model)
         return jnp.zeros(()) if loss is None else loss(targets, self.plan.outputs(outputs), sample_weight)
 
-    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, share: Any, scale: Any) -> Any:
-        """Computes the gradients of the joint loss of some micro-batches, times `share * scale`, for each of them."""
+    def _loss_alone(self, outputs: list[Any], targets: Any, sample_weight: Any) -> Any:
+        """Computes the loss of some rows, for its gradients: no metric changes."""
         import keras
 
         metrics = [(variable, jnp.zeros(variable.shape)) for variable in self.whole_model.metrics_variables]
+        with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
+            return self._compiled_loss(outputs, targets, sample_weight)
+
+    def _gradients(self, outputs: Any, targets: Any, sample_weight: Any, share: Any, scale: Any) -> Any:
+        """Computes the gradients of the joint loss of some micro-batches, times `share * scale`, for each of them."""
 
         def loss_of(floats: Any) -> Any:
             floats = iter(floats)
             merged = [[next(floats) if _is_float(leaf.dtype) else leaf for leaf in leaves] for leaves in outputs]
             joined = [jnp.concatenate(leaves) for leaves in zip(*merged)]
-            with keras.StatelessScope(state_mapping=metrics):  # the losses of several outputs are metrics, too
-                return self._compiled_loss(joined, targets, sample_weight) * scale * share
+            return self._loss_alone(joined, targets, sample_weight) * scale * share
 
         # A whole number beside the logits, the class say, has no gradient.
         found = iter(jax.grad(loss_of)([leaf for leaves in outputs for leaf in leaves if _is_float(leaf.dtype)]))
@@ -258,17 +231,16 @@ class StageProgram:
         if self.scale_index is not None:  # an overflow in one stage is one in all
             is_finite = functools.reduce(jnp.logical_and, (finite for _, finite in totals))
             gradients = [jnp.where(is_finite, gradient, jnp.nan) for gradient in gradients]
-        by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots)}
+        by_variable = {id(variable): value for variable, value in zip(self.clone_variables, slots, strict=True)}
         ordered = [by_variable[id(variable)] for variable in self.optimizer.variables]
-        with updating_some(self.optimizer, self.trainable.variables):
+        with updating_some(self.optimizer, self.trainable):
             trainable, ordered = self.optimizer.stateless_apply(ordered, gradients, trainable)
         new = {id(variable): value for variable, value in zip(self.optimizer.variables, ordered)}
         return trainable, [new[id(variable)] for variable in self.clone_variables]
 
     def measure(self, outputs: Any, penalties: Any, batch: DeviceBatch, metrics: Any) -> tuple[Any, ...]:
         """Computes the loss with all penalties, Keras' logs, and the new values of the metrics."""
-        penalties = [jax.device_put(penalty, self.copied) for penalty in penalties]
-        metrics = jax.device_put(list(metrics), self.copied)
+        penalties = [jax.device_put(penalty, self.replicated) for penalty in penalties]
         return self._measured(outputs, penalties, *self.put((batch.targets, batch.sample_weight)), metrics)
 
     def _measure(self, outputs: Any, penalties: Any, targets: Any, sample_weight: Any, metrics: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,24 +19,16 @@ if TYPE_CHECKING:
 
 
 class ModelState:
-    """The values of lists of variables, as a function of JAX takes and gives them; the variables always hold theirs."""
+    """The values of lists of variables, as a function of JAX takes and gives them; the variables always hold theirs.
 
-    def __init__(self, *variables: "list[keras.Variable]"):
-        self._variables = variables
+    Args:
+        variables: the lists.
+        shardings: of each list: one of all its values, or one of each.
+    """
+
+    def __init__(self, variables: "Sequence[list[keras.Variable]]", shardings: Sequence[Any]):
+        self._variables, self.shardings = variables, tuple(shardings)
         self._last: Any = None
-
-    def shardings(self, copied: NamedSharding) -> tuple[list[NamedSharding], ...]:
-        """Returns the shardings of all, `copied` of those without.
-
-        For a value that is on one device without having been sent there, as that of a new variable or a reset metric,
-        JAX (0.10.2) compiles another program: it would compile the first training step three times.
-        """
-
-        def of(variable: "keras.Variable") -> NamedSharding:
-            sharding = variable.value.sharding
-            return sharding if isinstance(sharding, NamedSharding) else copied
-
-        return tuple([of(variable) for variable in variables] for variables in self._variables)
 
     def take(self) -> Any:
         """Returns the values: the same lists that were given last, unless somebody has set a variable since.
@@ -55,7 +47,7 @@ class ModelState:
                 seen.add(id(value))
                 return jnp.copy(value) if is_taken else value
 
-            self._last = tuple([own(value) for value in each] for each in values)
+            self._last = jax.device_put(tuple([own(value) for value in each] for each in values), self.shardings)
         return self._last
 
     def give(self, values: Any) -> None:
@@ -68,54 +60,41 @@ class ModelState:
         self._last = values
 
 
-def model_states(model: "keras.Model") -> tuple[ModelState, ModelState, ModelState]:
-    """Returns the states of a training step, of an evaluation and of a prediction, with the lists of Keras' steps."""
+def _state_of(model: "keras.Model", step: str, replicated: NamedSharding) -> ModelState:
+    """Returns the state of a step, with the lists of Keras' own steps. `step`: `train`, `test` or `predict`.
+
+    For a value that is on one device without having been sent there, as that of a new variable or a reset metric, JAX
+    (0.10.2) compiles another program: it would compile the first training step three times. So these are `replicated`.
+    """
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
     slots = [] if optimizer is None else optimizer.variables
-    return ModelState(*weights, slots, metrics), ModelState(*weights, metrics), ModelState(*weights)
+    variables = {"train": (*weights, slots, metrics), "test": (*weights, metrics), "predict": weights}[step]
+
+    def sharding_of(variable: "keras.Variable") -> NamedSharding:
+        found = variable.value.sharding
+        return found if isinstance(found, NamedSharding) else replicated
+
+    return ModelState(variables, [list(map(sharding_of, each)) for each in variables])
 
 
-def make_step_functions(model: "keras.Model", copied: NamedSharding, context: ReplicaContext | None) -> StepFunctions:
+def make_step_functions(
+    model: "keras.Model", replicated: NamedSharding, context: ReplicaContext | None
+) -> StepFunctions:
     """Makes jitted train, test and predict functions, again for each set of weights that is trained.
-
-    Args:
-        model: built and compiled.
-        copied: the sharding of variables that have none yet.
-        context: that of the layers in a training step.
-    """
-    made: dict[tuple[bool, ...], StepFunctions] = {}
-    weights = TrainedWeights(model)
-
-    def functions() -> StepFunctions:
-        key = weights.key()
-        if key not in made:
-            made[key] = _for_trained_weights(model, copied, context)
-        return made[key]
-
-    def several(batches: list[DeviceBatch]) -> Trained:
-        return functions().train_several(batches)  # type: ignore[misc]
-
-    return StepFunctions(
-        train=lambda batch, detail: functions().train(batch, detail),
-        # As a loop within the program, which Keras does not have where a model runs eagerly.
-        train_several=None if model.run_eagerly or not model.jit_compile else several,
-        test=lambda batch: functions().test(batch),
-        predict=lambda batch: functions().predict(batch),
-    )
-
-
-def _for_trained_weights(model: "keras.Model", copied: NamedSharding, context: ReplicaContext | None) -> StepFunctions:
-    """Makes jitted train, test and predict functions for the weights that are trained now.
 
     Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
     padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
     itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
+
+    Args:
+        model: built and compiled.
+        replicated: the sharding of variables that have none yet.
+        context: that of the layers in a training step.
     """
     from kerasdp.keras_compat.own_steps import own_steps
 
-    own = own_steps(model)
-    training, testing, predicting = model_states(model)
+    own, weights = own_steps(model), TrainedWeights(model)
 
     def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
         with use(context):
@@ -124,14 +103,27 @@ def _for_trained_weights(model: "keras.Model", copied: NamedSharding, context: R
                 return (logs.get("loss"), None, logs, {}), state
             return _train_step(model, state, _cut(data), detail)
 
-    on = functools.partial(_on_state, model, copied)
-    train = {detail: on(functools.partial(train_step, detail), training) for detail in Detail}
-    several = on(_several(functools.partial(train_step, Detail.NOTHING)), training)
+    def on_state(step: Callable[..., Any], name: str) -> Callable[[Any], Any]:
+        made: dict[tuple[bool, ...], Callable[[Any], Any]] = {}
+
+        def run(data: Any) -> Any:
+            key = weights.key()
+            if key not in made:
+                state = _state_of(model, name, replicated)
+                made[key] = _on_state(model, replicated, step, state, is_training=name == "train")
+            return made[key](data)
+
+        return run
+
+    train = {detail: on_state(functools.partial(train_step, detail), "train") for detail in Detail}
+    several = on_state(_several(functools.partial(train_step, Detail.NOTHING)), "train")
+    # As a loop within the program, which Keras does not have where a model runs eagerly.
+    takes_several = model.jit_compile and not model.run_eagerly
     return StepFunctions(
         train=lambda batch, detail: Trained(*train[detail](batch)),
-        train_several=lambda batches: Trained(*several(batches)),
-        test=on(functools.partial(_test_step, model), testing, is_training=False),
-        predict=on(functools.partial(_predict_step, model), predicting, is_training=False),
+        train_several=(lambda batches: Trained(*several(batches))) if takes_several else None,
+        test=on_state(functools.partial(_test_step, model), "test"),
+        predict=on_state(functools.partial(_predict_step, model), "predict"),
     )
 
 
@@ -146,11 +138,11 @@ def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tu
 
 def _on_state(
     model: "keras.Model",
-    copied: NamedSharding,
+    replicated: NamedSharding,
     step: Callable[..., Any],
     state: ModelState,
     *,
-    is_training: bool = True,
+    is_training: bool,
 ) -> Callable[[Any], Any]:
     """Makes of a step a function of the data alone, which gives its outputs and changes the model's variables.
 
@@ -158,8 +150,7 @@ def _on_state(
     memory of the old values for the new ones; the first list, of the weights, leaves an evaluation as it came.
     """
     # The results that no process has the whole of, none can read; None: whatever JAX chooses.
-    results = None if copied.is_fully_addressable else copied
-    shardings = state.shardings(copied)
+    results = None if replicated.is_fully_addressable else replicated
     kept = 0 if is_training else 1  # lists that no step changes
 
     def changing(values: Any, data: Any) -> tuple[Any, Any]:
@@ -170,17 +161,12 @@ def _on_state(
     run_step = changing
     if not model.run_eagerly and model.jit_compile:
         donated = 0 if is_training else ()
-        run_step = jax.jit(changing, donate_argnums=donated, out_shardings=(results, shardings[kept:]))
-    last = None
+        run_step = jax.jit(changing, donate_argnums=donated, out_shardings=(results, state.shardings[kept:]))
 
     def run(data: Any) -> Any:
-        nonlocal last
         values = state.take()
-        if values is not last:  # the first ones; or a callback has set variables
-            values = jax.device_put(values, shardings)
         outputs, new = run_step(values, data)
-        last = (*values[:kept], *new)
-        state.give(last)
+        state.give((*values[:kept], *new))
         return outputs
 
     return run

@@ -102,7 +102,7 @@ def _gather(strategy: tf.distribute.Strategy, group: HostGroup, rows: Any) -> tf
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    """Gathers the rows of all replicas; the gradient is that of `DataParallel.gather`."""
+    """Gathers the rows of all replicas; the gradient is that of `ShardSteps.gather_shards`."""
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -112,16 +112,12 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
             return num_replicas() * upstream[first : first + num_rows]
 
         context = tf.distribute.get_replica_context()
-        if are_few(rows) or group_of(context.strategy):
+        are_few = rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
+        if are_few or group_of(context.strategy):
             return _stacked(rows), gradient
         return context.all_gather(rows, axis=0), gradient
 
     return gather(rows)
-
-
-def are_few(rows: tf.Tensor) -> bool:
-    """Returns whether these rows are better gathered by a sum."""
-    return rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
 
 
 def zero_pad_to_global_batch(rows: tf.Tensor) -> tf.Tensor:

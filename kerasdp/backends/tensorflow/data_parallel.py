@@ -2,62 +2,55 @@
 
 import contextlib
 import functools
+import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Strategy, Structure, Trained, processes_of
-from kerasdp.backends.steps import TrainedWeights, all_variables
+from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Structure, Trained
+from kerasdp.backends.steps import TrainedWeights, all_variables, median_seconds
 from kerasdp.backends.tensorflow import collectives, private
-from kerasdp.backends.tensorflow.batch_shards import shard_batch
 from kerasdp.backends.tensorflow.devices import (
-    device_names,
-    differing_variables,
-    give_back_memory,
+    TensorFlowStrategy,
+    keep_on_device,
     mirrored_strategy,
-    peak_memory_by_device,
-    require_deterministic,
+    put_on_device,
+    take_rows,
 )
-from kerasdp.backends.tensorflow.train_step import several
+from kerasdp.backends.tensorflow.train_step import Graphs, ReplicaSteps, kind_of, several
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
-from kerasdp.data.sampling import Split
+from kerasdp.data.sampling import CachedRows, ReplicaRows, Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
-from kerasdp.portability.replica_context import ReplicaContext, gather_shards
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     import keras
 
-    from kerasdp.backends.tensorflow.train_step import ReplicaSteps
     from kerasdp.data.batch import Batch
 
 
-class DataParallel(Strategy):
+class DataParallel(TensorFlowStrategy):
     """A replica of the model on each device. See `kerasdp.backends.base.Strategy`."""
 
     takes_several_steps = True
 
     def __init__(self, devices: Devices, config: Config):
-        """Makes the strategy. Call before Keras is imported."""
-        self.processes = processes_of(devices)
-        self.shard = self.processes.rank, self.processes.num_processes
-        self.num_devices = self.num_replicas = devices.count
+        """Call before Keras is imported."""
+        super().__init__(devices, config)
+        self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
         self.split = Split(devices.count, config.shares)
-        self.gradient_precision = config.gradient_precision
-        self.must_be_deterministic = config.deterministic and devices.is_accelerator
         collectives.require_sum(config.gradient_precision, devices)
-        self.device_names = device_names(devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
         self.mirrored = (
             one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes, config.reduce)
         )
-        self.reduce = config.reduce
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -79,50 +72,38 @@ class DataParallel(Strategy):
         finally:
             scope.__exit__(None, None, None)
 
+    def _own_replicas(self, num_rows: int) -> tuple[ReplicaRows, ...]:
+        """Returns the rows of each replica of this process."""
+        first = self.processes.rank * len(self.device_names)
+        return self.split.replicas(num_rows)[first : first + len(self.device_names)]
+
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
-        return shard_batch(self, batch)
+        import keras
 
-    def gather(self, outputs: Structure, num_rows: int) -> Structure:
-        """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
+        names, own = self.device_names, self._own_replicas(len(batch.indices))
+        places = [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(each.size for each in own)])]
 
-        Its gradient is made so that the MEAN over the replicas of the gradients of a weight is the gradient of
-        the loss of the global batch, whatever that loss is.
-        """
-        if self.num_replicas == 1:
-            return outputs
-        replicas = self.split.replicas(num_rows)
-        own = replicas[collectives.rank()]
+        def each(data: Structure) -> list[Structure]:
+            return [
+                keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], data)
+                for rows in places
+            ]
 
-        def gather(rows: tf.Tensor) -> tf.Tensor:
-            whole = gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows)
-            # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
-            return tf.ensure_shape(
-                tf.cast(whole, rows.dtype), (num_rows * (rows.shape[0] // own.size), *rows.shape[1:])
-            )
+        def put(data: Structure) -> list[Structure]:
+            return [put_on_device(shard, name) for shard, name in zip(each(data), names)]
 
-        return tf.nest.map_structure(gather, outputs)
+        def keep(arrays: Structure) -> list[Structure]:
+            return [keep_on_device(arrays, name) for name in names]
 
-    def context(self, model: "keras.Model", num_rows: int, step: str = "call") -> ReplicaContext | None:
-        """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.added_losses import AddedLosses, keep
-        from kerasdp.portability.row_search import row_axes_of
-
-        if self.num_replicas == 1:
-            return None
-        return ReplicaContext.of_replica(
-            collectives.rank(),
-            self.split.replicas(num_rows),
-            row_axes=(row_axes := row_axes_of(model, step)),
-            gather=collectives.gather_statistics,
-            gather_rows=lambda rows: self.gather(rows, num_rows),
-            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
-        )
+        if isinstance(batch.inputs, CachedRows):
+            inputs = [take_rows(*one) for one in zip(batch.inputs.kept.copies(keep), each(batch.inputs.numbers), names)]
+        else:
+            inputs = put(batch.inputs)
+        return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that run on all replicas."""
-        from kerasdp.backends.tensorflow.train_step import ReplicaSteps
-
         steps = ReplicaSteps(self, model)
         test, predict = (
             self._function(model, self._on_all(model, steps, name, step))
@@ -144,7 +125,7 @@ class DataParallel(Strategy):
     def _on_all(
         self,
         model: "keras.Model",
-        steps: "ReplicaSteps",
+        steps: ReplicaSteps,
         name: str,
         step: Callable[..., Any],
         detail: Detail = Detail.NOTHING,
@@ -155,9 +136,12 @@ class DataParallel(Strategy):
         """
         from kerasdp.backends.observer import watched_layers
 
+        def on_one(num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
+            return step(DeviceBatch(inputs, targets, sample_weight, range(num_rows)))
+
         def run(num_rows: int, data: Any) -> Any:
             with steps.on_several_devices(name), watched_layers(detail, model):
-                outputs = self.mirrored.run(step, args=(num_rows, *data))
+                outputs = self.mirrored.run(on_one, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 
         return run
@@ -168,26 +152,53 @@ class DataParallel(Strategy):
 
     def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on each replica's rows, without an update; returns what it found."""
-        from kerasdp.backends.tensorflow.train_step import try_own_step
+        steps, found = ReplicaSteps(self, model), []
 
-        return try_own_step(self, model, batch)
+        def run() -> None:
+            found.append(steps.own_step("train_step", _own_batch(batch), is_trial=True)[1])
+
+        self.mirrored.run(run)  # eager: a graph would take seconds
+        return found[0]
 
     def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
         """Returns the seconds of a forward and a backward pass on each replica, one after the other."""
-        from kerasdp.backends.tensorflow.train_step import pass_seconds
+        return [self._seconds_on(rank, model, batch) for rank in range(len(self.device_names))]
 
-        return [pass_seconds(self, model, batch, rank) for rank in range(len(self.device_names))]
+    def _seconds_on(self, rank: int, model: "keras.Model", batch: DeviceBatch) -> float:
+        """Returns the seconds of both passes on one replica of this process, while the others wait."""
+        import keras
+
+        from kerasdp.keras_compat.models import compute_loss
+
+        steps = ReplicaSteps(self, model)
+
+        def run() -> Any:
+            if collectives.local_rank() != rank:
+                return tf.constant(0.0)
+            inputs, targets, sample_weight, _ = _own_batch(batch)
+            with tf.GradientTape() as tape:
+                values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
+                with keras.StatelessScope(values, collect_losses=True):
+                    outputs = steps.forward(model, inputs, None, training=True)
+                    loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+            gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
+            return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
+
+        def on_all() -> Any:
+            return self.mirrored.run(run)
+
+        function = on_all if model.run_eagerly else tf.function(on_all, autograph=False)
+        return median_seconds(lambda: self.mirrored.experimental_local_results(function())[rank].numpy())
 
     def description(self, model: "keras.Model") -> str:
         """Returns where gradients are added, if that was chosen."""
-        if self.reduce is None:
+        reduce = self.config.reduce
+        if reduce is None:
             return ""
         if self.device_names[0].startswith("CPU"):
-            way = (
-                "the first of them adds the gradients" if self.reduce == "host" else "they add the gradients in a ring"
-            )
-            return f"--reduce={self.reduce}: {VIRTUAL}; {way}"
-        return "gradients are added " + ("in host memory" if self.reduce == "host" else "on the GPUs")
+            way = "the first of them adds the gradients" if reduce == "host" else "they add the gradients in a ring"
+            return f"--reduce={reduce}: {VIRTUAL}; {way}"
+        return "gradients are added " + ("in host memory" if reduce == "host" else "on the GPUs")
 
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
         """Builds an optimizer from within a replica, once for all."""
@@ -200,13 +211,28 @@ class DataParallel(Strategy):
 
     def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on each replica; no variable changes."""
-        from kerasdp.backends.tensorflow.train_step import shard_passes
+        from kerasdp.backends.observer import watched_layers
+        from kerasdp.portability.row_search import row_axes_of
 
-        return shard_passes(self, model, batch)
+        steps = ReplicaSteps(self, model)
+
+        def run() -> Any:
+            return steps.shard_pass(_own_batch(batch))
+
+        adding = row_axes_of(model).adding.values()
+        with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
+            results = self.mirrored.run(run)  # eager: a graph would take seconds
+        passes = []
+        for rank, own in enumerate(self._own_replicas(len(batch.indices))):
+            layers, outputs, loss = tf.nest.map_structure(
+                lambda value, rank=rank: self.mirrored.experimental_local_results(value)[rank], results
+            )
+            passes.append(ShardPass(layers, outputs, loss, *own))
+        return passes
 
     def _function(self, model: "keras.Model", run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run` on batches, each replica with its shard: as a graph, unless the model runs eagerly."""
-        graphs, weights = {}, TrainedWeights(model)
+        graphs, weights = Graphs(self.must_be_deterministic), TrainedWeights(model)
 
         def function(*batches: DeviceBatch) -> Any:
             num_rows, data = len(batches[0].indices), [tuple(batch[:3]) for batch in batches]
@@ -220,19 +246,9 @@ class DataParallel(Strategy):
                 return run_shards(*data)
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
-            first = tf.nest.flatten([shards[0] for shards in data[0]])
-            key = weights.key(), len(data), num_rows, self.split.shares
-            key += tuple((leaf.shape, leaf.dtype) for leaf in first if leaf is not None)
-            if key not in graphs:
-                graph = tf.function(run_shards, jit_compile=model.jit_compile or None, autograph=False)
-                # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
-                graphs[key] = graph.get_concrete_function(*data)
-                if self.must_be_deterministic:
-                    require_deterministic(graphs[key].graph)
-                results = graphs[key](*data)
-                give_back_memory()
-                return results
-            return graphs[key](*data)
+            kind = kind_of([shards[0] for shards in data[0]])
+            key = weights.key(), len(data), num_rows, self.split.shares, kind
+            return graphs.run(key, run_shards, data, model.jit_compile or None)
 
         return function
 
@@ -244,8 +260,18 @@ class DataParallel(Strategy):
         return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kind)]
 
     def diverged_variables(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
-        return differing_variables(model.variables, self.mirrored, self.processes)
+        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas of all processes."""
+
+        def digests(variable: "keras.Variable") -> set[bytes]:
+            copies = self.mirrored.experimental_local_results(variable.value)
+            return {hashlib.sha256(copy.numpy().tobytes()).digest() for copy in copies}
+
+        gathered = self.processes.all_gather_object([digests(variable) for variable in model.variables])
+        return [
+            variable.path
+            for variable, *copies in zip(model.variables, *gathered, strict=True)
+            if len(set().union(*copies)) > 1
+        ]
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
@@ -261,11 +287,13 @@ class DataParallel(Strategy):
         with private.read_from_first_replica(metrics), gradients:
             yield
 
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device has used; nothing if they share one process."""
-        return peak_memory_by_device(self.device_names)
-
 
 def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
     """Returns the shard of a batch for the replica that is being traced."""
     return tuple(field[collectives.local_rank()] for field in shards)
+
+
+def _own_batch(batch: DeviceBatch) -> DeviceBatch:
+    """Likewise."""
+    inputs, targets, sample_weight = _own_shard(batch[:3])
+    return DeviceBatch(inputs, targets, sample_weight, batch.indices)

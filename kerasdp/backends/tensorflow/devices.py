@@ -1,28 +1,24 @@
 """TensorFlow: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
 
 import ctypes
-import hashlib
 import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import Structure, reach_without_proxy
+from kerasdp.backends.base import Strategy, Structure, places_of_processes, processes_of, reach_without_proxy
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices, share_of_process
 from kerasdp.runtime.linked_processes import current_link, join
 from kerasdp.runtime.ranks import Processes
-
-if TYPE_CHECKING:
-    import keras
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
@@ -76,11 +72,58 @@ def put_on_device(data: Structure, name: str) -> Structure:
         return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data)
 
 
-def peak_memory_by_device(names: list[str]) -> list[int]:
-    """Returns the most bytes that each device has used; nothing if they share one process."""
-    if not names[0].startswith("GPU"):
-        return []
-    return [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
+class TensorFlowStrategy(Strategy):
+    """What the strategies of this backend share.
+
+    Attributes:
+        config: of the run.
+        device_names: of this process's devices.
+        must_be_deterministic: whether operations are refused that do not give the same bits each time.
+    """
+
+    def __init__(self, devices: Devices, config: Config):
+        """Call before Keras is imported."""
+        self.config, self.num_devices = config, devices.count
+        self.processes = processes_of(devices)
+        self.shard = self.processes.rank, self.processes.num_processes
+        self.device_names = device_names(devices)
+        self.must_be_deterministic = config.deterministic and devices.is_accelerator
+
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device has used; nothing if they share one process."""
+        if not self.device_names[0].startswith("GPU"):
+            return []
+        return [tf.config.experimental.get_memory_info(name)["peak"] for name in self.device_names]
+
+
+def keep_on_device(arrays: Structure, name: str) -> Structure:
+    """Copies arrays to the device of this name, as variables.
+
+    Of a tensor, rows of uint8 are taken by `GatherV2`, which (2.21) has no kernel for that on GPUs: each step would
+    copy all of it to the host. `ResourceGather`, of a variable, has one. What TensorFlow keeps in host memory there,
+    int32 and text, stays with NumPy.
+    """
+
+    def keep(leaf: np.ndarray | None) -> np.ndarray | tf.Variable | None:
+        if leaf is None or leaf.dtype == np.int32 or leaf.dtype.kind in "OSU":
+            return leaf
+        return tf.Variable(leaf, trainable=False)
+
+    with tf.device(name):
+        return tf.nest.map_structure(keep, arrays)
+
+
+def take_rows(kept: Structure, numbers: np.ndarray, name: str) -> Structure:
+    """Takes rows, by their numbers, of what `keep_on_device` gave; on that device."""
+    with tf.device(name):
+        rows = tf.convert_to_tensor(numbers)
+
+        def take(leaf: np.ndarray | tf.Variable | None) -> tf.Tensor | None:
+            if leaf is None:
+                return None
+            return leaf.sparse_read(rows) if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf[numbers])
+
+        return tf.nest.map_structure(take, kept)
 
 
 def give_back_memory() -> None:
@@ -164,11 +207,7 @@ def join_hosts(cluster: Cluster, config: Config, kind: str) -> None:
             raise AlreadyStartedError("TensorFlow has already started without other processes")
         join(cluster, config)  # says if it is another cluster
         return
-    link = join(cluster, config)
-    own = link.own or addresses.LOOPBACK
-    with addresses.listen(own, 0) as probe:
-        port = probe.getsockname()[1]
-    places = link.all_gather_object(f"{own}:{port}")
+    places = places_of_processes(join(cluster, config))
     reach_without_proxy(places)
     private.serve_collectives(places, cluster.process, use_nccl=kind == "gpu")
 
@@ -233,21 +272,6 @@ def mirrored_strategy(devices: list[str], processes: Processes, reduce: str | No
 def group_of(strategy: tf.distribute.Strategy) -> HostGroup | None:
     """Returns the group of the processes; None where there is one process."""
     return _groups.get(strategy)
-
-
-def differing_variables(
-    variables: "list[keras.Variable]", strategy: tf.distribute.Strategy, processes: Processes
-) -> list[str]:
-    """Returns the paths of variables that are not bit-equal on all replicas of all processes."""
-
-    def digests(variable: "keras.Variable") -> set[bytes]:
-        copies = strategy.experimental_local_results(variable.value)
-        return {hashlib.sha256(copy.numpy().tobytes()).digest() for copy in copies}
-
-    gathered = processes.all_gather_object([digests(variable) for variable in variables])
-    return [
-        variable.path for variable, *copies in zip(variables, *gathered, strict=True) if len(set().union(*copies)) > 1
-    ]
 
 
 def describe() -> dict[str, Any]:

@@ -1,70 +1,50 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, Structure, Tensor
-from kerasdp.backends.steps import learning_rate
-from kerasdp.backends.tensorflow import collectives, optimizer_update
-from kerasdp.backends.tensorflow.optimizer_update import dense
+from kerasdp.backends.base import DeviceBatch, Structure, Tensor
+from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
+from kerasdp.backends.tensorflow import collectives
+from kerasdp.backends.tensorflow.devices import give_back_memory, require_deterministic
+from kerasdp.backends.tensorflow.xla import compiled
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import wrapped
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
-if TYPE_CHECKING:
-    import keras
 
-    from kerasdp.portability.global_batch import GlobalBatch
-
-
-# Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
-_UNMEASURED, _MEASURED = 2, 5
-
-
-class ReplicaSteps:
+class ReplicaSteps(ShardSteps):
     """Runs the steps of a model in each replica."""
 
-    def __init__(self, strategy: Any, model: "keras.Model"):
-        """Made once for each compiled model."""
-        from kerasdp.keras_compat.own_steps import own_steps
-        from kerasdp.portability.added_losses import WholeBatchPenalties
-
-        self.strategy, self.model = strategy, model
-        self.own = own_steps(model)
-        self.penalties = WholeBatchPenalties(model)
-
-    def train(
-        self, detail: Detail, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure
-    ) -> tuple[Any, ...]:
+    def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
 
-        The data is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
+        `batch` is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
         """
         from kerasdp.backends.observer import forward_pass, observed
 
         model, strategy = self.model, self.strategy
         if "train_step" in self.own:
-            logs, _ = self.own_step("train_step", num_rows, (inputs, targets, sample_weight))
+            logs, _ = self.own_step("train_step", batch)
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
             # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-            with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
-                outputs = self._forward(inputs, training=True)
+            with use(self.context(batch)) as context, forward_pass(detail, batch.inputs) as recorded:
+                outputs = self.forward(model, batch.inputs, context, training=True)
             # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-            whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
+            whole = self.global_batch(batch, outputs, context, training=True)
             scaled_loss = model.optimizer.scale_loss(whole.loss)
         whole.share_metrics()
         # The backward pass, and the mean of the gradients over the replicas (2), in one message with the metrics (3).
         variables = model.trainable_weights
-        gradients = optimizer_update.dense(tape.gradient(scaled_loss, variables))
+        gradients = dense(tape.gradient(scaled_loss, variables))
         take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, {})  # noqa: E731
         if context is not None:
-            take_apart = collectives.mean(gradients, whole.shared, strategy.gradient_precision)
+            take_apart = collectives.mean(gradients, whole.shared, strategy.config.gradient_precision)
         means, sums = take_apart()
         observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
 
@@ -76,8 +56,8 @@ class ReplicaSteps:
                 model.optimizer.apply_gradients(zip(means, variables, strict=True))
 
         # The update, the same on each replica; loss and metrics of the global batch (3).
-        if optimizer_update.can_be_one(model):
-            optimizer_update.as_one(model, update)
+        if can_update_at_once(model):
+            update_at_once(model, update)
         else:
             update()
         loss = whole.take(sums)
@@ -101,140 +81,116 @@ class ReplicaSteps:
             with self.penalties.active(adding), losses_by_thread(with_losses):
                 yield
 
-    def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
-        """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
+    def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
+        """See `ShardSteps`."""
         from kerasdp.keras_compat.models import losses_of_whole_batch
         from kerasdp.keras_compat.own_steps import as_keras_gives
         from kerasdp.portability.own_steps import run_on_shard
 
-        model, strategy = self.model, self.strategy
-        context = strategy.context(model, num_rows, name)
+        model, context = self.model, self.context(batch, name)
         if context is None:
-            with optimizer_update.taking_dense():
-                return getattr(model, name)(as_keras_gives(batch)), []
+            with taking_dense():
+                return getattr(model, name)(as_keras_gives(batch[:3])), []
+        build = self.strategy.build_optimizer
         with losses_of_whole_batch():
-            return run_on_shard(model, name, batch, context, collectives.sums, strategy.build_optimizer, is_trial)
+            return run_on_shard(model, name, batch[:3], context, collectives.sums, build, is_trial)
 
-    def test(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
-        """Evaluates the global batch; returns Keras' logs."""
-        if "test_step" in self.own:
-            return self.own_step("test_step", num_rows, (inputs, targets, sample_weight))[0]
-        with use(self.strategy.context(self.model, num_rows)) as context:
-            outputs = self._forward(inputs, training=False)
-        whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=False)
-        whole.share_metrics()
-        sums = {} if context is None else collectives.mean([], whole.shared)()[1]
-        return whole.update_metrics(whole.take(sums))
+    def rank(self) -> int:
+        """See `ShardSteps`."""
+        return collectives.rank()
 
-    def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
-        """Computes the outputs of the global batch."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+    def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
+        """See `ShardSteps`."""
+        return collectives.gather_statistics(statistics, weight)
 
-        if "predict_step" in self.own:
-            with use(self.strategy.context(self.model, num_rows, "predict_step")):
-                outputs = self.model.predict_step(as_keras_gives((inputs, None, None)))
-            return self.strategy.gather(outputs, num_rows)
-        with use(self.strategy.context(self.model, num_rows)) as context:
-            outputs = self._forward(inputs, training=False)
-            return outputs if context is None else context.whole_outputs(outputs)
+    def gather_shards(self, rows: Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> Tensor:
+        """See `ShardSteps`."""
+        whole = tf.cast(gather_shards(collectives.sendable(rows), own, replicas, collectives.gather_rows), rows.dtype)
+        # The gathered tensor has lost its number of rows, which Keras' metrics ask for.
+        num_rows = sum(each.num_rows for each in replicas) * (rows.shape[0] // own.size)
+        return tf.ensure_shape(whole, (num_rows, *rows.shape[1:]))
 
-    def shard_pass(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
-        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
-        import keras
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """See `ShardSteps`."""
+        return collectives.sums([tensor])[0]
 
-        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
-        from kerasdp.portability.row_search import fixed_values
-
-        with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
-            with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
-                outputs = self._forward(inputs, training=True)
-            whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
-            loss = whole.take({} if context is None else collectives.mean([], whole.shared)()[1])
-            layers |= added_losses_by_name(self.model, len(layers))
-        return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
-
-    def _forward(self, inputs: Structure, training: bool) -> Structure:
-        takes_training = "training" in self.model.call_signature_parameters
-        return self.model(inputs, training=training) if takes_training else self.model(inputs)
-
-    def _global_batch(
-        self, data: tuple[Any, ...], num_rows: int, context: ReplicaContext | None, training: bool
-    ) -> "GlobalBatch":
-        """Computes the loss. `data`: of this replica: inputs, targets, outputs, sample weights."""
-        from kerasdp.portability.global_batch import Data, GlobalBatch
-
-        def add_up(number: Tensor) -> Tensor:
-            return collectives.sums([number])[0]
-
-        return GlobalBatch(self.model, context, Data(*data), num_rows, training=training, add_up=add_up)
+    def sums(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `ShardSteps`."""
+        return collectives.mean([], tensors)()[1] if tensors else {}
 
 
-def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
-    """Runs a forward pass of training on each replica; no variable changes. Eager: a graph would take seconds."""
-    from kerasdp.backends.observer import watched_layers
-    from kerasdp.portability.row_search import row_axes_of
+def dense(gradients: list[Any]) -> list[Any]:
+    """Returns gradients as tensors of their weights' shapes; None stays None.
 
-    steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
-    num_local = len(strategy.device_names)
-    first = strategy.processes.rank * num_local
-    replicas = strategy.split.replicas(num_rows)[first : first + num_local]
-
-    def run(*data: Any) -> Any:
-        return steps.shard_pass(num_rows, *(field[collectives.local_rank()] for field in data))
-
-    adding = row_axes_of(model).adding.values()
-    with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
-        results = strategy.mirrored.run(run, args=tuple(batch[:3]))
-    passes = []
-    for rank, own in enumerate(replicas):
-        layers, outputs, loss = tf.nest.map_structure(
-            lambda value, rank=rank: strategy.mirrored.experimental_local_results(value)[rank], results
-        )
-        passes.append(ShardPass(layers, outputs, loss, *own))
-    return passes
+    That of an embedding is rows and their indices (`tf.IndexedSlices`), a row for each token. Keras (3.15) squares,
+    clips and scales these rows one by one, though a token that occurs twice has two: an optimizer with state would get
+    other numbers than on other backends, and others again on several devices. Here they are summed.
+    """
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
-def pass_seconds(strategy: Any, model: "keras.Model", batch: DeviceBatch, rank: int) -> float:
-    """Returns the seconds of a forward and a backward pass on one replica of this process, while the others wait."""
+def taking_dense() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
+    from kerasdp.keras_compat.optimizers import wrapped_apply
+
+    def of_dense(apply: Callable[..., None]) -> Callable[..., None]:
+        def apply_dense(optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+            apply(optimizer, dense(list(grads)), trainable_variables)
+
+        return apply_dense
+
+    return wrapped_apply(of_dense)
+
+
+def update_at_once(model: Any, update: Callable[[], None]) -> None:
+    """Runs `update` as one compiled operation on this replica's copies of the variables.
+
+    Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled, and its
+    small operations, eight a weight, take several times as long as the arithmetic where weights are small.
+    """
     import keras
 
-    from kerasdp.keras_compat.models import compute_loss
+    from kerasdp.keras_compat.optimizers import updating_values
 
-    steps = ReplicaSteps(strategy, model)
+    variables = all_variables(model)
 
-    def run(*data: Any) -> Any:
-        if collectives.local_rank() != rank:
-            return tf.constant(0.0)
-        inputs, targets, sample_weight = (field[rank] for field in data)
-        with tf.GradientTape() as tape:
-            values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
-            with keras.StatelessScope(values, collect_losses=True):
-                outputs = steps._forward(inputs, training=True)
-                loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
-        gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
-        return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
+    def compute() -> None:
+        # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
+        handles = [variable.value.handle for variable in variables]
+        values = [
+            tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.value.dtype), variable.shape)
+            for handle, variable in zip(handles, variables, strict=True)
+        ]
+        with updating_values(model.optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
+            update()
+        for variable, handle, value in zip(variables, handles, values, strict=True):
+            if (new := scope.get_current_value(variable)) is not value:
+                tf.raw_ops.AssignVariableOp(resource=handle, value=new)
 
-    def on_all() -> Any:
-        return strategy.mirrored.run(run, args=tuple(batch[:3]))
-
-    function, times = on_all if model.run_eagerly else tf.function(on_all, autograph=False), []
-    for _ in range(_UNMEASURED + _MEASURED):
-        begin = time.perf_counter()
-        strategy.mirrored.experimental_local_results(function())[rank].numpy()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[_UNMEASURED:])
+    compiled(compute)()
 
 
-def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
-    """Runs a model's own `train_step` on each replica's rows, without an update; returns what it found. Eager."""
-    steps, found = ReplicaSteps(strategy, model), []
+def can_update_at_once(model: Any) -> bool:
+    """Returns whether the update can be compiled.
 
-    def run(*data: Any) -> None:
-        own = tuple(field[collectives.local_rank()] for field in data)
-        found.append(steps.own_step("train_step", len(batch.indices), own, is_trial=True)[1])
+    Not with user-defined Python or loss scaling, nor where Keras assigns in one of two branches, nor (Nadam) where a
+    class extends what would be taken back.
+    """
+    from kerasdp.keras_compat.layers import is_of_keras
+    from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule, overrides_nothing_of_tensorflow
 
-    strategy.mirrored.run(run, args=tuple(batch[:3]))
-    return found[0]
+    optimizer = model.optimizer
+    if inner_optimizer(optimizer) is not optimizer:
+        return False
+    parts = [optimizer, learning_rate_schedule(optimizer)]
+    parts += [variable.constraint for variable in model.trainable_weights]
+    return (
+        all(part is None or is_of_keras(type(part)) for part in parts)
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        and overrides_nothing_of_tensorflow(optimizer)
+        and not tf.executing_eagerly()
+    )
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
@@ -282,3 +238,28 @@ def _stacked(*batches: Structure) -> Structure:
 
 def _row(stacked: Structure, number: tf.Tensor) -> Structure:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[number], stacked)
+
+
+class Graphs:
+    """The graphs of a step, one for each kind of batch."""
+
+    def __init__(self, must_be_deterministic: bool):
+        self._must_be_deterministic, self._graphs = must_be_deterministic, dict[Hashable, Any]()
+
+    def run(self, key: Hashable, step: Callable[..., Any], data: Sequence[Any], jit_compile: bool | None) -> Any:
+        """Runs the graph of that key, which is made of `step` for the first data of its kind."""
+        if key in self._graphs:
+            return self._graphs[key](*data)
+        graph = tf.function(step, jit_compile=jit_compile, autograph=False)
+        # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
+        self._graphs[key] = graph.get_concrete_function(*data)
+        if self._must_be_deterministic:
+            require_deterministic(self._graphs[key].graph)
+        results = self._graphs[key](*data)
+        give_back_memory()
+        return results
+
+
+def kind_of(data: Structure) -> Hashable:
+    """Returns shapes and types of some tensors."""
+    return tuple((leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data) if leaf is not None)

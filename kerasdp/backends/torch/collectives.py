@@ -27,24 +27,22 @@ def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Stacks the tensor of all ranks of a group along a new first axis."""
     if group is None and fits_sockets(tensor):
         return gather_by_sockets(tensor)
-    # torch 2.13 renamed it, and warns about the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     tensor = tensor.contiguous()
     if is_being_captured(tensor):  # a step is being captured: the functional form
         rows = tensor if tensor.dim() else tensor.reshape(1)
         return all_gather_functional(rows, group).reshape(dist.get_world_size(group), *tensor.shape)
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    gather(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=group)
+    dist.all_gather_single(gathered.flatten(0, 1) if tensor.dim() else gathered, tensor, group=group)
     return gathered
 
 
-def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sums each tensor over all ranks, in one message for each type; sparse ones become dense."""
+def sum_over_ranks(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """Sums each tensor over the ranks of a group, in one message for each type; sparse ones become dense."""
     sums: list[torch.Tensor] = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
     for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
         places = [place for place, tensor in enumerate(sums) if tensor.dtype == dtype]
         flat = torch.cat([sums[place].detach().reshape(-1) for place in places])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
         for place, part in zip(places, flat.split([sums[place].numel() for place in places])):
             sums[place] = part.reshape(sums[place].shape)
     return sums

@@ -30,156 +30,31 @@ from kerasdp.backends.torch.private import (
     mark_static_addresses,
     wait,
 )
-from kerasdp.backends.torch.train_step import ShardSteps, flat, unflat
+from kerasdp.backends.torch.train_step import RankSteps, flat, unflat
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.run_state import Detail
-
-
-class CompiledTraining:
-    """Compiled training steps of one model."""
-
-    def __init__(self, strategy: Any, model: Any, steps: ShardSteps):
-        """Made once for each compiled model."""
-        self.strategy, self.model, self.steps, self.weights = strategy, model, steps, TrainedWeights(model)
-        self.variables = list({id(variable): variable for variable in all_variables(model)}.values())
-        self.graphs = CompiledGraphs(strategy, model, "train", self._step, self.variables)
-
-    def __call__(self, batch: DeviceBatch, detail: Detail) -> tuple[Any, Any, dict[str, Any], dict[str, Any]] | None:
-        """Trains a step; returns loss, learning rate, Keras' logs and what `observed` recorded; None if it cannot."""
-        # On torch Keras freezes a layer at once, with or without `compile`.
-        return self.graphs(batch, detail, self.weights.key())
-
-    def _step(self, values: list[torch.Tensor], data: Any, num_rows: int, detail: Detail) -> Any:
-        """Runs a step that changes `values` in place, and no variable."""
-        import keras
-
-        from kerasdp.backends.observer import forward_pass, observed, watched_layers
-        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
-
-        model, strategy = self.model, self.strategy
-        inputs, targets, sample_weight = data
-        batch = DeviceBatch(inputs, targets, sample_weight, range(num_rows))
-        trained = {id(variable) for variable in model.trainable_weights}
-        leaves = {
-            id(variable): value.detach().requires_grad_()
-            for variable, value in zip(self.variables, values)
-            if id(variable) in trained
-        }
-        buckets = GradientBuckets(strategy, leaves)
-        # What is assigned stays in the scope.
-        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
-        with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
-            context = strategy.context(model, num_rows)
-            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-                outputs = self.steps.forward(model, batch.inputs, context, training=True)
-            whole = self.steps.global_batch(batch, outputs, context, training=True)
-            scaled_loss = model.optimizer.scale_loss(whole.loss)
-        with torch.no_grad():
-            whole.share_metrics()
-        variables = model.trainable_weights[:]
-        wanted = [leaves[id(variable)] for variable in variables]
-        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
-        gradients, shared = buckets.mean(own, variables, flat(whole.shared))
-        between = [
-            (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
-            for variable, value in zip(self.variables, values)
-        ]
-        with torch.no_grad(), keras.StatelessScope(between) as updates, updating_one_by_one(model.optimizer):
-            loss = whole.take(unflat(shared, whole.shared))
-            whole.move_statistics()
-            seen = observed(detail, gradients, found)
-            rate = learning_rate(model.optimizer)
-            with deciding_on_device(model.optimizer):
-                model.optimizer.apply(gradients, variables)
-            logs = whole.update_metrics(loss)
-        _write(self.variables, values, passes, updates)
-        return loss, rate, logs, seen
-
-
-class CompiledEvaluation:
-    """Compiled steps of `evaluate` or `predict` of one model."""
-
-    def __init__(self, strategy: Any, model: Any, steps: ShardSteps, name: str):
-        """Made once for each compiled model. `name`: `test` or `predict`."""
-        self.strategy, self.model, self.steps, self.name = strategy, model, steps, name
-        known = [*model.variables, *(model.metrics_variables if name == "test" else ())]
-        self.variables = list({id(variable): variable for variable in known}.values())
-        self.graphs = CompiledGraphs(strategy, model, name, self._step, self.variables)
-
-    def __call__(self, batch: DeviceBatch) -> Any:
-        """Returns what `ShardSteps.test` or `predict` does; None if it cannot be compiled."""
-        return self.graphs(batch)
-
-    def _step(self, values: list[torch.Tensor], data: Any, num_rows: int, _: Detail) -> Any:
-        import keras
-
-        inputs, targets, sample_weight = data
-        batch = DeviceBatch(inputs, targets, sample_weight, range(num_rows))
-        context = self.strategy.context(self.model, num_rows)
-        begun = list(zip(self.variables, values))
-        with torch.no_grad(), keras.StatelessScope(begun, collect_losses=True) as scope:
-            result = getattr(self.steps, self.name)(batch, context)
-        with torch.no_grad():
-            _write(self.variables, values, scope)
-        return result
-
-
-def _write(variables: list[Any], values: list[torch.Tensor], *scopes: Any) -> None:
-    """Gives `values` what was assigned in these scopes, of which the last knows what holds.
-
-    Raises:
-        ValueError: if others are assigned than the model's: the graph would forget what.
-    """
-    assigned = {key for scope in scopes for key in scope.state_mapping}
-    if unknown := assigned - {id(variable) for variable in variables}:
-        raise ValueError(
-            f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
-            "without a SeedGenerator"
-        )
-    for variable, value in zip(variables, values):
-        new = scopes[-1].get_current_value(variable)
-        if new is not value:
-            value.copy_(new)
-
-
-def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
-    """Returns what the update sees of a variable: what the passes assigned; weights as they were."""
-    return value if is_trained or new is value else new.detach()
-
 
 # Batches of many shapes (texts, say) would be compiled forever.
 _MOST_GRAPHS = 8
 # What is done with the batches that a step takes, for messages.
 _DONE = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 
-# Runs a step. Takes the values of the variables, which it changes in place, inputs, targets and weights of this
-# process's rows, the number of rows of the global batch, and how much is recorded.
-Step = Callable[[list[torch.Tensor], Any, int, Detail], Any]
 
-
-class CompiledGraphs:
+class CompiledStep:
     """One step of one model, compiled: a graph for each kind of batch.
 
     Attributes:
-        reason: why there is none for the next kind of batch; empty if there may be.
+        name: of the step: `train`, `test` or `predict`.
+        variables: that the step reads or changes.
+        reason: why there is no graph for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, strategy: Any, model: Any, name: str, step: Step, variables: list[Any]):
-        """Made once for each compiled model.
-
-        Args:
-            strategy: of the run.
-            model: built.
-            name: of the step: `train`, `test` or `predict`.
-            step: what is compiled.
-            variables: that the step reads or changes.
-        """
-        from kerasdp.keras_compat.layers import all_layers
-
-        self.strategy, self.model, self.name, self.step = strategy, model, name, step
-        self.layers = all_layers(model)
+    def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any]):
+        """Made once for each compiled model."""
+        self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
+        self.model = steps.model
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [variable.value.detach() for variable in variables]
         if strategy.is_gpu:
@@ -187,16 +62,24 @@ class CompiledGraphs:
         self.graphs: dict[Any, Callable[..., Any]] = {}
         self.reason = ""
 
-    def __call__(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING, kind: Any = None) -> Any:
-        """Runs the step on a batch; returns its result, or None if it cannot be compiled.
+    def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
+        """Runs the step on this process's rows; changes `values`, of the variables, in place, and no variable.
 
-        `kind`: hashable; the graph of another one does not serve.
+        `detail`: how much is recorded.
         """
+        raise NotImplementedError
+
+    def kind(self) -> Any:
+        """Returns what else a graph is made for than a kind of batch; hashable."""
+        return None
+
+    def __call__(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
+        """Runs the step on a batch; returns its result, or None if it cannot be compiled."""
         import keras
 
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
-        key = (detail, len(batch.indices), kind, *shapes)
+        key = (detail, len(batch.indices), self.kind(), *shapes)
         if key not in self.graphs:
             return self._first(key, data, detail)
         return self._run(self.graphs[key], data)
@@ -246,14 +129,14 @@ class CompiledGraphs:
     def _captured(self, data: Any, detail: Any, num_rows: int) -> torch.fx.GraphModule:
         import keras
 
-        for layer in self.layers:
-            if isinstance(
-                layer, keras.layers.TorchModuleWrapper
-            ):  # its weights are torch parameters, not Keras variables
+        from kerasdp.keras_compat.layers import all_layers
+
+        for layer in all_layers(self.model):  # whose weights are torch parameters, not Keras variables
+            if isinstance(layer, keras.layers.TorchModuleWrapper):
                 raise ValueError(f"{layer.name} wraps a torch.nn.Module")
 
         def step(values: list[torch.Tensor], data: Any) -> Any:
-            return self.step(values, data, num_rows, detail)
+            return self.step(values, DeviceBatch(data[0], data[1], data[2], range(num_rows)), detail)
 
         with _unfiltered_tracebacks():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
@@ -275,6 +158,106 @@ class CompiledGraphs:
                 f"each compiled step of {self.model.name} waits for the CPU, for {', '.join(dict.fromkeys(left))}: "
                 "make tensors by keras.ops, which computes on the GPU"
             )
+
+
+class CompiledTraining(CompiledStep):
+    """Compiled training steps of a model: each gives loss, learning rate, Keras' logs and what `observed` recorded."""
+
+    def __init__(self, strategy: Any, steps: RankSteps):
+        super().__init__(strategy, steps, "train", all_variables(steps.model))
+        self.weights = TrainedWeights(steps.model)
+
+    def kind(self) -> Any:
+        """Returns which weights are trained: on torch Keras freezes a layer at once, with or without `compile`."""
+        return self.weights.key()
+
+    def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
+        """See `CompiledStep`."""
+        import keras
+
+        from kerasdp.backends.observer import forward_pass, observed, watched_layers
+        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
+
+        model, strategy = self.model, self.strategy
+        trained = {id(variable) for variable in model.trainable_weights}
+        leaves = {
+            id(variable): value.detach().requires_grad_()
+            for variable, value in zip(self.variables, values)
+            if id(variable) in trained
+        }
+        buckets = GradientBuckets(strategy, leaves)
+        # What is assigned stays in the scope.
+        begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
+        with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
+            context = self.steps.context(batch)
+            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+                outputs = self.steps.forward(model, batch.inputs, context, training=True)
+            whole = self.steps.global_batch(batch, outputs, context, training=True)
+            scaled_loss = model.optimizer.scale_loss(whole.loss)
+        with torch.no_grad():
+            whole.share_metrics()
+        variables = model.trainable_weights[:]
+        wanted = [leaves[id(variable)] for variable in variables]
+        own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
+        gradients, shared = buckets.mean(own, variables, flat(whole.shared))
+        between = [
+            (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
+            for variable, value in zip(self.variables, values)
+        ]
+        with torch.no_grad(), keras.StatelessScope(between) as updates, updating_one_by_one(model.optimizer):
+            loss = whole.take(unflat(shared, whole.shared))
+            whole.move_statistics()
+            seen = observed(detail, gradients, found)
+            rate = learning_rate(model.optimizer)
+            with deciding_on_device(model.optimizer):
+                model.optimizer.apply(gradients, variables)
+            logs = whole.update_metrics(loss)
+        _write(self.variables, values, passes, updates)
+        return loss, rate, logs, seen
+
+
+class CompiledEvaluation(CompiledStep):
+    """Compiled steps of `evaluate` or `predict` of one model: `test` or `predict` of `RankSteps`."""
+
+    def __init__(self, strategy: Any, steps: RankSteps, name: str):
+        model = steps.model
+        super().__init__(
+            strategy, steps, name, [*model.variables, *(model.metrics_variables if name == "test" else ())]
+        )
+
+    def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
+        """See `CompiledStep`."""
+        import keras
+
+        begun = list(zip(self.variables, values))
+        with torch.no_grad(), keras.StatelessScope(begun, collect_losses=True) as scope:
+            result = getattr(self.steps, self.name)(batch)
+        with torch.no_grad():
+            _write(self.variables, values, scope)
+        return result
+
+
+def _write(variables: list[Any], values: list[torch.Tensor], *scopes: Any) -> None:
+    """Gives `values` what was assigned in these scopes, of which the last knows what holds.
+
+    Raises:
+        ValueError: if others are assigned than the model's: the graph would forget what.
+    """
+    assigned = {key for scope in scopes for key in scope.state_mapping}
+    if unknown := assigned - {id(variable) for variable in variables}:
+        raise ValueError(
+            f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
+            "without a SeedGenerator"
+        )
+    for variable, value in zip(variables, values):
+        new = scopes[-1].get_current_value(variable)
+        if new is not value:
+            value.copy_(new)
+
+
+def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
+    """Returns what the update sees of a variable: what the passes assigned; weights as they were."""
+    return value if is_trained or new is value else new.detach()
 
 
 def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""PyTorch: the devices of a run, a process each, and what each process does with its own."""
+"""PyTorch: the devices of a run, a process each: chosen, started, joined, profiled, and given data."""
 
 import atexit
 import collections
@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.base import DeviceBatch, SingleProcess, Structure
+from kerasdp.backends.base import DeviceBatch, SingleProcess, Strategy, Structure
 from kerasdp.backends.torch import collectives
-from kerasdp.backends.torch.launcher import start_workers
-from kerasdp.config import Config
+from kerasdp.backends.torch.elastic import start_elastic_workers
+from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.runtime import addresses, outcome
@@ -26,10 +27,10 @@ from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
 from kerasdp.runtime.door import private_folder
 from kerasdp.runtime.link import Link
-from kerasdp.runtime.linked_processes import LinkedProcesses, join
+from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
 from kerasdp.runtime.ranks import Processes
 from kerasdp.runtime.watch import SECONDS_TO_COMPILE
-from kerasdp.runtime.workers import peak_memory_of_process
+from kerasdp.runtime.workers import peak_memory_of_process, run_workers
 
 if TYPE_CHECKING:
     import keras
@@ -42,11 +43,6 @@ warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 # By the kind of a run's devices.
 _KERAS_DEVICES = {"gpu": "cuda", "cpu": "cpu"}
-
-__all__ = [
-    "begin_thread", "device_name", "device_of_process", "differing_variables", "join_processes", "make_devices",
-    "peak_memory_bytes", "put_batch", "start_workers", "timeout_of",
-]  # fmt: skip
 
 
 def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
@@ -121,13 +117,12 @@ def timeout_of(config: Config) -> timedelta:
     return timedelta(seconds=max(config.hang_timeout or 0, SECONDS_TO_COMPILE) + 600)
 
 
-def join_processes(devices: Devices, device: torch.device, timeout: timedelta, config: Config) -> Processes:
+def join_processes(devices: Devices, device: torch.device, config: Config) -> Processes:
     """Joins the process group of the run, where it has several processes.
 
     Args:
         devices: of the run.
         device: of this process.
-        timeout: see `timeout_of`.
         config: the choices of the run.
     """
     if devices.count == 1:
@@ -140,7 +135,7 @@ def join_processes(devices: Devices, device: torch.device, timeout: timedelta, c
                 variable = f"{library}_SOCKET_IFNAME"
                 os.environ[variable] = name if link.own is None else os.environ.get(variable, name)
         dist.init_process_group(
-            "nccl" if is_gpu else "gloo", timeout=timeout, device_id=device if is_gpu else None,
+            "nccl" if is_gpu else "gloo", timeout=timeout_of(config), device_id=device if is_gpu else None,
             store=_open_store(link), rank=link.rank, world_size=link.num_processes,
         )  # fmt: skip
         if not is_gpu:
@@ -175,20 +170,57 @@ def _open_store(link: Link) -> Any:
     return store
 
 
-def differing_variables(variables: "list[keras.Variable]", processes: Processes) -> list[str]:
-    """Returns the paths of variables that are not bit-equal on all ranks that have them."""
-    found: dict[tuple[str, int], set[bytes]] = {}
-    for of_rank in processes.all_gather_object([(variable.path, _digest(variable)) for variable in variables]):
-        seen = collections.Counter[str]()
-        for path, digest in of_rank:  # which several variables may have
-            found.setdefault((path, seen[path]), set()).add(digest)
-            seen[path] += 1
-    return [path for (path, _), digests in found.items() if len(digests) > 1]
+class TorchStrategy(Strategy):
+    """What the strategies of this backend share.
 
+    Attributes:
+        config: of the run.
+        device: of this process.
+        is_gpu: whether it is one.
+    """
 
-def _digest(variable: "keras.Variable") -> bytes:
-    array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
-    return hashlib.sha256(array.tobytes()).digest()
+    def __init__(self, devices: Devices, config: Config):
+        """Joins the process group. Call before Keras is imported."""
+        self.config, self.num_devices = config, devices.count
+        self.device = device_of_process(devices, config)
+        self.is_gpu = self.device.type == "cuda"
+        self.processes = join_processes(devices, self.device, config)
+
+    def begin_reading_thread(self) -> None:
+        """Makes this process's GPU that of the running thread, too: a new thread's is the first GPU of the host.
+
+        What it pins would start CUDA there, which takes some hundred MB of that GPU's memory for each rank.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def set_training(self, model: Any, is_training: bool) -> None:
+        """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
+        model.train(is_training)
+
+    def diverged_variables(self, model: Any) -> list[str]:
+        """Returns the paths of variables, seeds included, that are not bit-equal on all ranks that have them."""
+
+        def digest(variable: "keras.Variable") -> bytes:
+            array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
+            return hashlib.sha256(array.tobytes()).digest()
+
+        own = model.variables if self.stages is None else self.stages.engine_of(model).own_variables()
+        found: dict[tuple[str, int], set[bytes]] = {}
+        for of_rank in self.processes.all_gather_object([(variable.path, digest(variable)) for variable in own]):
+            seen = collections.Counter[str]()
+            for path, value in of_rank:  # which several variables may have
+                found.setdefault((path, seen[path]), set()).add(value)
+                seen[path] += 1
+        return [path for (path, _), digests in found.items() if len(digests) > 1]
+
+    def peak_memory_by_device(self) -> list[int]:
+        """Returns the most bytes that each device (on the CPU: each process) has used."""
+        return self.processes.all_gather_object(self.peak_memory_bytes())
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most bytes that a device (on the CPU: this process) has used."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else peak_memory_of_process()
 
 
 def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
@@ -217,28 +249,78 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
     return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
 
 
-def begin_thread(device: torch.device) -> None:
-    """Makes this process's GPU that of the running thread, too: a new thread's is the first GPU of the host.
-
-    What it pins would start CUDA there, which takes some hundred MB of that GPU's memory for each rank.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the most bytes that a device (on the CPU: this process) has used."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_memory_of_process()
-
-
 def _number_of_gpu(devices: Devices) -> int:
     """Returns which of the GPUs that this process sees is its own."""
     if devices.count == 1:
         return 0
     number = int(os.environ["LOCAL_RANK"])
     return 0 if torch.cuda.device_count() == 1 else number  # each process may see its own alone
+
+
+# What each process imports, and needs the most time for.
+_PRELOAD = ["torch", "keras", "kerasdp.training.runner", "kerasdp.backends.torch.data_parallel"]
+
+
+def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
+    """Calls `worker(devices, settings, train)` in a process for each device; returns what rank 0 returned.
+
+    A single device needs no other process: `worker` then runs in this one. Otherwise this process watches over them.
+
+    Raises:
+        UserError: if `train` refers to something that cannot be sent to other processes.
+        RunError: the error of the first worker that failed. All others are ended first.
+    """
+    cluster, num_local = devices.cluster, devices.of_process
+    if cluster is not None and cluster.is_elastic:
+        return start_elastic_workers(worker, devices, settings, train)
+    if num_local == 1:
+        if cluster is not None:
+            os.environ.update(_variables(cluster, 0, 1))
+        return worker(devices, settings, train)
+    first = 0 if cluster is None else num_local * cluster.process
+    threads = {name: os.environ.get(name, str(num_threads(num_local))) for name in _OF_THREADS}
+    return run_workers(
+        _rank,
+        (worker, devices, settings, train),
+        names=[f"rank {first + number}" for number in range(num_local)],
+        variables=lambda number: threads | _variables(cluster, number, num_local),
+        # Forked from a process that has imported them, unless there are GPUs, which such a process may have looked for;
+        # on macOS what torch loads may have begun threads.
+        preload=None if torch.cuda.device_count() or sys.platform != "linux" else _PRELOAD,
+        timeout=HANG_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout or None,
+    )
+
+
+# The processes share the cores; torch would give each of them all, and Inductor (2.13) up to 32 processes besides.
+_OF_THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+def num_threads(num_local: int) -> int:
+    """Returns how many threads each of so many processes of this machine has."""
+    return max(1, (os.cpu_count() or 1) // num_local)
+
+
+def _variables(cluster: Cluster | None, number: int, num_local: int) -> dict[str, str]:
+    """Returns what says which rank a process is, as torchrun does; `number`: of the process on this machine."""
+    if cluster is not None and num_local == 1:  # which another program has started
+        of_machine, numbers = (cluster.local_process, cluster.local_processes), (cluster.process, cluster.num_processes)
+    else:
+        of_machine = number, num_local
+        hosts, host = (cluster.num_processes, cluster.process) if cluster else (1, 0)
+        numbers = host * num_local + number, hosts * num_local
+    address, port = cluster.address if cluster else ("127.0.0.1", 0)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: str(value) for name, value in zip(names, (*numbers, *of_machine, address, port))}
+
+
+def _rank(worker: Callable[..., Any], *args: Any) -> Any:
+    """Runs in the process of a rank."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which was read where torch was imported
+    result = worker(*args)
+    dist.destroy_process_group()
+    if (link := current_link()) is not None:
+        link.leave()  # a process that was forked calls no `atexit` functions
+    return result
 
 
 def device_name() -> str:

@@ -1,33 +1,32 @@
-"""PyTorch: trains models in stages, in one process per device."""
+"""PyTorch: trains models in stages, in a process per device, with the schedules of torch.distributed.pipelining."""
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from kerasdp.backends.base import DeviceBatch, StagedModels, StepFunctions, Strategy, Trained
-from kerasdp.backends.torch.devices import (
-    begin_thread,
-    device_of_process,
-    differing_variables,
-    join_processes,
-    peak_memory_bytes,
-    put_batch,
-    timeout_of,
-)
-from kerasdp.backends.torch.pipeline_engine import Pipeline
-from kerasdp.backends.torch.waits import numbers_made_on, to_host
+from kerasdp.backends.base import DeviceBatch, PipelineEngine, StagedModels, StepFunctions, Trained
+from kerasdp.backends.steps import learning_rate
+from kerasdp.backends.torch.collectives import sum_over_ranks
+from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.pipeline_stage import PipelineStep, StageModule
+from kerasdp.backends.torch.train_step import numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
     from kerasdp.data.batch import Batch
+    from kerasdp.pipeline.partition import MeasuringDevice
 
 
-class PipelineParallel(Strategy):
+class PipelineParallel(TorchStrategy):
     """The stages of a run, as seen by one of its processes. See `kerasdp.backends.base.Strategy`.
 
     Attributes:
@@ -35,49 +34,40 @@ class PipelineParallel(Strategy):
         replica_group: those that hold replicas of this one's stages.
     """
 
+    num_replicas = 1
     shard = (0, 1)
     splits_batches = True
 
     def __init__(self, devices: Devices, config: Config):
         """Joins the process groups. Call before Keras is imported."""
-        self.config, self.num_devices, self.num_replicas = config, devices.count, 1
-        self.device, timeout = device_of_process(devices, config), timeout_of(config)
-        self.processes = join_processes(devices, self.device, timeout, config)
+        super().__init__(devices, config)
         self.stages: StagedModels[Pipeline] = StagedModels(
             config, lambda model: Pipeline(model, self), self.shard_batch
         )
         if devices.count == 1 and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        length = devices.count // config.num_pipelines(devices.count)
+        length, timeout = devices.count // config.num_pipelines(devices.count), timeout_of(config)
         ranks = torch.arange(devices.count).reshape(-1, length)
         self.stage_group, self.replica_group = (
             next(group for group in groups if dist.get_rank(group) >= 0)
             for groups in ([dist.new_group(part.tolist(), timeout) for part in parts] for parts in (ranks, ranks.T))
         )
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are made: in host memory, which may hold more than a device does."""
         import keras
 
-        with keras.device("cpu"):
-            yield
+        return keras.device("cpu")
 
-    @contextlib.contextmanager
-    def running(self, model: Any) -> Iterator[None]:
+    def running(self, model: Any) -> AbstractContextManager[None]:
         """Returns the context around `fit`, `evaluate` and `predict`: what Keras makes is on the device.
 
         The training function, in which they are called, has that of `scope`, in which Keras computes on the CPU.
         """
         import keras
 
-        with keras.device(str(self.device)):
-            yield
-
-    def begin_reading_thread(self) -> None:
-        """Lets a reading thread work with this process's GPU."""
-        begin_thread(self.device)
+        return keras.device(str(self.device))
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings targets to every device, inputs to that of the first stage alone."""
@@ -94,30 +84,305 @@ class PipelineParallel(Strategy):
                 loss, rate, logs = pipeline.train_step(batch)
             return Trained(to_host(loss), to_host(rate), logs, {})
 
-        @torch.no_grad()
-        def test(batch: DeviceBatch) -> dict[str, Any]:
-            with numbers_made_on(self.device):
-                return pipeline.test_step(batch)
+        def evaluating(step: Callable[[DeviceBatch], Any]) -> Callable[[DeviceBatch], Any]:
+            @torch.no_grad()
+            def evaluate(batch: DeviceBatch) -> Any:
+                with numbers_made_on(self.device):
+                    return step(batch)
 
-        @torch.no_grad()
-        def predict(batch: DeviceBatch) -> Any:
-            with numbers_made_on(self.device):
-                return pipeline.predict_step(batch)
+            return evaluate
 
-        return StepFunctions(train=train, test=test, predict=predict)
+        return StepFunctions(
+            train=train, test=evaluating(pipeline.test_step), predict=evaluating(pipeline.predict_step)
+        )
 
-    def set_training(self, model: Any, is_training: bool) -> None:
-        """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
-        model.train(is_training)
 
-    def diverged_variables(self, model: Any) -> list[str]:
-        """Names of the variables that are not bit-equal in all pipelines."""
-        return differing_variables(self.stages.engine_of(model).own_variables(), self.processes)
+class Pipeline(PipelineEngine):
+    """Trains a model of which this process holds some stages."""
 
-    def peak_memory_by_device(self) -> list[int]:
-        """Returns the most bytes that each device (on the CPU: each process) has used."""
-        return self.processes.all_gather_object(self.peak_memory_bytes())
+    def __init__(self, model: Any, strategy: Any):
+        from kerasdp.keras_compat.layers import all_layers
+        from kerasdp.pipeline.plan import make_plan
 
-    def peak_memory_bytes(self) -> int:
-        """Returns the most bytes that a device (on the CPU: this process) has used."""
-        return peak_memory_bytes(self.device)
+        self.strategy, processes = strategy, strategy.processes
+        with strategy.scope():  # where the weights still are
+            measuring = measuring_on(strategy.device)
+            plan = make_plan(model, strategy.config, strategy.num_devices, processes.broadcast_from_rank0, measuring)
+        super().__init__(model, plan, processes)
+        self.group, self.replica_group = strategy.stage_group, strategy.replica_group
+        self.rank_in_pipeline, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.pipeline_index, self.num_pipelines = (
+            dist.get_rank(self.replica_group),
+            dist.get_world_size(self.replica_group),
+        )
+        self.stages = {
+            number: StageModule(self, stage, number)
+            for number, stage in enumerate(self.plan.stages)
+            if number % self.num_ranks == self.rank_in_pipeline
+        }
+        self.has_penalties = any(weight.regularizer is not None for weight in model.trainable_variables) or any(
+            layer.activity_regularizer is not None for layer in all_layers(model)
+        )
+        # Variables of the optimizer that belong to all weights, as the step counter. A process that has nothing
+        # to train, and so never asks the optimizer for anything, gets them from one that has.
+        self.shared, self.idle_source = self._shared()
+        own = [variable for number in self.stages for variable in self.variables_of(number)]
+        for variable in [*own, *self.shared, *model.metrics_variables]:
+            variable.value.data = variable.value.data.to(strategy.device)
+        self.step: PipelineStep  # that of the latest batch
+        self._schedules: dict[tuple[int, int, bool], Any] = {}
+
+    @property
+    def size(self) -> int:
+        """Returns this pipeline's rows of a micro-batch."""
+        return self.plan.size // self.num_pipelines
+
+    @property
+    def has_last(self) -> bool:
+        """Returns whether the last stage is one of this process's."""
+        return len(self.plan.stages) - 1 in self.stages
+
+    def own_variables(self) -> list[Any]:
+        """Returns the variables of this process's stages."""
+        return [variable for stage in self.stages.values() for variable in stage.model.variables]
+
+    def train_step(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Trains on the global batch; returns its loss, the learning rate, and Keras' logs."""
+        from kerasdp.keras_compat.layers import weight_penalties
+
+        self.model.zero_grad()
+        self._run(batch, training=True)
+        step = self.step
+        weights = [weight for stage in self.stages.values() for weight in stage.model.trainable_variables]
+        self._all_reduce_gradients([weight.value for weight in weights])
+        penalty = sum(step.penalties, torch.zeros((), device=self.strategy.device))
+        of_weights = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
+        if of_weights:
+            (sum(of_weights) * step.scale).backward()
+            penalty = penalty + sum(of_weights).detach()
+        with torch.no_grad():
+            rate = learning_rate(self.model.optimizer)
+            total_penalty = self._update(weights, penalty)
+            loss, logs = self._measure(batch, self._outputs(), total_penalty)
+            return loss, rate, logs
+
+    def seconds_without_update(self, batch: DeviceBatch) -> float:
+        """Returns the seconds of a training step's passes, which leave no trace in any variable."""
+        variables = [variable for stage in self.stages.values() for variable in stage.model.non_trainable_variables]
+        kept = [variable.value.clone() for variable in variables]
+        with self.strategy.running(self.model):
+            dist.barrier()
+            begin = time.perf_counter()
+            self._run(batch, training=True)
+            dist.barrier()
+            seconds = time.perf_counter() - begin
+        self.model.zero_grad()
+        for variable, value in zip(variables, kept):
+            variable.assign(value)
+        return seconds
+
+    def test_step(self, batch: DeviceBatch) -> dict[str, Any]:
+        """Evaluates the global batch; returns Keras' logs."""
+        from kerasdp.keras_compat.layers import weight_penalties
+
+        outputs = self.predict_step(batch)
+        penalties = [loss for stage in self.stages.values() for loss in weight_penalties(stage.model)]
+        penalty = sum(penalties + self.step.penalties, torch.zeros((), device=self.strategy.device))
+        (total,) = self._sum_over_stages([penalty]) if self.has_penalties else (penalty,)
+        return self._measure(batch, outputs, total)[1]
+
+    def predict_step(self, batch: DeviceBatch) -> Any:
+        """Computes the outputs of the global batch."""
+        self._run(batch, training=False)
+        return self._outputs()
+
+    def _run(self, batch: DeviceBatch, training: bool) -> None:
+        micro_batches = self.plan.micro_batches(len(batch.indices))
+        self.step = PipelineStep(self, batch, micro_batches, training)
+        schedule = self._schedule(len(micro_batches), training)
+        inputs = self._own_rows(self.plan.inputs(batch.inputs), micro_batches) if self.rank_in_pipeline == 0 else []
+        target = torch.arange(len(micro_batches)) if training and self.has_last else None
+        schedule.step(*inputs, target=target, return_outputs=False)
+
+    def _own_rows(self, inputs: list[torch.Tensor], micro_batches: Any) -> list[torch.Tensor]:
+        """Returns this pipeline's rows of each micro-batch, padded with copies to the same number in each."""
+        count, size = len(micro_batches), self.size
+        if self.num_pipelines == 1 and count * size == micro_batches.num_rows:
+            return inputs
+        firsts, others = (torch.arange(number, device=inputs[0].device) for number in (count, size))
+        rows = firsts.unsqueeze(1) * self.plan.size + self.pipeline_index * size + others
+        rows = rows.flatten().clamp(max=micro_batches.num_rows - 1)
+        return [leaf[rows] for leaf in inputs]
+
+    def _schedule(self, num_micro_batches: int, training: bool) -> Any:
+        """Returns torch's schedule for this number of micro-batches; its buffers have a fixed size."""
+        key = self.size, num_micro_batches, training
+        if key in self._schedules:
+            return self._schedules[key]
+        name = self.plan.schedule_for(num_micro_batches) if training else "gpipe"
+        kind = {
+            "gpipe": pipelining.ScheduleGPipe,
+            "1f1b": pipelining.Schedule1F1B,
+            "interleaved1f1b": pipelining.ScheduleInterleaved1F1B,
+        }[name]
+        rounds = max(1, num_micro_batches // self.num_ranks)
+        if len(self.stages) > 1 and (name == "gpipe" or num_micro_batches % rounds):
+            kind = pipelining.ScheduleLoopedBFS  # all forward passes first, with several stages per device
+        stages = [stage.stage() for stage in self.stages.values()]
+        schedule = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+            n_microbatches=num_micro_batches,
+            loss_fn=(lambda outputs, number: self.step.loss(outputs, int(number[0]))) if training else None,
+            scale_grads=False,
+        )
+        schedule.is_whole = kind in (pipelining.ScheduleGPipe, pipelining.ScheduleLoopedBFS)
+        self._schedules[key] = schedule
+        return schedule
+
+    def is_whole(self, num_micro_batches: int) -> bool:
+        """Returns whether all outputs exist before the first gradient is needed, so that any loss can be computed."""
+        return self._schedule(num_micro_batches, True).is_whole
+
+    def _all_reduce_gradients(self, weights: list[torch.Tensor]) -> None:
+        """Sums the gradients over the pipelines."""
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if self.num_pipelines == 1 or not gradients:
+            return
+        for gradient, total in zip(gradients, sum_over_ranks(gradients, self.replica_group)):
+            gradient.copy_(total)
+
+    def _update(self, weights: list[Any], penalty: torch.Tensor) -> torch.Tensor:
+        """Updates this process's weights; returns the penalties of all stages."""
+        import keras
+
+        from kerasdp.keras_compat.optimizers import global_clipnorm, updating_some
+
+        optimizer, scale = self.model.optimizer, self.step.scale
+        gradients = [weight.value.grad for weight in weights]
+        limit = global_clipnorm(optimizer)
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        total_penalty = torch.zeros_like(penalty)
+        if limit or is_scaled or self.has_penalties:
+            squares = [(gradient / scale).square().sum() for gradient in gradients if gradient is not None]
+            total, total_penalty = self._sum_over_stages([sum(squares, torch.zeros_like(penalty)), penalty])
+            if limit:
+                factor = limit / total.sqrt().clamp(min=limit)
+                gradients = [None if gradient is None else gradient * factor for gradient in gradients]
+            if is_scaled:  # an overflow in one stage is one in all
+                is_finite, nan = total.isfinite(), total.new_full((), torch.nan)
+                gradients = [None if gradient is None else torch.where(is_finite, gradient, nan.to(gradient.dtype))
+                             for gradient in gradients]  # fmt: skip
+        if any(gradient is not None for gradient in gradients):
+            with updating_on(self.strategy.device, optimizer), updating_some(optimizer, weights):
+                optimizer.apply(gradients, weights)
+        if self.idle_source is not None:
+            for variable in self.shared:
+                self._send(variable, self.idle_source)
+        return total_penalty
+
+    def _sum_over_stages(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the sums over the stages, in float64: a stage without penalties contributes a zero of any dtype."""
+        totals = torch.stack([value.double() for value in values])
+        if self.num_ranks > 1:
+            dist.all_reduce(totals, group=self.group)
+        return totals
+
+    def _outputs(self) -> Any:
+        """Sends the outputs of the global batch from the last stage to every process, for loss and metrics."""
+        step, source = self.step, dist.get_global_rank(self.group, (len(self.plan.stages) - 1) % self.num_ranks)
+        outputs = []
+        for place, tensor in enumerate(self.plan.stages[-1].model.outputs):
+            if self.has_last:
+                leaf = torch.cat([step.gathered(number)[place] for number in range(len(step.micro_batches))])
+            else:
+                shape = (step.micro_batches.num_rows, *step.shapes[place])
+                leaf = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=self.strategy.device)
+            if self.num_ranks > 1:
+                dist.broadcast(leaf := leaf.contiguous(), source, group=self.group)
+            outputs.append(leaf)
+        return self.plan.outputs(outputs)
+
+    def compiled_loss(self, batch: DeviceBatch, outputs: Any) -> torch.Tensor:
+        """Computes the loss that `compile` made, without penalties; zero without one."""
+        from kerasdp.keras_compat.models import compiled_loss
+
+        loss = compiled_loss(self.model)
+        if loss is None:
+            return torch.zeros((), device=self.strategy.device)
+        return loss(batch.targets, outputs, batch.sample_weight)
+
+    def _measure(self, batch: DeviceBatch, outputs: Any, penalty: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Computes the loss with all stages' penalties, in the loss' type, and Keras' logs."""
+        from kerasdp.keras_compat.models import update_loss_metric
+
+        loss = self.compiled_loss(batch, outputs)
+        loss = loss + penalty.to(loss.dtype)
+        update_loss_metric(self.model, loss, len(batch.indices))
+        return loss, self.model.compute_metrics(None, batch.targets, outputs, sample_weight=batch.sample_weight)
+
+    def _shared(self) -> tuple[list[Any], int | None]:
+        from kerasdp.keras_compat.optimizers import slots_of
+
+        if self.optimizer is None:
+            return [], None
+        slots = {id(slot) for slot in slots_of(self.optimizer, len(self.model.trainable_variables)).values()}
+        busy = {
+            number % self.num_ranks
+            for number, stage in enumerate(self.plan.stages)
+            if stage.model.trainable_variables
+        }  # fmt: skip
+        source = dist.get_global_rank(self.group, min(busy)) if 0 < len(busy) < self.num_ranks else None
+        return [variable for variable in self.optimizer.variables if id(variable) not in slots], source
+
+    def variables_of(self, number: int) -> list[Any]:
+        """Returns the variables of a stage, and what the optimizer keeps for each of its weights."""
+        from kerasdp.keras_compat.optimizers import slots_of
+
+        weights, model = self.model.trainable_variables, self.plan.stages[number].model
+        slots = {} if self.optimizer is None else slots_of(self.optimizer, len(weights))
+        places = {id(weight): place for place, weight in enumerate(weights)}
+        own = {places[id(weight)] for weight in model.trainable_variables}
+        return [*model.variables, *(slot for (_, place), slot in slots.items() if place in own)]
+
+    def gather_variables(self) -> None:
+        """Gives each process of the pipeline the values of all variables."""
+        for number in range(len(self.plan.stages)) if self.num_ranks > 1 else ():
+            source = dist.get_global_rank(self.group, number % self.num_ranks)
+            for variable in self.variables_of(number):
+                self._send(variable, source)
+
+    def _send(self, variable: Any, source: int) -> None:
+        """Sends a variable's value from one process of the pipeline to all."""
+        value = variable.value.detach()
+        copy = value.to(self.strategy.device).contiguous()
+        dist.broadcast(copy, source, group=self.group)
+        value.copy_(copy)
+
+
+def measuring_on(device: torch.device) -> "MeasuringDevice":
+    """Returns what measures on a device, which holds the weights of one layer at a time: all may be too many."""
+    from kerasdp.pipeline.partition import HERE, MeasuringDevice
+
+    if device.type == "cpu":
+        return HERE
+
+    @contextlib.contextmanager
+    def holding(operation: Any) -> Iterator[None]:
+        import keras
+
+        values = [variable.value for variable in getattr(operation, "variables", [])]
+        kept = [value.data for value in values]
+        for value in values:
+            value.data = value.data.to(device)
+        try:
+            with torch.no_grad(), keras.device(str(device)):  # without what a backward pass would need
+                yield
+        finally:
+            for value, data in zip(values, kept):
+                value.data = data
+
+    def wait(_: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return MeasuringDevice(holding=holding, wait=wait)

@@ -71,17 +71,17 @@ class PipelineStep:
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         """Returns the gradients of a micro-batch's outputs."""
-        if self.pipeline.is_whole(len(self.micro_batches)):
-            if not self._gradients:
-                self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
-            return self._gradients.pop(number)
         import keras
 
-        rows, batch = self.micro_batches.rows(number), self.batch
-        targets, weights = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else leaf[rows], (batch.targets, batch.sample_weight)
-        )
-        self._compute_gradients([number], batch._replace(targets=targets, sample_weight=weights), self.shares[number])
+        if number not in self._gradients and self.pipeline.is_whole(len(self.micro_batches)):
+            self._compute_gradients(list(range(len(self.micro_batches))), self.batch, 1.0)
+        elif number not in self._gradients:
+            rows, batch = self.micro_batches.rows(number), self.batch
+            targets, weights = keras.tree.map_structure(
+                lambda leaf: None if leaf is None else leaf[rows], (batch.targets, batch.sample_weight)
+            )
+            own = batch._replace(targets=targets, sample_weight=weights)
+            self._compute_gradients([number], own, self.shares[number])
         return self._gradients.pop(number)
 
     @torch.enable_grad()
@@ -160,7 +160,7 @@ class StageModule(torch.nn.Module):
         size = self.pipeline.size
 
         def like(tensors: list[Any], shapes: list[Any]) -> tuple[torch.Tensor, ...]:
-            dtypes = [to_torch_dtype(tensor.dtype) for tensor in tensors]
+            dtypes = [getattr(torch, tensor.dtype) for tensor in tensors]
             return tuple(
                 torch.empty((size, *shape), dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
                 for dtype, shape in zip(dtypes, shapes)
@@ -219,8 +219,3 @@ class _Stage(pipelining.PipelineStage):
                 torch.cuda.synchronize(self.device)
             timeline.append((self.stage_index, kind, number, begin, time.perf_counter()))
         return result
-
-
-def to_torch_dtype(name: str) -> torch.dtype:
-    """Returns torch's dtype of a Keras dtype."""
-    return getattr(torch, name)

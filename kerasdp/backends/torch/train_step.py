@@ -2,137 +2,160 @@
 
 import contextlib
 import functools
-import statistics
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from kerasdp.backends.base import DeviceBatch, ShardPass, Trained
-from kerasdp.backends.steps import all_variables, learning_rate
-from kerasdp.backends.torch.private import all_reduce_async, wait
-from kerasdp.backends.torch.waits import updating_on
-from kerasdp.keras_compat.patches import wrapped
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.backends.base import DeviceBatch, Trained
+from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
+from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
+from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
+from kerasdp.data.sampling import ReplicaRows
+from kerasdp.keras_compat.patches import replaced, wrapped
+from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
-if TYPE_CHECKING:
-    from kerasdp.portability.global_batch import GlobalBatch
 
+class RankSteps(ShardSteps):
+    """Runs the steps of one model on this rank's rows."""
 
-def train_step(
-    strategy: Any, model: Any, parallel: Any, steps: "ShardSteps", batch: DeviceBatch, detail: Detail
-) -> Trained:
-    """Trains on the global batch, of which this rank has its shard, layer by layer. `CompiledTraining` does the same.
+    def train(self, parallel: Any, batch: DeviceBatch, detail: Detail) -> Trained:
+        """Trains on the global batch, layer by layer. `CompiledTraining` does the same.
 
-    The numbers are those of docs/internals/same-learning.md.
+        The numbers are those of docs/internals/same-learning.md.
 
-    Args:
-        strategy: `DataParallel`.
-        model: that is trained.
-        parallel: the model, in DistributedDataParallel if there are other ranks.
-        steps: of the model.
-        batch: this rank's rows, with padding (1).
-        detail: what to record.
-    """
-    from kerasdp.backends.observer import forward_pass, observed, watched_layers
+        Args:
+            parallel: the model, in DistributedDataParallel if there are other ranks.
+            batch: this rank's rows, with padding (1).
+            detail: what to record.
+        """
+        from kerasdp.backends.observer import forward_pass, observed, watched_layers
 
-    variables = model.trainable_weights[:]
-    context = strategy.context(model, len(batch.indices))
-    # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-    with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-        outputs = steps.forward(parallel, batch.inputs, context, training=True)
-    for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
-        variable.value.grad = None
-    # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
-    whole = steps.global_batch(batch, outputs, context, training=True)
-    with torch.no_grad():
-        whole.share_metrics()
-    shared = flat(whole.shared)
-    shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
-    # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
-    if variables:
-        model.optimizer.scale_loss(whole.loss).backward()
-        if strategy.host_sums is not None:
-            strategy.host_sums.mean(variables)
-        elif strategy.num_replicas > 1:
-            reduce_others(parallel, variables)
-    gradients = [variable.value.grad for variable in variables]
-    with torch.no_grad():
-        # Loss and metrics of the global batch (3); moving statistics (5).
-        loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
-        whole.move_statistics()
-        seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
-        # The update, the same on each rank.
-        rate = learning_rate(model.optimizer)
-        with updating_on(strategy.device, model.optimizer):
-            model.optimizer.apply(gradients, variables)
-        return Trained(loss, rate, whole.update_metrics(loss), seen)
-
-
-class ShardSteps:
-    """Computes what the steps of one model have in common, on this rank's rows."""
-
-    def __init__(self, model: Any):
-        """Made once for each compiled model."""
-        from kerasdp.portability.added_losses import WholeBatchPenalties
-
-        self.model, self.penalties = model, WholeBatchPenalties(model)
+        model, strategy = self.model, self.strategy
+        variables, context = model.trainable_weights[:], self.context(batch)
+        # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
+        with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
+            outputs = self.forward(parallel, batch.inputs, context, training=True)
+        for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
+            variable.value.grad = None
+        # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
+        whole = self.global_batch(batch, outputs, context, training=True)
+        with torch.no_grad():
+            whole.share_metrics()
+        shared = flat(whole.shared)
+        shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
+        # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
+        if variables:
+            model.optimizer.scale_loss(whole.loss).backward()
+            if strategy.host_sums is not None:
+                strategy.host_sums.mean(variables)
+            elif strategy.num_replicas > 1:
+                reduce_others(parallel, variables)
+        gradients = [variable.value.grad for variable in variables]
+        with torch.no_grad():
+            # Loss and metrics of the global batch (3); moving statistics (5).
+            loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
+            whole.move_statistics()
+            seen = observed(detail, gradients, found)  # before the optimizer, which may clip them in place
+            # The update, the same on each rank.
+            rate = learning_rate(model.optimizer)
+            with updating_on(strategy.device, model.optimizer):
+                model.optimizer.apply(gradients, variables)
+            return Trained(loss, rate, whole.update_metrics(loss), seen)
 
     def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
-        """Computes the outputs of this rank's rows. `module`: the model, maybe in DistributedDataParallel."""
-        arguments = {"training": training} if "training" in self.model.call_signature_parameters else {}
+        """See `ShardSteps`. `module`: the model, maybe in DistributedDataParallel."""
+        with contextlib.nullcontext() if context is None else self.penalties.active(context.adding()):
+            return super().forward(module, inputs, context, training)
+
+    def rank(self) -> int:
+        """See `ShardSteps`."""
+        return self.strategy.processes.rank
+
+    def gather_statistics(self, statistics: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        """See `ShardSteps`."""
+        return gather_statistics(statistics, self.strategy.statistics_group, weight)
+
+    def gather_shards(self, rows: torch.Tensor, own: ReplicaRows, replicas: tuple[ReplicaRows, ...]) -> torch.Tensor:
+        """See `ShardSteps`."""
+        return gather_shards(rows, own, replicas, gather_rows)
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `ShardSteps`."""
+        return wait(all_reduce_async(tensor))
+
+    def sums(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `ShardSteps`."""
+        joined = flat(tensors)
+        return {} if joined is None else unflat(self.add_up(joined), tensors)
+
+    def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
+        """See `ShardSteps`."""
+        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.portability.own_steps import joined_steps, run_on_shard
+
+        model, strategy, context = self.model, self.strategy, self.context(batch, name)
         if context is None:
-            return module(inputs, **arguments)
-        with self.penalties.active(context.adding()):
-            return module(inputs, **arguments)
+            return getattr(model, name)(as_keras_gives(batch[:3])), []
+        add_up = sum_over_ranks if strategy.host_sums is None else strategy.host_sums.sum
+        with contextlib.nullcontext() if is_trial else joined_steps(model):
+            return run_on_shard(model, name, batch[:3], context, add_up, strategy.build_optimizer, is_trial)
 
-    def test(self, batch: DeviceBatch, context: ReplicaContext | None) -> dict[str, Any]:
-        """Evaluates the global batch; returns Keras' logs."""
-        with use(context):
-            outputs = self.forward(self.model, batch.inputs, context, training=False)
-        whole = self.global_batch(batch, outputs, context, training=False)
-        whole.share_metrics()
-        return whole.update_metrics(whole.take(sums_over_ranks(whole.shared)))
+    def distributed(self, batch: DeviceBatch) -> Any:
+        """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
+        model, strategy = self.model, self.strategy
+        # DistributedDataParallel refuses a model without trainable weights.
+        if strategy.num_replicas == 1 or strategy.host_sums is not None or not model.trainable_weights:
+            return model
+        used = self._used_weights(batch)
+        if not used:
+            return model
+        # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
+        # loss, and makes new tensors of the outputs, without their masks.
+        parallel = torch.nn.parallel.DistributedDataParallel(
+            TrainedModel(model, used), device_ids=[strategy.device] if strategy.is_gpu else None
+        )
+        if strategy.config.gradient_precision == "bfloat16":
+            # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
+            # bfloat16, too.
+            parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+        if strategy.num_replicas > 2:
+            # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as
+            # they came. Where in a message a number stands decides in which order those of the ranks are added: the
+            # first step after a resume would differ by round-off. The sum of two is the same in any order.
+            self.loss(parallel, batch, self.context(batch)).backward()
+            for variable in model.trainable_weights:
+                variable.value.grad = None
+        return parallel
 
-    def predict(self, batch: DeviceBatch, context: ReplicaContext | None) -> Any:
-        """Computes the outputs of the global batch."""
-        with use(context):
-            outputs = self.forward(self.model, batch.inputs, context, training=False)
-            return outputs if context is None else context.whole_outputs(outputs)
+    def loss(self, module: Any, batch: DeviceBatch, context: ReplicaContext | None) -> Any:
+        """Returns the loss of a batch by the model, or its wrapper; leaves no trace in any variable.
 
-    def global_batch(
-        self, batch: DeviceBatch, outputs: Any, context: ReplicaContext | None, *, training: bool
-    ) -> "GlobalBatch":
-        """Computes the loss, from the outputs of this rank's rows."""
-        from kerasdp.portability.global_batch import Data, GlobalBatch
+        `context`: of the step; None: this rank's rows are the batch.
+        """
+        import keras
 
-        inputs, targets, sample_weight, indices = batch
-        padded = Data(inputs, targets, outputs, sample_weight)
-        return GlobalBatch(self.model, context, padded, len(indices), training=training, add_up=_add_up)
+        values = [(variable, variable.value) for variable in all_variables(self.model)]
+        # Penalties of weights want the values by themselves (Keras 3.15).
+        with keras.StatelessScope(values, collect_losses=True):
+            with use(context):
+                outputs = self.forward(module, batch.inputs, context, training=True)
+            return self.global_batch(batch, outputs, context, training=True).loss
 
-
-@torch.no_grad()
-def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None) -> list[ShardPass]:
-    """Runs a forward pass of training on this process's replica; no variable changes."""
-    import keras
-
-    from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
-    from kerasdp.portability.row_search import fixed_values
-
-    steps = ShardSteps(model)
-    if context is None:
-        return []
-    with keras.StatelessScope(fixed_values(model), collect_losses=True):
-        with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-            outputs = steps.forward(model, batch.inputs, context, training=True)
-        whole = steps.global_batch(batch, outputs, context, training=True)
-        loss = whole.take(sums_over_ranks(whole.shared))
-        layers |= added_losses_by_name(model, len(layers))
-    leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
-    return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
+    def _used_weights(self, batch: DeviceBatch) -> list[Any]:
+        """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
+        used, seen, ahead = set(), set(), [self.loss(self.model, batch, self.context(batch)).grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                used.add(id(getattr(node, "variable", None)))
+                ahead += [following for following, _ in node.next_functions]
+        return [variable.value for variable in self.model.trainable_weights if id(variable.value) in used]
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
@@ -164,16 +187,6 @@ def unflat(joined: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dic
     return {name: part.reshape(tensor.shape).to(tensor.dtype) for part, (name, tensor) in zip(parts, tensors.items())}
 
 
-def sums_over_ranks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums tensors over the ranks, in one message."""
-    joined = flat(tensors)
-    return {} if joined is None else unflat(_add_up(joined), tensors)
-
-
-def _add_up(tensor: torch.Tensor) -> torch.Tensor:
-    return wait(all_reduce_async(tensor))
-
-
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` see means.
 
@@ -192,79 +205,92 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
     return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)
 
 
-# Passes by which the speed of a device is found: those that warm it up, and those that count.
-_UNMEASURED, _MEASURED = 2, 5
+# Bytes of an array up to which it is sent from pinned memory, which PyTorch (2.13) keeps once it was used.
+_SMALL = 2**16
 
 
-def distributed(strategy: Any, model: Any, batch: DeviceBatch) -> Any:
-    """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
-    # DistributedDataParallel refuses a model without trainable weights.
-    if strategy.num_replicas == 1 or strategy.host_sums is not None or not model.trainable_weights:
-        return model
-    used = _used_weights(strategy, model, batch)
-    if not used:
-        return model
-    # Not all weights with `find_unused_parameters`: that (2.13) looks for them behind the outputs instead of the
-    # loss, and makes new tensors of the outputs, without their masks.
-    parallel = torch.nn.parallel.DistributedDataParallel(
-        TrainedModel(model, used), device_ids=[strategy.device] if strategy.is_gpu else None
-    )
-    if strategy.config.gradient_precision == "bfloat16":
-        # Through a function of another name: torch (2.13) refuses its own by name without NCCL, though Gloo sums
-        # bfloat16, too.
-        parallel.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
-    if strategy.num_replicas > 2:
-        # After its first backward pass DistributedDataParallel (2.13) sorts the gradients into other buckets, as they
-        # came. Where in a message a number stands decides in which order those of the ranks are added: the first step
-        # after a resume would differ by round-off. The sum of two is the same in any order.
-        _loss(strategy.context(model, len(batch.indices)), model, parallel, batch).backward()
-        for variable in model.trainable_weights:
-            variable.value.grad = None
-    return parallel
+class HostCopy:
+    """A number on its way from a GPU to the host.
 
-
-def _loss(context: ReplicaContext | None, model: Any, module: Any, batch: DeviceBatch) -> Any:
-    """Returns the loss of a batch by the model, or its wrapper; leaves no trace in any variable.
-
-    `context`: of the step; None: this rank's rows are the batch.
+    To read it is to wait for the step that computed it; `.item()` waits for all that the GPU was given since.
     """
+
+    def __init__(self, value: torch.Tensor):
+        """Sends it, once what the GPU was given so far is done."""
+        self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._value.copy_(value.detach(), non_blocking=True)
+        self._is_sent = torch.cuda.Event()
+        self._is_sent.record(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._is_sent.synchronize()
+        return float(self._value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(float(self), dtype)
+
+    def is_ready(self) -> bool:
+        """Returns whether the GPU has computed it."""
+        return self._is_sent.query()
+
+
+def to_host(value: Any) -> Any:
+    """Returns a number that can be read later without a wait for what follows: on a GPU a `HostCopy`.
+
+    Args:
+        value: a tensor of one number; what is not on a GPU (None, a Python number) is returned as it is.
+    """
+    return HostCopy(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
+
+
+def numbers_made_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a GPU fills in the numbers that Python gives to an eager step; elsewhere no change.
+
+    Keras (3.15) makes a tensor of each Python number by `torch.as_tensor`, a step of a small net 30 of them. For that
+    PyTorch (2.13) copies the number from the host, and waits until the GPU has it, and so all that was given before.
+    For other threads, as those that read data, nothing changes. Unneeded once Keras fills numbers in.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    original, own_thread = torch.as_tensor, threading.get_ident()
+
+    def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+        is_sent = device is not None and torch.device(device).type == "cuda" and not isinstance(data, torch.Tensor)
+        if not is_sent or threading.get_ident() != own_thread:
+            return original(data, dtype=dtype, device=device)
+        if type(data) in (bool, int, float):
+            return torch.full((), data, dtype=dtype, device=device)
+        on_host = original(data, dtype=dtype)
+        if on_host.nbytes > _SMALL:
+            return on_host.to(device)
+        return on_host.pin_memory().to(device, non_blocking=True)
+
+    return replaced(torch, as_tensor=as_tensor)
+
+
+@contextlib.contextmanager
+def updating_on(device: torch.device, optimizer: Any) -> Iterator[None]:
+    """Lets an optimizer of Keras update the weights of an eager step on a GPU without a wait; elsewhere as it does.
+
+    What cannot be helped: `gradient_accumulation_steps` asks in each step whether it is time to update.
+    """
+    if device.type != "cuda":
+        yield
+        return
     import keras
 
-    values = [(variable, variable.value) for variable in all_variables(model)]
-    # Penalties of weights want the values by themselves (Keras 3.15).
-    with keras.StatelessScope(values, collect_losses=True):
-        steps = ShardSteps(model)
-        with use(context):
-            outputs = steps.forward(module, batch.inputs, context, training=True)
-        return steps.global_batch(batch, outputs, context, training=True).loss
+    from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_one_by_one
 
-
-def _used_weights(strategy: Any, model: Any, batch: DeviceBatch) -> list[Any]:
-    """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
-    context = strategy.context(model, len(batch.indices))
-    used, seen, ahead = set(), set(), [_loss(context, model, model, batch).grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            used.add(id(getattr(node, "variable", None)))
-            ahead += [following for following, _ in node.next_functions]
-    return [variable.value for variable in model.trainable_weights if id(variable.value) in used]
-
-
-def pass_seconds(strategy: Any, model: Any, batch: DeviceBatch) -> float:
-    """Returns the seconds of this rank's passes with its rows, while the others do theirs; see `Strategy`."""
-    weights = [weight.value for weight in model.trainable_weights]
-    times = []
-    for _ in range(_UNMEASURED + _MEASURED):
-        torch.distributed.barrier()
-        begin = time.perf_counter()
-        gradients = torch.autograd.grad(_loss(None, model, model, batch), weights, allow_unused=True)
-        del gradients
-        if strategy.is_gpu:
-            torch.cuda.synchronize(strategy.device)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[_UNMEASURED:])
+    with contextlib.ExitStack() as stack:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            stack.enter_context(deciding_on_device(optimizer))
+        if optimizer is not inner_optimizer(optimizer) or isinstance(optimizer, keras.optimizers.Nadam):
+            # Nadam's (3.15) way to update all variables in one call reads two numbers; that of `deciding_on_device`
+            # needs updates that leave the variables as they are.
+            stack.enter_context(updating_one_by_one(optimizer))
+        else:
+            stack.enter_context(foreach_add_of_tensors())
+        yield
 
 
 class TrainedModel(torch.nn.Module):
