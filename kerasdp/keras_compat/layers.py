@@ -1,19 +1,14 @@
 """Reads what layers and variables of Keras hold."""
 
-import contextlib
 import functools
 import gc
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras.src.backend.common import masking
 
-from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
-
-# The attribute of a layer that keeps the `call` which the user has bound to that one layer, or None.
-_OWN_CALL = "_kerasdp_own_call"
+from kerasdp.keras_compat.patches import wrap_for_good
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -70,7 +65,7 @@ def hook_add_loss(take: Callable[[keras.layers.Layer, Any, Callable[[Any], None]
     """Lets a function take what layers give to `add_loss`.
 
     Keras 3.15 collects the losses of layers in lists of theirs, and has no hook. The public method is wrapped once, for
-    good, as `take` asks a context variable.
+    good.
 
     Args:
         take: gets the layer, the loss, and what Keras does with that.
@@ -86,6 +81,29 @@ def hook_add_loss(take: Callable[[keras.layers.Layer, Any, Callable[[Any], None]
     wrap_for_good(keras.layers.Layer, "add_loss", taking)
 
 
+def hook_calls(make: Callable[..., Any]) -> None:
+    """Lets a function make the calls of all layers and models.
+
+    Keras 3.15: `Layer.__call__` leaves its call to the public `Operation.__call__`, once the arguments are converted,
+    and looks for an activity regularizer next. There is no hook, as torch's forward hooks. The method is wrapped once,
+    for good.
+
+    Args:
+        make: gets the layer's call, as a function of the arguments alone, the layer, and the arguments.
+    """
+
+    def making(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(operation, keras.layers.Layer):
+                return make(functools.partial(original, operation), operation, args, kwargs)
+            return original(operation, *args, **kwargs)
+
+        return call
+
+    wrap_for_good(keras.Operation, "__call__", making)
+
+
 def become(layer: keras.layers.Layer, kind: type) -> None:
     """Makes a layer one of a class that derives from its own, for good: weights, name and place in graphs stay.
 
@@ -93,54 +111,6 @@ def become(layer: keras.layers.Layer, kind: type) -> None:
     Unneeded once Keras computes alike on all backends, or lets a layer be replaced in a built model.
     """
     layer.__class__ = kind
-
-
-def call_through(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
-    """Lets a function make the calls of one layer, for good; it gets the layer and the arguments, see `own_call`.
-
-    Bound to the instance: the class, by which a model is saved, stays. `copy.deepcopy` copies it, too. Keras 3.15 has
-    no hook of calls; unneeded once it has one, as torch's forward hooks.
-    """
-    if not hasattr(layer, _OWN_CALL):
-        object.__setattr__(layer, _OWN_CALL, vars(layer).get("call"))
-        object.__setattr__(layer, "call", types.MethodType(call, layer))
-
-
-def own_call(layer: keras.layers.Layer) -> Callable[..., Any]:
-    """Returns the `call` that a layer has without `call_through`: of its class, or what the user has bound to it."""
-    own: Callable[..., Any] | None = getattr(layer, _OWN_CALL, None)
-    return functools.partial(type(layer).call, layer) if own is None else own
-
-
-def wrapped_calls(
-    layers: Iterable[keras.layers.Layer], wrap: Callable[[keras.layers.Layer, Callable[..., Any]], Callable[..., Any]]
-) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which functions make the calls of some layers.
-
-    Keras 3.15 has no hook of calls, as `call_through` says.
-
-    Args:
-        layers: each once.
-        wrap: gets a layer and its `call`, which may be bound to it already, and gives the function of its arguments.
-    """
-    return replaced_in_each((layer, {"call": wrap(layer, layer.call)}) for layer in layers)
-
-
-def wrapped_regularizers(
-    layers: Iterable[keras.layers.Layer], wrap: Callable[[keras.layers.Layer, Any], Callable[[Any], Any]]
-) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which functions stand for the activity regularizers of some layers.
-
-    Keras 3.15: `Layer.__call__` gives what the public `activity_regularizer` makes of this replica's output to
-    `add_loss`; no hook before that. Unneeded once Keras regularizes the outputs of the global batch by itself.
-
-    Args:
-        layers: each once, with a regularizer.
-        wrap: gets a layer and its regularizer, and gives the function of an output.
-    """
-    return replaced_in_each(
-        (layer, {"activity_regularizer": wrap(layer, layer.activity_regularizer)}) for layer in layers
-    )
 
 
 def weight_penalties(model: keras.Model) -> list[Any]:

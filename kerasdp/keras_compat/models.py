@@ -1,10 +1,9 @@
 """Reads what a Keras model knows of its graph and its outputs, and of what `compile` made."""
 
 import contextlib
-import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -14,7 +13,14 @@ from keras.src.models.functional import Functional
 
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.own_steps import HookedLoss
-from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrap_for_good, wrapped
+from kerasdp.keras_compat.patches import (
+    current_step,
+    replaced,
+    replaced_in_each,
+    step_with,
+    wrap_for_good,
+    wrapped,
+)
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
@@ -299,10 +305,6 @@ def last_activation(symbol: Any) -> tuple[str, str | None]:
     return operation.name, name
 
 
-# By what the losses of single outputs are multiplied for their means; None outside of `losses_of_whole_batch`.
-_factor: contextvars.ContextVar[float | None] = contextvars.ContextVar("kerasdp_factor", default=None)
-
-
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
     """Lets a callback that watches a metric decide now whether less is better, if it has not yet.
 
@@ -313,28 +315,23 @@ def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
         callback._set_monitor_op()
 
 
-@contextlib.contextmanager
-def losses_of_whole_batch(factor: float = 1.0) -> Iterator[None]:
+def losses_of_whole_batch(factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
     """Keeps Keras' losses from being divided by the number of replicas of a `tf.distribute` strategy.
 
     Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
     those that take a sum or are user-defined, so that no later factor could be right for all. They are wrapped once,
-    for good; the wrapper asks a context variable, since TensorFlow traces replicas in threads, in turns. No public way.
+    for good. No public way.
 
     `factor`: by which the losses of single outputs are multiplied for the means that Keras keeps of them.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
-    token = _factor.set(factor)
-    try:
-        yield
-    finally:
-        _factor.reset(token)
+    return step_with(factor=factor)
 
 
 def _unless_whole_batch(is_for_means: bool, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def scale(value: Any) -> Any:
-        factor = _factor.get()
+        factor = current_step().factor
         if factor is None:
             return original(value)
         return value * factor if is_for_means and factor != 1.0 else value

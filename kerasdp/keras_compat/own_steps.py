@@ -4,7 +4,6 @@ Loss and metrics of `compile` can be computed of some rows of a batch.
 """
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from keras.src.losses import loss as loss_module
 from kerasdp.errors import RunError
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.optimizers import wrapped_apply
-from kerasdp.keras_compat.patches import replaced_in_each, wrapped
+from kerasdp.keras_compat.patches import current_step, replaced_in_each, step_with, wrapped
 
 STEPS = ("train_step", "test_step", "predict_step")
 
@@ -113,23 +112,19 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
 # Reduces a loss: called with the loss, targets, outputs and sample weights.
 Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 
-_reduce: contextvars.ContextVar[Reduce | None] = contextvars.ContextVar("kerasdp_reduce", default=None)
-
 
 class HookedLoss:
-    """Stands in the place of one loss of a compiled model, and asks the context how to reduce it."""
+    """Stands in the place of one loss of a compiled model, and asks the current step how to reduce it."""
 
     def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Computes the loss, or has it reduced."""
-        reduce = _reduce.get()
-        return (
-            self.loss(y_true, y_pred, sample_weight)
-            if reduce is None
-            else reduce(self.loss, y_true, y_pred, sample_weight)
-        )
+        reduce = current_step().reduce
+        if reduce is None:
+            return self.loss(y_true, y_pred, sample_weight)
+        return reduce(self.loss, y_true, y_pred, sample_weight)
 
 
 @contextlib.contextmanager
@@ -137,8 +132,7 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
     """Has `reduce` called instead of the losses of a compiled model, one for each output that has one.
 
     Keras 3.15: the entries of `CompileLoss._flat_losses`, which pairs them with targets and outputs. They are replaced
-    once, for good, by what asks a context variable, since TensorFlow traces replicas in threads, in turns. No public
-    way.
+    once, for good. No public way.
     """
     compiled: Any = model._compile_loss
     if compiled is not None:  # each loss once, whichever threads come here together
@@ -146,16 +140,14 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
             each if isinstance(each.loss, HookedLoss) else each._replace(loss=HookedLoss(each.loss))
             for each in compiled._flat_losses
         ]
-    token = _reduce.set(reduce)
     try:
-        yield
+        with step_with(reduce=reduce):
+            yield
     except ValueError as error:
         # Keras 3.16 raises another one in its place, with more words.
         if isinstance(error.__cause__, RunError):
             raise error.__cause__ from None
         raise
-    finally:
-        _reduce.reset(token)
 
 
 def wrapped_losses(

@@ -6,7 +6,6 @@ over rows. Before that a step is tried on a few rows, to see what it does; the t
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -19,8 +18,9 @@ from keras import ops
 
 from kerasdp.keras_compat.models import losses_of_whole_batch
 from kerasdp.keras_compat.own_steps import as_keras_gives, hooked_steps, plain_attributes_kept
+from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.portability import replica_context
-from kerasdp.portability.added_losses import keep
+from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.portability.replica_context import use
 from kerasdp.portability.row_axes import RowAxes
@@ -71,19 +71,6 @@ class Share:
         return self.of_all(tensors, self.rows / self.total_rows)
 
 
-# A context variable, not a global: TensorFlow traces each replica in a thread of its own.
-_current: contextvars.ContextVar[Share | None] = contextvars.ContextVar("kerasdp_share", default=None)
-
-
-@contextlib.contextmanager
-def _use(share: Share | None) -> Iterator[None]:
-    token = _current.set(share)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 @contextlib.contextmanager
 def joined_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
@@ -104,7 +91,7 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     """
     variables = model.metrics_variables
     before = [ops.copy(variable) for variable in variables]
-    with _use(share):
+    with step_with(share=share):
         logs = getattr(model, name)(as_keras_gives(data))
     changes = share.of_all([variable - value for variable, value in zip(variables, before)])
     if share.is_trial:
@@ -156,14 +143,14 @@ def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:
 
 def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Averages gradients that a step is about to clip; when they reach the optimizer, their mean is the same."""
-    share = _current.get()
+    share = current_step().share
     return gradients if share is None else share.mean(gradients)
 
 
 def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        share = _current.get()
+        share = current_step().share
         if share is None:
             return original(optimizer, grads, trainable_variables)
         if keras.backend.backend() == "tensorflow":
@@ -177,7 +164,7 @@ def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
             means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
             share.found += [(f"gradient of {name}", mean) for name, mean in means]
             return None
-        with _use(None):  # a LossScaleOptimizer has another one apply them
+        with step_with(share=None):  # a LossScaleOptimizer has another one apply them
             return original(optimizer, share.mean(list(grads)), trainable_variables)
 
     return apply
@@ -188,7 +175,7 @@ def _weighing_update(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-        share = _current.get()
+        share = current_step().share
         if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
             sample_weight = share.rows / share.total_rows
         return original(metric, values, sample_weight)
@@ -198,9 +185,9 @@ def _weighing_update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]) -> Callable[[], Any]:
     def result() -> Any:
-        value, share = original(), _current.get()
+        value, share = original(), current_step().share
         if share is not None and isinstance(value, dict):
-            share.results += [(leaf, lambda name=name: original()[name]) for name, leaf in value.items()]  # type: ignore[misc]
+            share.results += [(leaf, lambda name=name: original()[name]) for name, leaf in value.items()]
         elif share is not None:
             share.results.append((value, original))
         return value

@@ -9,16 +9,16 @@ The generator is that of `kerasdp.portability.threefry`.
 """
 
 import contextlib
-import contextvars
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.keras_compat.random import is_in_layer_call, next_seed, wrap_draws
 from kerasdp.portability import replica_context, threefry
 from kerasdp.portability.row_axes import FIRST, RowAxis
@@ -112,30 +112,20 @@ class _Drawing(NamedTuple):
 # User-defined code that is no layer with a seed generator.
 UNNAMED = "a layer, loss or step"
 _UNNAMED = _Drawing(UNNAMED, [], None)
-# A context variable, not functions that are swapped and restored: TensorFlow traces replicas in threads, in turns.
-_drawing: contextvars.ContextVar[_Drawing | None] = contextvars.ContextVar("kerasdp_drawing", default=None)
 
 
-# By `id`, the variables whose new values a step of jax keeps: those of the model. None elsewhere, where all are kept.
-_kept: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("kerasdp_kept", default=None)
+def _current() -> _Drawing | None:
+    """Returns what draws now; None outside of a run."""
+    step = current_step()  # of a thread of TensorFlow's, for a replica, it may know nothing but that
+    drawing: _Drawing | None = step.drawing
+    return _UNNAMED if drawing is None and step.replica is not None else drawing
 
 
-@contextlib.contextmanager
-def keeping_only(variables: list[Any]) -> Iterator[None]:
-    """Refuses, within the context, draws with a seed generator whose state is not among some variables."""
-    token = _kept.set({id(variable) for variable in variables})
-    try:
-        yield
-    finally:
-        _kept.reset(token)
-
-
-@contextlib.contextmanager
 def portable_draws(
     name: str,
     inputs: Any = None,
     unseeded: keras.random.SeedGenerator | Callable[[], tuple[int, int]] | None = None,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
     What it does not know is drawn by the backend, with a warning.
@@ -148,18 +138,12 @@ def portable_draws(
     """
     wrap_draws((*_PORTABLE, *_NOT_PORTABLE), _portable_where_asked)
     tensors = [leaf for leaf in keras.tree.flatten(inputs) if hasattr(leaf, "shape")]
-    token = _drawing.set(_Drawing(name, tensors, unseeded))
-    try:
-        yield
-    finally:
-        _drawing.reset(token)
+    return step_with(drawing=_Drawing(name, tensors, unseeded))
 
 
 def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
-        drawing = _drawing.get()
-        if drawing is None and replica_context.current() is not None:  # a thread of TensorFlow's, for a replica
-            drawing = _UNNAMED
+        drawing = _current()
         if drawing is not None and kind in _PORTABLE:
             return _PORTABLE[kind](*args, **kwargs)
         if drawing is not None:
@@ -203,7 +187,7 @@ def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, te
 
 
 def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> RowAxis | None:
-    name, tensors, _ = _drawing.get() or _UNNAMED
+    name, tensors, _ = _current() or _UNNAMED
     if tensor is None:  # what the layer was called with, if its shape is that of the draws
         alike = (leaf for leaf in tensors if len(leaf.shape) == len(shape))
         tensor = next((leaf for leaf in alike if all(own in (1, of) for own, of in zip(shape, leaf.shape))), None)
@@ -213,7 +197,7 @@ def _row_axis(context: Any, shape: tuple[Any, ...], seed: Any, tensor: Any) -> R
 
 def _state(seed: Any) -> Any:
     """Returns two words to draw with."""
-    drawing = _drawing.get() or (_UNNAMED if replica_context.current() is not None else None)
+    drawing = _current()
     words = drawing.unseeded if drawing is not None and seed is None else None
     if isinstance(words, keras.random.SeedGenerator):
         seed, words = words, None
@@ -222,7 +206,7 @@ def _state(seed: Any) -> Any:
             f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
             "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"
         )
-    kept = _kept.get()
+    kept = current_step().kept
     if kept is not None and isinstance(seed, keras.random.SeedGenerator) and id(seed.state) not in kept:
         raise UserError(
             f"{_UNNAMED.name if drawing is None else drawing.name} draws with a SeedGenerator that the model does not "

@@ -1,7 +1,6 @@
 """Tells a layer which replica it runs in and which rows of the global batch that holds, and gathers the rows of all."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -9,7 +8,8 @@ from typing import Any, cast
 
 from kerasdp.data.sampling import ReplicaRows, Split
 from kerasdp.errors import UserError
-from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
+from kerasdp.keras_compat.patches import current_step, step_with
+from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class ReplicaContext:
         adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
             that is refused.
         is_repeat: whether this pass only repeats a layer, on the global batch.
-        regularized: layers, by `id`, whose activity regularizers have just given what Keras adds next.
+        calling: the layers that are being called, the innermost one last.
+        regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
         moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
             is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
     """
@@ -56,7 +57,8 @@ class ReplicaContext:
     penalties: list[Any] = dataclasses.field(default_factory=list)
     adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
     is_repeat: bool = False
-    regularized: list[int] = dataclasses.field(default_factory=list)
+    calling: list[Any] = dataclasses.field(default_factory=list)
+    regularized: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     moving: list[tuple[Any, Any]] | None = None
     _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
 
@@ -177,10 +179,6 @@ class ReplicaContext:
         self._calls[key] = number + 1
         return self.row_axes.find(key, number, shape, tensor, name)
 
-    def adding(self) -> list[Adding]:
-        """Returns the layers of the model that add losses."""
-        return [] if self.row_axes is None else list(self.row_axes.adding.values())
-
     def numbers_of_calls(self) -> dict[Any, int]:
         """Returns how often each has asked `row_axis` so far."""
         return dict(self._calls)
@@ -244,23 +242,16 @@ class ReplicaContext:
         return with_mask(gather, tensor)
 
 
-# A context variable, not a global: TensorFlow traces each replica in a thread of its own.
-_current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("kerasdp_replica", default=None)
-
-
 def current() -> ReplicaContext | None:
     """Returns the context of the running step; None outside of one, or with a single replica."""
-    return _current.get()
+    return current_step().replica
 
 
 @contextlib.contextmanager
 def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
     """Makes `context` the current one within a `with` block."""
-    token = _current.set(context)
-    try:
+    with step_with(replica=context):
         yield context
-    finally:
-        _current.reset(token)
 
 
 def all_rows(rows: Any) -> Any:

@@ -16,8 +16,9 @@ from keras import ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.added_losses import FoundAdding, WholeBatchPenalties, is_mean_over_rows
+from kerasdp.portability.layer_calls import FoundAdding, hook_layers
 from kerasdp.portability.random import portable_draws
+from kerasdp.portability.reduction import is_mean_over_rows
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
 from kerasdp.runtime.model_cache import ModelCache
@@ -170,14 +171,14 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
 
     def call(axes: RowAxes, rows: slice) -> None:
         nonlocal outputs
+        found.known = set(found.layers)
         with trial(model, axes, rows, found) as context:
             outputs = in_training(model, rows_of(inputs, rows))
             context.whole_outputs(outputs)
 
     def call_again_if_losses_are_added(axes: RowAxes, rows: slice) -> None:
-        num_known = len(found.layers)
         call(axes, rows)
-        if isinstance(axes, Whole) and len(found.layers) > num_known:  # of these, where the rows are in their arguments
+        if isinstance(axes, Whole) and len(found.layers) > len(found.known):  # where are the rows in their arguments?
             axes.tensors.clear()
             call(axes, rows)
 
@@ -208,16 +209,17 @@ def find_row_axes_of(
 
 
 @contextlib.contextmanager
-def trial(model: keras.Model, axes: RowAxes, rows: slice, adds: FoundAdding | None = None) -> Iterator[ReplicaContext]:
+def trial(
+    model: keras.Model, axes: RowAxes, rows: slice, adds: Callable[..., None] | None = None
+) -> Iterator[ReplicaContext]:
     """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged.
 
     `adds`: see `ReplicaContext`.
     """
     context = trial_context(axes, rows, adds)
-    # The penalties in place, and no draws but those that layers make portable.
-    adding = [] if adds is None else [Adding(layer, is_mean=False) for layer in adds.layers.values()]
-    penalties, stateless = WholeBatchPenalties(model).active(adding), keras.StatelessScope(fixed_values(model))
-    with use(context), penalties, portable_draws("a layer"), stateless:
+    hook_layers()
+    # No draws but those that layers make portable.
+    with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
         yield context
 
 

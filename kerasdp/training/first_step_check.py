@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import ShardPass, Strategy
-from kerasdp.backends.observer import added_losses_by_name, layer_name, layers_within, shard_outputs, watched_layers
+from kerasdp.backends.observer import added_losses_by_name, layer_name, layers_within, shard_outputs
 from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
@@ -34,7 +34,6 @@ from kerasdp.portability.row_search import (
     tolerance_of,
     trial,
 )
-from kerasdp.runtime.run_state import Detail
 
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6
@@ -151,11 +150,7 @@ def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[Sh
     """
     passes = []
     for rows in (slice(0, NUM_ROWS), SHARD):
-        with (
-            trial(model, row_axes_of(model), rows),
-            watched_layers(Detail.EVERYTHING, model),
-            shard_outputs() as layers,
-        ):
+        with trial(model, row_axes_of(model), rows), shard_outputs(model) as layers:
             in_training(model, rows_of(inputs, rows))
         num_rows = rows.stop - rows.start
         passes.append(ShardPass(layers, [], None, first_row=rows.start, num_rows=num_rows, rows=num_rows))
@@ -186,7 +181,7 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
     )
     # One scope for both: it holds the penalties of activities.
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
-        with watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
+        with shard_outputs(model) as layers:
             outputs = in_training(model, inputs)
         with losses_of_whole_batch():
             loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)

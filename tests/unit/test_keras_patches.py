@@ -23,7 +23,7 @@ from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability import initial_weights, replica_context
 from kerasdp.portability import layers as portable_layers
-from kerasdp.portability.added_losses import take_added_loss
+from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.random import portable_draws
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 from tests.programs import keras_patches
@@ -92,7 +92,7 @@ def test_what_is_wrapped_for_good_is_wrapped_once():
 
 
 def test_hook_of_add_loss():
-    layers.hook_add_loss(take_added_loss)
+    hook_layers()
     layers.hook_add_loss(lambda *given: pytest.fail("it is hooked once, for good"))
     layer, taken = keras.layers.Layer(), []
     context = replica_context.ReplicaContext(
@@ -116,35 +116,48 @@ def test_a_layer_becomes_one_of_another_class_within_its_graph():
     assert array(model(ONES)).tolist() == [[6, 6], [6, 6]]
 
 
-def test_calls_of_a_layer_go_through_a_function():
-    model = dense()
+def test_hook_of_calls():
+    """It gets the arguments as the layer does, and sees what the layer gives before a regularizer does."""
+    hook_layers()
+    layers.hook_calls(lambda *given: pytest.fail("they are hooked once, for good"))
+    model, seen = dense(activity_regularizer="l1"), []
     bound = model.layers[0]
     object.__setattr__(bound, "call", lambda inputs: inputs[:, :2] * 5)  # as users do
-    layers.call_through(bound, lambda layer, *args: 1 + layers.own_call(layer)(*args))
-    layers.call_through(bound, lambda layer, *args: pytest.fail("once, for good"))
-    assert array(bound(ONES)).tolist() == [[6, 6], [6, 6]]
-    own = keras.layers.Identity()
-    layers.call_through(own, lambda layer, *args: 1 + layers.own_call(layer)(*args))
-    assert array(own(ONES)).tolist() == (ONES + 1).tolist()
+
+    def record(layer, outputs):
+        seen.append((layer, array(outputs).tolist(), list(layer.losses)))
+
+    class Doubled(keras.Operation):  # which is no layer
+        def call(self, x):
+            return 2 * x
+
+    with patches.step_with(record=record):
+        model(ONES)
+        assert Doubled()(1) == 2
+    assert [layer for layer, *_ in seen] == [bound, model]
+    assert seen[0][1:] == ([[5, 5], [5, 5]], []) and len(bound.losses) == 1
+    with pytest.raises(ValueError, match=r"Arguments received by Dense.call\(\):\n  . inputs="):  # as Keras says it
+        object.__delattr__(bound, "call")
+        bound(ONES, mask=1)
+    model(ONES)
+    assert len(seen) == 2
 
 
-def test_wrapped_calls():
-    model = dense()
-    with layers.wrapped_calls(model.layers, lambda layer, call: lambda inputs: call(inputs) + 1):
-        assert array(model(ONES))[0, 0] == 4
-    assert array(model(ONES))[0, 0] == 3
-    assert "call" not in vars(model.layers[0])
-
-
-def test_wrapped_regularizers():
-    model = dense(activity_regularizer="l1")
+def test_regularizers_see_the_rows_of_all():
+    hook_layers()
+    model, given = dense(activity_regularizer="l1"), []
+    options = {"num_replicas": 2, "num_rows": 2, "rows": 2, "total_rows": 4}
+    context = replica_context.ReplicaContext(
+        gather_rows=lambda rows: keras.ops.concatenate([rows, 3 * rows]), **options
+    )
     model(ONES)
     before = [float(array(loss)) for loss in model.losses]
-    with layers.wrapped_regularizers(model.layers, lambda layer, regularizer: lambda output: keras.ops.sum(output) + 2):
+    with replica_context.use(context):
         model(ONES)
-        assert [float(array(loss)) for loss in model.losses] == [7]  # by the samples, as Keras does
+        given = [float(array(loss)) for loss in model.losses]
+    assert given == [0] and float(array(context.penalties[0])) == pytest.approx(2 * before[0])
     model(ONES)
-    assert [float(array(loss)) for loss in model.losses] == before != [7]
+    assert [float(array(loss)) for loss in model.losses] == before != [0]
 
 
 def test_a_variable_holds_what_it_is_given():

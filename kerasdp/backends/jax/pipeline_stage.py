@@ -53,7 +53,6 @@ class StageProgram:
 
     def __init__(self, model: "keras.Model", plan: "Plan", number: int, mesh: DeviceMesh):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
@@ -66,7 +65,6 @@ class StageProgram:
         self.seeds = [
             index for index, variable in enumerate(self.model.non_trainable_variables) if id(variable) in seeds
         ]
-        self.penalties = WholeBatchPenalties(self.model)
         self.optimizer: Any = None
         self.slots = _Variables([], [])
         if getattr(model, "optimizer", None) is not None:
@@ -149,7 +147,7 @@ class StageProgram:
         context = ReplicaContext.of_micro_batch(
             first_row, inputs[0].shape[0], row_axes=row_axes_of(self.whole_model), num_replicas=self.num_devices
         )
-        with use(context), self.penalties.active():
+        with use(context):
             outputs, non_trainable = self.model.stateless_call(
                 trainable, non_trainable, list(inputs), training=training
             )

@@ -105,7 +105,7 @@ class DataParallel(Strategy):
 
     def context(self, model: "keras.Model", num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.added_losses import AddedLosses, keep
+        from kerasdp.portability.layer_calls import AddedLosses, keep
         from kerasdp.portability.row_search import row_axes_of
 
         if self.num_replicas == 1:
@@ -153,10 +153,9 @@ class DataParallel(Strategy):
 
         `name`: of the model's method that it stands for.
         """
-        from kerasdp.backends.observer import watched_layers
 
         def run(num_rows: int, data: Any) -> Any:
-            with steps.on_several_devices(name), watched_layers(detail, model):
+            with steps.on_several_devices(name):
                 outputs = self.mirrored.run(step, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 

@@ -67,7 +67,7 @@ class Accumulation(Pipeline):
             gather=lambda statistics: statistics[None],
         )
         (stage,) = self.plan.stages
-        with tf.device(self.device_names[0]), use(context), self.penalties.active():
+        with tf.device(self.device_names[0]), use(context):
             values = [_rows(leaf, first, rows) for leaf in self.plan.inputs(inputs)]
             outputs = stage(values, training=training)
             return outputs, total(context.penalties) * (rows / num_rows)

@@ -31,14 +31,12 @@ class Pipeline:
 
     def __init__(self, model: "keras.Model", config: Config, device_names: list[str], processes: Processes):
         from kerasdp.pipeline.plan import make_plan
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.model, self.optimizer, self.device_names = model, getattr(model, "optimizer", None), device_names
         self.processes = processes
         self.timeline: list[Work] | None = None
         self._timed: dict[int, Callable[..., Any]] = {}
         self.plan = make_plan(model, config, len(device_names), processes.broadcast_from_rank0)
-        self.penalties = WholeBatchPenalties(model)
         self.move_to_stage_devices()
         self.build_programs()
 
@@ -76,8 +74,7 @@ class Pipeline:
     def build_programs(self) -> None:
         """Makes the stages' functions again, for the layers and the settings as they are now."""
         self.programs = [
-            StageProgram(self.model, self.plan, number, name, self.penalties)
-            for number, name in enumerate(self.device_names)
+            StageProgram(self.model, self.plan, number, name) for number, name in enumerate(self.device_names)
         ]
 
     def _forward(self, inputs: Structure, num_rows: int) -> tuple[Structure, list[Tensor]]:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import keras
 
     from kerasdp.pipeline.plan import Plan
-    from kerasdp.portability.added_losses import WholeBatchPenalties
 
 
 class ForwardPass(NamedTuple):
@@ -42,14 +41,12 @@ class StageProgram:
         seeds: states of random layers.
     """
 
-    def __init__(
-        self, model: "keras.Model", plan: "Plan", number: int, device_name: str, penalties: "WholeBatchPenalties"
-    ):
+    def __init__(self, model: "keras.Model", plan: "Plan", number: int, device_name: str):
         """Makes the program of stage `number` of `model`, with which layers are as they are now."""
         from kerasdp.keras_compat.layers import seed_variables
 
         self.device_name = device_name
-        self._model, self._stage, self._penalties = model, plan.stages[number], penalties
+        self._model, self._stage = model, plan.stages[number]
         own = self._stage.model
         self.weights, self.seeds = own.trainable_variables, seed_variables(own)
         # Whether a stage before this one has weights that are trained.
@@ -124,7 +121,7 @@ class StageProgram:
             row_axes=row_axes_of(self._model),
             gather=lambda statistics: statistics[None],
         )
-        with tf.device(self.device_name), use(context), self._penalties.active():
+        with tf.device(self.device_name), use(context):
             for seed, value in zip(self.seeds, seeds):
                 seed.assign(value)
             outputs = self._stage(inputs, training=training)

@@ -32,11 +32,9 @@ class ReplicaSteps:
     def __init__(self, strategy: Any, model: "keras.Model"):
         """Made once for each compiled model."""
         from kerasdp.keras_compat.own_steps import own_steps
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.strategy, self.model = strategy, model
         self.own = own_steps(model)
-        self.penalties = WholeBatchPenalties(model)
 
     def train(
         self, detail: Detail, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure
@@ -53,7 +51,7 @@ class ReplicaSteps:
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
             # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-            with use(strategy.context(self.model, num_rows)) as context, forward_pass(detail, inputs) as recorded:
+            with use(strategy.context(model, num_rows)) as context, forward_pass(detail, model, inputs) as recorded:
                 outputs = self._forward(inputs, training=True)
             # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
             whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
@@ -86,19 +84,17 @@ class ReplicaSteps:
     @contextlib.contextmanager
     def on_several_devices(self, name: str) -> Iterator[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
+        from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.own_steps import losses_by_thread
         from kerasdp.portability.own_steps import joined_steps
-        from kerasdp.portability.row_search import row_axes_of
 
-        adding = row_axes_of(self.model).adding.values()
         if self.strategy.num_replicas == 1:
             yield
         elif name in self.own:
             with joined_steps(self.model):
                 yield
         else:
-            with_losses = [*self.penalties.regularized, *(each.layer for each in adding)]
-            with self.penalties.active(adding), losses_by_thread(with_losses):
+            with losses_by_thread(all_layers(self.model)):
                 yield
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
@@ -146,7 +142,7 @@ class ReplicaSteps:
         from kerasdp.portability.row_search import fixed_values
 
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
-            with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs() as layers:
+            with use(self.strategy.context(self.model, num_rows)) as context, shard_outputs(self.model) as layers:
                 outputs = self._forward(inputs, training=True)
             whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
             loss = whole.take({} if context is None else collectives.mean([], whole.shared)()[1])
@@ -171,9 +167,6 @@ class ReplicaSteps:
 
 def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
     """Runs a forward pass of training on each replica; no variable changes. Eager: a graph would take seconds."""
-    from kerasdp.backends.observer import watched_layers
-    from kerasdp.portability.row_search import row_axes_of
-
     steps, num_rows = ReplicaSteps(strategy, model), len(batch.indices)
     num_local = len(strategy.device_names)
     first = strategy.processes.rank * num_local
@@ -182,9 +175,7 @@ def shard_passes(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
     def run(*data: Any) -> Any:
         return steps.shard_pass(num_rows, *(field[collectives.local_rank()] for field in data))
 
-    adding = row_axes_of(model).adding.values()
-    with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
-        results = strategy.mirrored.run(run, args=tuple(batch[:3]))
+    results = strategy.mirrored.run(run, args=tuple(batch[:3]))
     passes = []
     for rank, own in enumerate(replicas):
         layers, outputs, loss = tf.nest.map_structure(

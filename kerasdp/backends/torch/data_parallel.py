@@ -82,7 +82,7 @@ class DataParallel(Strategy):
 
     def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.added_losses import AddedLosses, keep
+        from kerasdp.portability.layer_calls import AddedLosses, keep
         from kerasdp.portability.row_search import row_axes_of
 
         if self.num_replicas == 1:

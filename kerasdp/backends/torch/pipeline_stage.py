@@ -142,12 +142,10 @@ class StageModule(torch.nn.Module):
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         super().__init__()
         self.pipeline, self.keras_stage, self.model, self.number = pipeline, stage, stage.model, number
         self.is_last = number == len(pipeline.plan.stages) - 1
-        self.penalties = WholeBatchPenalties(stage.model)
         self.seeds = seed_variables(stage.model)
         self.micro_batch = 0
 
@@ -184,7 +182,7 @@ class StageModule(torch.nn.Module):
         if step.training:
             for seed, value in zip(self.seeds, step.seeds[self.number]):
                 seed.assign(value)  # so that a micro-batch draws what its rows draw in the whole batch
-        with use(context), self.penalties.active():
+        with use(context):
             outputs = self.keras_stage(list(inputs), training=step.training)
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]

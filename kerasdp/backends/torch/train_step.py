@@ -37,13 +37,13 @@ def train_step(
         batch: this rank's rows, with padding (1).
         detail: what to record.
     """
-    from kerasdp.backends.observer import forward_pass, observed, watched_layers
+    from kerasdp.backends.observer import forward_pass, observed
 
     variables = model.trainable_weights[:]
     context = strategy.context(model, len(batch.indices))
     # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-    with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-        outputs = steps.forward(parallel, batch.inputs, context, training=True)
+    with use(context), forward_pass(detail, model, batch.inputs) as found:
+        outputs = steps.forward(parallel, batch.inputs, training=True)
     for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
         variable.value.grad = None
     # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
@@ -76,23 +76,17 @@ class ShardSteps:
     """Computes what the steps of one model have in common, on this rank's rows."""
 
     def __init__(self, model: Any):
-        """Made once for each compiled model."""
-        from kerasdp.portability.added_losses import WholeBatchPenalties
+        self.model = model
 
-        self.model, self.penalties = model, WholeBatchPenalties(model)
-
-    def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
+    def forward(self, module: Any, inputs: Any, training: bool) -> Any:
         """Computes the outputs of this rank's rows. `module`: the model, maybe in DistributedDataParallel."""
         arguments = {"training": training} if "training" in self.model.call_signature_parameters else {}
-        if context is None:
-            return module(inputs, **arguments)
-        with self.penalties.active(context.adding()):
-            return module(inputs, **arguments)
+        return module(inputs, **arguments)
 
     def test(self, batch: DeviceBatch, context: ReplicaContext | None) -> dict[str, Any]:
         """Evaluates the global batch; returns Keras' logs."""
         with use(context):
-            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            outputs = self.forward(self.model, batch.inputs, training=False)
         whole = self.global_batch(batch, outputs, context, training=False)
         whole.share_metrics()
         return whole.update_metrics(whole.take(sums_over_ranks(whole.shared)))
@@ -100,7 +94,7 @@ class ShardSteps:
     def predict(self, batch: DeviceBatch, context: ReplicaContext | None) -> Any:
         """Computes the outputs of the global batch."""
         with use(context):
-            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            outputs = self.forward(self.model, batch.inputs, training=False)
             return outputs if context is None else context.whole_outputs(outputs)
 
     def global_batch(
@@ -119,15 +113,15 @@ def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None)
     """Runs a forward pass of training on this process's replica; no variable changes."""
     import keras
 
-    from kerasdp.backends.observer import added_losses_by_name, shard_outputs, watched_layers
+    from kerasdp.backends.observer import added_losses_by_name, shard_outputs
     from kerasdp.portability.row_search import fixed_values
 
     steps = ShardSteps(model)
     if context is None:
         return []
     with keras.StatelessScope(fixed_values(model), collect_losses=True):
-        with use(context), watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-            outputs = steps.forward(model, batch.inputs, context, training=True)
+        with use(context), shard_outputs(model) as layers:
+            outputs = steps.forward(model, batch.inputs, training=True)
         whole = steps.global_batch(batch, outputs, context, training=True)
         loss = whole.take(sums_over_ranks(whole.shared))
         layers |= added_losses_by_name(model, len(layers))
@@ -235,7 +229,7 @@ def _loss(context: ReplicaContext | None, model: Any, module: Any, batch: Device
     with keras.StatelessScope(values, collect_losses=True):
         steps = ShardSteps(model)
         with use(context):
-            outputs = steps.forward(module, batch.inputs, context, training=True)
+            outputs = steps.forward(module, batch.inputs, training=True)
         return steps.global_batch(batch, outputs, context, training=True).loss
 
 
