@@ -19,7 +19,7 @@ class Step(NamedTuple):
         drawing: what draws random numbers: see `kerasdp.portability.random.portable_draws`.
         kept: by `id`, the variables whose new values a step of jax keeps; None elsewhere, where all are kept.
         weight: whose initial values are being drawn: see `kerasdp.portability.initial_weights`.
-        reduce: computes the losses of `compile` in their place: see `kerasdp.keras_compat.own_steps.reducing_losses`.
+        reduce: computes the losses of `compile` in their place: see `kerasdp.keras_compat.models.reducing_losses`.
         factor: by which the losses of single outputs are multiplied for their means: see `losses_of_whole_batch` in
             `kerasdp.keras_compat.models`.
         record: takes each layer and what it gives.

@@ -20,8 +20,7 @@ from kerasdp.keras_compat.layers import hook_add_loss, hook_calls
 from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.keras_compat.random import given_seed_generator
 from kerasdp.portability.random import portable_draws
-from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.portability.row_axes import Adding
+from kerasdp.portability.replica_context import Adding, ReplicaContext, use
 
 # The call of a layer, and what Keras' `add_loss` of a layer does with a loss.
 Call = Callable[..., Any]

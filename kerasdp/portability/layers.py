@@ -12,7 +12,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.saving import saved_as_keras
 from kerasdp.portability import random as random_numbers
 from kerasdp.portability import replica_context
-from kerasdp.portability.row_axes import FIRST
+from kerasdp.portability.replica_context import FIRST
 
 __all__ = ["BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"]
 

@@ -16,14 +16,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat.models import losses_of_whole_batch
-from kerasdp.keras_compat.own_steps import as_keras_gives, hooked_steps, plain_attributes_kept
+from kerasdp.keras_compat.models import as_keras_gives, hooked_steps, losses_of_whole_batch, plain_attributes_kept
 from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.portability import replica_context
 from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.random import UNNAMED, portable_draws
-from kerasdp.portability.replica_context import use
-from kerasdp.portability.row_axes import RowAxes
+from kerasdp.portability.replica_context import RowAxes, use
 from kerasdp.portability.row_search import Whole, find_row_axes_of, fixed_values, rows_of, trial_context
 
 Tensor = Any

@@ -18,7 +18,7 @@ from kerasdp.keras_compat.layers import (
     has_seed_generators,
     has_weights_of_its_own,
 )
-from kerasdp.keras_compat.own_steps import has_call
+from kerasdp.keras_compat.models import has_call
 from kerasdp.keras_compat.random import give_seed_generator, share_initializers
 from kerasdp.portability import initial_weights, layers
 from kerasdp.portability.layer_calls import draw_portably, hook_layers

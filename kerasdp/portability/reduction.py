@@ -17,17 +17,19 @@ from keras import ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import has_mask, is_of_keras
-from kerasdp.keras_compat.models import compiled_loss, compiled_metrics, loss_options, output_losses
-from kerasdp.keras_compat.own_steps import (
+from kerasdp.keras_compat.models import (
+    compiled_loss,
+    compiled_metrics,
     compiled_variables,
     is_metric_of_keras,
+    loss_options,
     metric_function,
+    output_losses,
     update_compiled_metrics,
     wrapped_losses,
 )
 from kerasdp.portability.layer_calls import losses_of
-from kerasdp.portability.replica_context import ReplicaContext
-from kerasdp.portability.row_axes import FIRST, RowAxes
+from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes
 
 
 class Reduction(enum.Enum):

@@ -14,13 +14,13 @@ import keras
 import numpy as np
 from keras import ops
 
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.layer_calls import FoundAdding, hook_layers
+from kerasdp.portability.layer_calls import AddedLosses, FoundAdding, hook_layers, keep
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.reduction import is_mean_over_rows
-from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
+from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
 from kerasdp.runtime.model_cache import ModelCache
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
@@ -48,6 +48,35 @@ def is_known(model: keras.Model, step: str = "call") -> bool:
     layers, _ = (_found.get(model) or {}).get(step, ([], None))
     own = all_layers(model)
     return len(layers) == len(own) and all(known is layer for known, layer in zip(layers, own))
+
+
+def context_of(
+    model: keras.Model, step: str, rank: int, replicas: tuple[ReplicaRows, ...], *, gather: Callable[[Any], Any],
+    gather_rows: Callable[[Any], Any],
+) -> ReplicaContext:  # fmt: skip
+    """Returns the context of one replica's shard of a global batch.
+
+    Args:
+        model: that is run.
+        step: see `row_axes_of`.
+        rank: of the replica.
+        replicas: see `kerasdp.data.sampling.Split.replicas`.
+        gather: see `ReplicaContext`; so is `gather_rows`.
+    """
+    own, row_axes = replicas[rank], row_axes_of(model, step)
+    return ReplicaContext(
+        num_replicas=len(replicas),
+        num_rows=own.num_rows,
+        rows=own.size,
+        first_row=own.first,
+        total_rows=sum(each.num_rows for each in replicas),
+        replicas=replicas,
+        row_axes=row_axes,
+        gather=gather,
+        gather_rows=gather_rows,
+        moving=[],
+        adds=AddedLosses(row_axes.adding) if step == "call" else keep,
+    )
 
 
 class Whole(RowAxes):

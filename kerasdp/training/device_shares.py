@@ -11,7 +11,7 @@ from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.own_steps import own_steps
+from kerasdp.keras_compat.models import own_steps
 
 # The least time for one more row, as a fraction of the time of a pass divided by its rows: timings are not exact.
 _LEAST_SLOPE = 0.2

@@ -16,8 +16,8 @@ from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.feed import Reader
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.models import compiled_variables
 from kerasdp.keras_compat.optimizers import slots_by_weight
-from kerasdp.keras_compat.own_steps import compiled_variables
 from kerasdp.pipeline.plan import make_plan
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.reduction import reasons_to_gather

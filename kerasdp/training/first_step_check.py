@@ -16,12 +16,11 @@ from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators
-from kerasdp.keras_compat.models import compute_loss, losses_of_whole_batch
-from kerasdp.keras_compat.own_steps import own_steps
+from kerasdp.keras_compat.models import compute_loss, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
 from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
 from kerasdp.portability.portable import batch_norms
-from kerasdp.portability.row_axes import RowAxis
+from kerasdp.portability.replica_context import RowAxis
 from kerasdp.portability.row_search import (
     NUM_ROWS,
     SHARD,

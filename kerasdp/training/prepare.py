@@ -18,8 +18,7 @@ from kerasdp.data.batch import Batch
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat.layers import all_layers, living_variables
-from kerasdp.keras_compat.models import build_compiled, made_by_compile, symbols_of
-from kerasdp.keras_compat.own_steps import has_call, own_steps
+from kerasdp.keras_compat.models import build_compiled, has_call, made_by_compile, own_steps, symbols_of
 from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED

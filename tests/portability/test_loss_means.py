@@ -6,7 +6,7 @@ from keras import ops
 
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.reduction import is_mean_over_rows
-from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
+from kerasdp.portability.replica_context import FIRST, RowAxes, RowAxis
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from keras.src.saving import serialization_lib
 from keras.src.utils import module_utils
 
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat import layers, models, numerics, optimizers, own_steps, patches, random, saving, settings
+from kerasdp.keras_compat import layers, models, numerics, optimizers, patches, random, saving, settings
 from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability import initial_weights, replica_context
@@ -291,9 +291,7 @@ def test_losses_are_reduced_otherwise():
     model, targets = dense(), ONES[:, :2]
     models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 2)), None))
     compiled = models.compiled_loss(model)
-    with own_steps.reducing_losses(
-        model, lambda loss, y_true, y_pred, weights: keras.ops.sum(loss.call(y_true, y_pred))
-    ):
+    with models.reducing_losses(model, lambda loss, y_true, y_pred, weights: keras.ops.sum(loss.call(y_true, y_pred))):
         assert float(array(compiled(targets, 3 * targets))) == 8
     assert float(array(compiled(targets, 3 * targets))) == 4
     assert isinstance(models.output_losses(model)[0], keras.losses.Loss)
@@ -301,13 +299,13 @@ def test_losses_are_reduced_otherwise():
     def refuse(*_):
         raise UserError("one line")
 
-    with pytest.raises(UserError, match="^one line$"), own_steps.reducing_losses(model, refuse):
+    with pytest.raises(UserError, match="^one line$"), models.reducing_losses(model, refuse):
         compiled(targets, targets)
 
 
 def test_wrapped_losses():
     loss = keras.losses.MeanSquaredError()
-    with own_steps.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
+    with models.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
         assert float(array(loss(ONES, 7 * ONES))) == 7
     assert float(array(loss(ONES, 7 * ONES))) == 36
 
@@ -344,7 +342,7 @@ def test_hooked_steps():
 
     model, weight, seen = Own(), keras.Variable(np.zeros(2, "float32")), []
     step = functools.partial(model.step, keras.optimizers.SGD(1.0), weight)
-    with own_steps.hooked_steps(
+    with models.hooked_steps(
         model,
         apply=lambda apply: lambda optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
         update_mean=lambda update: lambda mean, value: update(mean, value + 1),
@@ -375,7 +373,7 @@ def test_optimizers_apply_once_through_loss_scaling():
 def test_plain_attributes_are_kept():
     model = dense()
     model.count = 1
-    with own_steps.plain_attributes_kept(model):
+    with models.plain_attributes_kept(model):
         model.count, model.new = 2, 3
     assert model.count == 1 and not hasattr(model, "new")
 

@@ -144,8 +144,9 @@ class StageProgram:
         from kerasdp.portability.row_search import row_axes_of
 
         # The program is one for all of the stage's devices.
-        context = ReplicaContext.of_micro_batch(
-            first_row, inputs[0].shape[0], row_axes=row_axes_of(self.whole_model), num_replicas=self.num_devices
+        rows, row_axes = inputs[0].shape[0], row_axes_of(self.whole_model)
+        context = ReplicaContext(
+            num_replicas=self.num_devices, num_rows=rows, rows=rows, first_row=first_row, row_axes=row_axes
         )
         with use(context):
             outputs, non_trainable = self.model.stateless_call(

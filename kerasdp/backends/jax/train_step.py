@@ -112,7 +112,7 @@ def _for_trained_weights(model: "keras.Model", copied: NamedSharding, context: R
     padding that makes the rows divide by the devices is removed INSIDE the program: within it XLA splits uneven shapes
     itself (only inputs and outputs must divide), so every layer, loss and metric sees the batch of one device.
     """
-    from kerasdp.keras_compat.own_steps import own_steps
+    from kerasdp.keras_compat.models import own_steps
 
     own = own_steps(model)
     training, testing, predicting = model_states(model)
@@ -209,7 +209,7 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 def _packed(data: tuple[Any, ...]) -> Any:
     """Returns the same as Keras hands it to a step."""
-    from kerasdp.keras_compat.own_steps import as_keras_gives
+    from kerasdp.keras_compat.models import as_keras_gives
 
     return as_keras_gives(_cut(data))
 

@@ -105,19 +105,12 @@ class DataParallel(Strategy):
 
     def context(self, model: "keras.Model", num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.layer_calls import AddedLosses, keep
-        from kerasdp.portability.row_search import row_axes_of
+        from kerasdp.portability.row_search import context_of
 
         if self.num_replicas == 1:
             return None
-        return ReplicaContext.of_replica(
-            collectives.rank(),
-            self.split.replicas(num_rows),
-            row_axes=(row_axes := row_axes_of(model, step)),
-            gather=collectives.gather_statistics,
-            gather_rows=lambda rows: self.gather(rows, num_rows),
-            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
-        )
+        gather, place = collectives.gather_statistics, (collectives.rank(), self.split.replicas(num_rows))
+        return context_of(model, step, *place, gather=gather, gather_rows=lambda rows: self.gather(rows, num_rows))
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that run on all replicas."""

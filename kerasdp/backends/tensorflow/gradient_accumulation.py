@@ -9,7 +9,7 @@ from kerasdp.backends.base import Structure, Tensor
 from kerasdp.backends.tensorflow.optimizer_update import dense
 from kerasdp.backends.tensorflow.pipeline_engine import Pipeline
 from kerasdp.backends.tensorflow.pipeline_stage import total
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import ReplicaContext, alone, use
 
 
 class Accumulation(Pipeline):
@@ -59,13 +59,8 @@ class Accumulation(Pipeline):
         """Computes outputs of some rows of the global batch, and their share of the activity penalties."""
         from kerasdp.portability.row_search import row_axes_of
 
-        context = ReplicaContext.of_micro_batch(
-            first,
-            rows,
-            total_rows=num_rows,
-            row_axes=row_axes_of(self.model),
-            gather=lambda statistics: statistics[None],
-        )
+        own = {"num_rows": rows, "rows": rows, "first_row": first, "total_rows": num_rows}
+        context = ReplicaContext(num_replicas=1, row_axes=row_axes_of(self.model), gather=alone, **own)
         (stage,) = self.plan.stages
         with tf.device(self.device_names[0]), use(context):
             values = [_rows(leaf, first, rows) for leaf in self.plan.inputs(inputs)]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import Structure, Tensor
 from kerasdp.backends.tensorflow.optimizer_update import dense
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import ReplicaContext, alone, use
 
 if TYPE_CHECKING:
     import keras
@@ -114,13 +114,8 @@ class StageProgram:
         """Computes outputs of `rows` rows from `first_row` on of a global batch of `num_rows`, and penalties."""
         from kerasdp.portability.row_search import row_axes_of
 
-        context = ReplicaContext.of_micro_batch(
-            first_row,
-            rows,
-            total_rows=num_rows,
-            row_axes=row_axes_of(self._model),
-            gather=lambda statistics: statistics[None],
-        )
+        own = {"num_rows": rows, "rows": rows, "first_row": first_row, "total_rows": num_rows}
+        context = ReplicaContext(num_replicas=1, row_axes=row_axes_of(self._model), gather=alone, **own)
         with tf.device(self.device_name), use(context):
             for seed, value in zip(self.seeds, seeds):
                 seed.assign(value)

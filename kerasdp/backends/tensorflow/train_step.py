@@ -31,7 +31,7 @@ class ReplicaSteps:
 
     def __init__(self, strategy: Any, model: "keras.Model"):
         """Made once for each compiled model."""
-        from kerasdp.keras_compat.own_steps import own_steps
+        from kerasdp.keras_compat.models import own_steps
 
         self.strategy, self.model = strategy, model
         self.own = own_steps(model)
@@ -85,7 +85,7 @@ class ReplicaSteps:
     def on_several_devices(self, name: str) -> Iterator[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
         from kerasdp.keras_compat.layers import all_layers
-        from kerasdp.keras_compat.own_steps import losses_by_thread
+        from kerasdp.keras_compat.models import losses_by_thread
         from kerasdp.portability.own_steps import joined_steps
 
         if self.strategy.num_replicas == 1:
@@ -99,8 +99,7 @@ class ReplicaSteps:
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
-        from kerasdp.keras_compat.models import losses_of_whole_batch
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.models import as_keras_gives, losses_of_whole_batch
         from kerasdp.portability.own_steps import run_on_shard
 
         model, strategy = self.model, self.strategy
@@ -124,7 +123,7 @@ class ReplicaSteps:
 
     def predict(self, num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
         """Computes the outputs of the global batch."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.models import as_keras_gives
 
         if "predict_step" in self.own:
             with use(self.strategy.context(self.model, num_rows, "predict_step")):

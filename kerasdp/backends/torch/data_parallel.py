@@ -82,19 +82,13 @@ class DataParallel(Strategy):
 
     def context(self, model: Any, num_rows: int, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step of a model on a global batch of `num_rows` rows; `step`: see `row_axes_of`."""
-        from kerasdp.portability.layer_calls import AddedLosses, keep
-        from kerasdp.portability.row_search import row_axes_of
+        from kerasdp.portability.row_search import context_of
 
         if self.num_replicas == 1:
             return None
-        return ReplicaContext.of_replica(
-            self.processes.rank,
-            self.split.replicas(num_rows),
-            row_axes=(row_axes := row_axes_of(model, step)),
-            gather=functools.partial(gather_statistics, group=self.statistics_group),
-            gather_rows=lambda rows: self.gather(rows, num_rows),
-            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
-        )
+        gather = functools.partial(gather_statistics, group=self.statistics_group)
+        place = self.processes.rank, self.split.replicas(num_rows)
+        return context_of(model, step, *place, gather=gather, gather_rows=lambda rows: self.gather(rows, num_rows))
 
     def gather(self, outputs: Any, num_rows: int) -> Any:
         """Gathers the rows of all replicas, without padding; axis 0 may hold several entries for each row.
@@ -123,7 +117,7 @@ class DataParallel(Strategy):
         """
         from kerasdp.backends.torch.compiled_step import CompiledTraining
         from kerasdp.backends.torch.train_step import ShardSteps, train_step
-        from kerasdp.keras_compat.own_steps import own_steps
+        from kerasdp.keras_compat.models import own_steps
 
         if self.is_gpu:
             self.open_statistics_group(model)
@@ -163,7 +157,7 @@ class DataParallel(Strategy):
     ) -> Callable[[DeviceBatch], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
-        from kerasdp.keras_compat.own_steps import own_steps
+        from kerasdp.keras_compat.models import own_steps
 
         own = own_steps(model)
         compiled = None
@@ -190,7 +184,7 @@ class DataParallel(Strategy):
 
     def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
         """Runs a user-defined step; returns Keras' logs, for the global batch."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.models import as_keras_gives
         from kerasdp.portability.own_steps import joined_steps
 
         if self.num_replicas == 1:
@@ -199,7 +193,7 @@ class DataParallel(Strategy):
             return self._on_own_rows(model, name, batch)[0]
 
     def _own_predict_step(self, model: Any, batch: DeviceBatch) -> Any:
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.models import as_keras_gives
 
         num_rows = len(batch.indices)
         with use(self.context(model, num_rows, "predict_step")):
