@@ -63,24 +63,16 @@ def added_losses(layer: keras.layers.Layer) -> list[Any]:
     return layer._get_own_losses()
 
 
-def hook_add_loss(take: Callable[[keras.layers.Layer, Any, Callable[[Any], None]], None]) -> None:
+def hook_add_loss(take: Callable[[Callable[..., None], keras.layers.Layer, Any], None]) -> None:
     """Lets a function take what layers give to `add_loss`.
 
     Keras 3.15 collects the losses of layers in lists of theirs, and has no hook. The public method is wrapped once, for
     good.
 
     Args:
-        take: gets the layer, the loss, and what Keras does with that.
+        take: gets Keras' method, the layer and the loss.
     """
-
-    def taking(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def add_loss(layer: keras.layers.Layer, loss: Any) -> None:
-            take(layer, loss, functools.partial(original, layer))
-
-        return add_loss
-
-    wrap_for_good(keras.layers.Layer, "add_loss", taking)
+    wrap_for_good(keras.layers.Layer, "add_loss", take)
 
 
 def hook_calls(make: Callable[..., Any]) -> None:
@@ -91,19 +83,9 @@ def hook_calls(make: Callable[..., Any]) -> None:
     for good.
 
     Args:
-        make: gets the layer's call, as a function of the arguments alone, the layer, and the arguments.
+        make: gets Keras' method, the layer (or another operation), and the arguments.
     """
-
-    def making(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(operation, keras.layers.Layer):
-                return make(functools.partial(original, operation), operation, args, kwargs)
-            return original(operation, *args, **kwargs)
-
-        return call
-
-    wrap_for_good(keras.Operation, "__call__", making)
+    wrap_for_good(keras.Operation, "__call__", make)
 
 
 def become(layer: keras.layers.Layer, kind: type) -> None:

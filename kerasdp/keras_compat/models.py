@@ -127,16 +127,16 @@ def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
     model._symbolic_build(data_batch=data)
 
 
-def methods_through(wraps: dict[str, Callable[[Any], Any]]) -> contextlib.AbstractContextManager[None]:
+def methods_through(others: dict[str, Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which methods of all models are others; `super()` of those that override them finds these.
 
     Keras 3.15: `Model` has `fit` and its like from the trainer of the backend; no hook. Unneeded where scripts call
     the runner's methods alone.
 
     Args:
-        wraps: by name of the method, a function that gets Keras' own and gives the one in its place.
+        others: by name of the method, a function that gets Keras' own, the model and the arguments.
     """
-    return wrapped(keras.Model, **wraps)
+    return wrapped(keras.Model, **others)
 
 
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
@@ -335,14 +335,11 @@ def losses_of_whole_batch(factor: float = 1.0) -> contextlib.AbstractContextMana
     return step_with(factor=factor)
 
 
-def _unless_whole_batch(is_for_means: bool, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def scale(value: Any) -> Any:
-        factor = current_step().factor
-        if factor is None:
-            return original(value)
-        return value * factor if is_for_means and factor != 1.0 else value
-
-    return scale
+def _unless_whole_batch(is_for_means: bool, scale: Callable[[Any], Any], value: Any) -> Any:
+    factor = current_step().factor
+    if factor is None:
+        return scale(value)
+    return value * factor if is_for_means and factor != 1.0 else value
 
 
 STEPS = ("train_step", "test_step", "predict_step")
@@ -394,9 +391,9 @@ def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> contextlib.Abstrac
 @contextlib.contextmanager
 def hooked_steps(
     model: keras.Model,
-    apply: Callable[[Callable[..., Any]], Callable[..., Any]],
-    update_mean: Callable[[Callable[..., Any]], Callable[..., Any]],
-    result: Callable[[keras.metrics.Metric, Callable[[], Any]], Callable[[], Any]],
+    apply: Callable[..., Any],
+    update_mean: Callable[..., Any],
+    result: Callable[[Callable[[], Any]], Any],
 ) -> Iterator[None]:
     """Exchanges what a user-defined step calls, until it is left.
 
@@ -404,15 +401,15 @@ def hooked_steps(
 
     Args:
         model: with the steps. `result` of its metrics is exchanged, and its layers' losses are kept by thread.
-        apply: gets `apply` of all optimizers, and gives the method in its place.
-        update_mean: gets `keras.metrics.Mean.update_state`, and gives the method in its place.
-        result: gets a metric and its `result`, and gives the function in its place.
+        apply: is called in the place of `apply` of all optimizers, with that and its arguments.
+        update_mean: in the place of `keras.metrics.Mean.update_state`, likewise.
+        result: in the place of `result` of metrics, likewise.
     """
     with (
         wrapped_apply(apply),
         wrapped(keras.metrics.Mean, update_state=update_mean),
         losses_by_thread(all_layers(model)),
-        replaced_in_each((metric, {"result": result(metric, metric.result)}) for metric in model.metrics),
+        replaced_in_each((metric, {"result": functools.partial(result, metric.result)}) for metric in model.metrics),
     ):
         yield
 
@@ -480,17 +477,17 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
 
 
 def wrapped_losses(
-    losses: Iterable[keras.losses.Loss], wrap: Callable[[keras.losses.Loss], Callable[[Any, Any], Any]]
+    losses: Iterable[keras.losses.Loss], call: Callable[[keras.losses.Loss, Any, Any], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which functions make the public `call` of some losses.
+    """Returns the context in which a function makes the public `call` of some losses.
 
     Keras 3.15: what a loss gets is converted to its type, and taken out of dictionaries, just before that. No hook.
 
     Args:
         losses: each once.
-        wrap: gets a loss, and gives the function of targets and outputs.
+        call: gets the loss, targets and outputs.
     """
-    return replaced_in_each((loss, {"call": wrap(loss)}) for loss in losses)
+    return replaced_in_each((loss, {"call": functools.partial(call, loss)}) for loss in losses)
 
 
 def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:

@@ -5,6 +5,7 @@ What is replaced for good asks `current_step` each time what to do.
 
 import contextlib
 import contextvars
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -94,14 +95,26 @@ def replaced_in_each(owners: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterato
         yield
 
 
-def wrapped(owner: Any, **wraps: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which methods are others, made of those that there are; what is nested goes through both.
+def in_place_of(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls another function in the place of `function`, which that gets before the arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return other(function, *args, **kwargs)
+
+    return call
+
+
+def wrapped(owner: Any, **others: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which other functions are called in the place of those that there are: `in_place_of`.
+
+    What is nested goes through both.
 
     Args:
         owner: as in `replaced`.
-        **wraps: by name, a function that gets the method and gives the one in its place.
+        **others: by the name of the attribute.
     """
-    return replaced(owner, **{name: wrap(getattr(owner, name)) for name, wrap in wraps.items()})
+    return replaced(owner, **{name: in_place_of(getattr(owner, name), other) for name, other in others.items()})
 
 
 def original(function: Any) -> Any:
@@ -115,12 +128,12 @@ def standing_for(function: Callable[..., Any], replacement: Any) -> Any:
     return replacement
 
 
-def wrap_for_good(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Wraps a function of a class or a module once, for as long as the process lasts.
+def wrap_for_good(owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """Wraps a function of a class or a module once, as `wrapped` does, for as long as the process lasts.
 
     For what asks `current_step`: TensorFlow traces replicas in threads, in turns, so that what one of them put back
     would be missing to another.
     """
     found = getattr(owner, name)
     if original(found) is found:
-        setattr(owner, name, standing_for(found, wrap(found)))
+        setattr(owner, name, standing_for(found, in_place_of(found, other)))

@@ -18,15 +18,13 @@ from keras import ops
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import hook_add_loss, hook_calls
 from kerasdp.keras_compat.patches import current_step, step_with
-from kerasdp.keras_compat.random import given_seed_generator
+from kerasdp.keras_compat.random import draws_portably, given_seed_generator
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.replica_context import Adding, ReplicaContext, use
 
 # The call of a layer, and what Keras' `add_loss` of a layer does with a loss.
 Call = Callable[..., Any]
 Add = Callable[[Any], None]
-# The attribute of a layer whose draws are portable.
-_DRAWS = "_kerasdp_draws"
 
 
 class AddedLosses:
@@ -79,16 +77,13 @@ def hook_layers() -> None:
     hook_add_loss(_take_added_loss)
 
 
-def draw_portably(layer: keras.layers.Layer) -> None:
-    """Lets a layer draw portably, for good, whatever it draws with."""
-    object.__setattr__(layer, _DRAWS, True)
-
-
-def _make_call(call: Call, layer: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Makes the call of a layer."""
-    step = current_step()
+def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+    """Makes the call of a layer; `make`: what Keras does."""
+    step, call = current_step(), functools.partial(make, layer)
     context: ReplicaContext | None = step.replica
-    if _DRAWS in vars(layer):
+    if not isinstance(layer, keras.layers.Layer):  # but another operation
+        return call(*args, **kwargs)
+    if draws_portably(layer):
         call = functools.partial(_call_with_portable_draws, call, layer)
     if context is None or context.rows is None:
         outputs = call(*args, **kwargs)
@@ -195,15 +190,16 @@ def _penalty(layer: keras.layers.Layer, context: ReplicaContext, output: Any) ->
     return ops.zeros(())
 
 
-def _take_added_loss(layer: keras.layers.Layer, loss: Any, add: Add) -> None:
+def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, loss: Any) -> None:
     """Gives what a layer adds to the running pass of a replica; to Keras where there is none, or one program for all.
 
     Args:
-        layer: that calls `add_loss`.
-        loss: what it adds: scalar tensors.
-        add: what Keras does with that.
+        add_loss: what Keras does with it.
+        layer: that adds it.
+        loss: scalar tensors.
     """
     context: ReplicaContext | None = current_step().replica
+    add: Add = functools.partial(add_loss, layer)
     if context is None or not context.is_trial:  # a trial asks how exact it is
         add = functools.partial(_add_in_float32, add)
     if context is None or context.rows is None:

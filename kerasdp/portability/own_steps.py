@@ -7,7 +7,6 @@ over rows. Before that a step is tried on a few rows, to see what it does; the t
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -73,7 +72,7 @@ class Share:
 def joined_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
     clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
-    hooks = hooked_steps(model, _joining_apply, _weighing_update, _remembered_result)
+    hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
     with hooks, clipping.clipping_means(_means_of_clipped):
         yield
 
@@ -145,52 +144,40 @@ def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
     return gradients if share is None else share.mean(gradients)
 
 
-def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        share = current_step().share
-        if share is None:
-            return original(optimizer, grads, trainable_variables)
-        if keras.backend.backend() == "tensorflow":
-            grads = importlib.import_module("kerasdp.backends.tensorflow.optimizer_update").dense(list(grads))
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            if not optimizer.built:
-                share.build(optimizer, trainable_variables)
-        if share.is_trial:
-            names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
-            means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
-            share.found += [(f"gradient of {name}", mean) for name, mean in means]
-            return None
-        with step_with(share=None):  # a LossScaleOptimizer has another one apply them
-            return original(optimizer, share.mean(list(grads)), trainable_variables)
-
-    return apply
+def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    share = current_step().share
+    if share is None:
+        return apply(optimizer, grads, trainable_variables)
+    if keras.backend.backend() == "tensorflow":
+        grads = importlib.import_module("kerasdp.backends.tensorflow.optimizer_update").dense(list(grads))
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+        if not optimizer.built:
+            share.build(optimizer, trainable_variables)
+    if share.is_trial:
+        names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
+        means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
+        share.found += [(f"gradient of {name}", mean) for name, mean in means]
+        return None
+    with step_with(share=None):  # a LossScaleOptimizer has another one apply them
+        return apply(optimizer, share.mean(list(grads)), trainable_variables)
 
 
-def _weighing_update(original: Callable[..., Any]) -> Callable[..., Any]:
+def _update_by_rows(update: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None) -> Any:
     """A mean of numbers, each of a step, takes each replica's by its rows; one of rows has as many as there are."""
-
-    @functools.wraps(original)
-    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-        share = current_step().share
-        if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
-            sample_weight = share.rows / share.total_rows
-        return original(metric, values, sample_weight)
-
-    return update_state
+    share = current_step().share
+    if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
+        sample_weight = share.rows / share.total_rows
+    return update(metric, values, sample_weight)
 
 
-def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]) -> Callable[[], Any]:
-    def result() -> Any:
-        value, share = original(), current_step().share
-        if share is not None and isinstance(value, dict):
-            share.results += [(leaf, lambda name=name: original()[name]) for name, leaf in value.items()]
-        elif share is not None:
-            share.results.append((value, original))
-        return value
-
-    return result
+def _remember_result(result: Callable[[], Any]) -> Any:
+    value, share = result(), current_step().share
+    if share is not None and isinstance(value, dict):
+        share.results += [(leaf, lambda name=name: result()[name]) for name, leaf in value.items()]
+    elif share is not None:
+        share.results.append((value, result))
+    return value
 
 
 def find_rows_of_step(

@@ -19,9 +19,9 @@ from kerasdp.keras_compat.layers import (
     has_weights_of_its_own,
 )
 from kerasdp.keras_compat.models import has_call
-from kerasdp.keras_compat.random import give_seed_generator, share_initializers
+from kerasdp.keras_compat.random import draw_portably, give_seed_generator, share_initializers
 from kerasdp.portability import initial_weights, layers
-from kerasdp.portability.layer_calls import draw_portably, hook_layers
+from kerasdp.portability.layer_calls import hook_layers
 
 # Keras' classes only: a user-defined subclass may do anything in its `call`.
 _REPLACEMENTS = {

@@ -256,20 +256,17 @@ def portable_draws(
     return step_with(drawing=_Drawing(name, tensors, unseeded))
 
 
-def _portable_where_asked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        drawing = _running_draw()
-        if drawing is not None and kind in _PORTABLE:
-            return _PORTABLE[kind](*args, **kwargs)
-        if drawing is not None:
-            warnings.warn(
-                f"{drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will "
-                "the training",
-                stacklevel=2,
-            )
-        return original(*args, **kwargs)
-
-    return draw
+def _portable_where_asked(kind: str, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    drawing = _running_draw()
+    if drawing is not None and kind in _PORTABLE:
+        return _PORTABLE[kind](*args, **kwargs)
+    if drawing is not None:
+        warnings.warn(
+            f"{drawing.name} draws from keras.random.{kind}, which differs from backend to backend: so will the "
+            "training",
+            stacklevel=3,
+        )
+    return draw(*args, **kwargs)
 
 
 def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:

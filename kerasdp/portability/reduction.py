@@ -189,14 +189,11 @@ def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Los
     """Notes what Keras hands to some losses."""
     calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {loss: [] for loss in losses}
 
-    def noting(loss: keras.losses.Loss) -> Any:
-        def call(y_true: Any, y_pred: Any) -> Any:
-            calls[loss].append((y_true, y_pred))
-            return type(loss).call(loss, y_true, y_pred)
+    def note(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Any:
+        calls[loss].append((y_true, y_pred))
+        return type(loss).call(loss, y_true, y_pred)
 
-        return call
-
-    with wrapped_losses(losses, noting):
+    with wrapped_losses(losses, note):
         yield calls
 
 

@@ -111,28 +111,25 @@ def model_calls_through(runner: CalledRunner) -> contextlib.AbstractContextManag
     return methods_through({name: functools.partial(_through_runner, runner, name) for name in names})
 
 
-def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what a method of all models is to be while a runner is there."""
-
-    @functools.wraps(original)
-    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if runner.steps.num_running and name != "evaluate":
-            return original(model, *args, **kwargs)
-        if name in ("train_on_batch", "test_on_batch"):
-            raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
-        if hasattr(model, "preprocess_samples"):
-            raise UserError(
-                f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which cuts "
-                "and preprocesses the data by itself"
-            )
-        if name == "predict_on_batch":
-            (x,) = inspect.signature(original).bind(model, *args, **kwargs).args[1:]
-            return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
-        runner.num_model_calls += 1
-        # Not the one of `through_model`: this may be the `super()` of a model's own method.
-        return getattr(type(runner), name).__wrapped__(runner, model, *args, **kwargs)
-
-    return call
+def _through_runner(
+    runner: CalledRunner, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> Any:
+    """Is called in the place of a method of all models while a runner is there."""
+    if runner.steps.num_running and name != "evaluate":
+        return method(model, *args, **kwargs)
+    if name in ("train_on_batch", "test_on_batch"):
+        raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
+    if hasattr(model, "preprocess_samples"):
+        raise UserError(
+            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which cuts and "
+            "preprocesses the data by itself"
+        )
+    if name == "predict_on_batch":
+        (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]
+        return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
+    runner.num_model_calls += 1
+    # Not the one of `through_model`: this may be the `super()` of a model's own method.
+    return getattr(type(runner), name).__wrapped__(runner, model, *args, **kwargs)
 
 
 # Rows of each array, and values of each row, that are compared.

@@ -82,7 +82,7 @@ def test_what_is_replaced_comes_back():
 def test_what_is_wrapped_for_good_is_wrapped_once():
     own = types.SimpleNamespace(double=lambda x: 2 * x)
     for _ in range(2):
-        patches.wrap_for_good(own, "double", lambda function: lambda x: 1 + function(x))
+        patches.wrap_for_good(own, "double", lambda function, x: 1 + function(x))
     assert own.double(3) == 7 and patches.original(own.double)(3) == 6
     again = patches.standing_for(own.double, lambda x: 0)
     assert patches.original(again)(3) == 6
@@ -136,9 +136,13 @@ def test_hook_of_calls():
         assert Doubled()(1) == 2
     assert [layer for layer, *_ in seen] == [bound, model]
     assert seen[0][1:] == ([[5, 5], [5, 5]], []) and len(bound.losses) == 1
-    with pytest.raises(ValueError, match=r"Arguments received by Dense.call\(\):\n  . inputs="):  # as Keras says it
-        object.__delattr__(bound, "call")
-        bound(ONES, mask=1)
+
+    class Failing(keras.layers.Layer):
+        def call(self, inputs):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"Arguments received by Failing.call\(\):\n  . inputs="):  # as Keras says it
+        Failing()(ONES)
     model(ONES)
     assert len(seen) == 2
 
@@ -187,7 +191,7 @@ def test_methods_of_all_models():
         def evaluate(self):
             return super().evaluate()
 
-    with models.methods_through({"evaluate": lambda original: lambda model: (model, original)}):
+    with models.methods_through({"evaluate": lambda original, model: (model, original)}):
         assert model.evaluate() == (model, own)
         assert Calls().evaluate()[1] is own
     assert keras.Model.evaluate is own and "evaluate" not in vars(keras.Model)
@@ -305,7 +309,7 @@ def test_losses_are_reduced_otherwise():
 
 def test_wrapped_losses():
     loss = keras.losses.MeanSquaredError()
-    with models.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
+    with models.wrapped_losses([loss], lambda loss, y_true, y_pred: y_pred):
         assert float(array(loss(ONES, 7 * ONES))) == 7
     assert float(array(loss(ONES, 7 * ONES))) == 36
 
@@ -344,9 +348,9 @@ def test_hooked_steps():
     step = functools.partial(model.step, keras.optimizers.SGD(1.0), weight)
     with models.hooked_steps(
         model,
-        apply=lambda apply: lambda optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
-        update_mean=lambda update: lambda mean, value: update(mean, value + 1),
-        result=lambda metric, result: lambda: seen.append(metric) or result(),
+        apply=lambda apply, optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
+        update_mean=lambda update, mean, value: update(mean, value + 1),
+        result=lambda result: seen.append(result.__self__) or result(),
     ):
         assert step() == 4
         assert array(weight).tolist() == [-2, -2] and seen == [model.mean]
@@ -362,8 +366,9 @@ def test_optimizers_apply_once_through_loss_scaling():
     optimizer.build([weight])
     names = []
 
-    def noting(apply):
-        return lambda one, *args, **kwargs: names.append(type(one).__name__) or apply(one, *args, **kwargs)
+    def noting(apply, one, *args, **kwargs):
+        names.append(type(one).__name__)
+        return apply(one, *args, **kwargs)
 
     with optimizers.wrapped_apply(noting):
         optimizer.apply([keras.ops.ones(2)], [weight])

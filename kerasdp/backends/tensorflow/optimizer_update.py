@@ -23,13 +23,12 @@ def taking_dense() -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
     from kerasdp.keras_compat.optimizers import wrapped_apply
 
-    def of_dense(apply: Callable[..., None]) -> Callable[..., None]:
-        def apply_dense(optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
-            apply(optimizer, dense(list(grads)), trainable_variables)
+    def apply_dense(
+        apply: Callable[..., None], optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None
+    ) -> None:
+        apply(optimizer, dense(list(grads)), trainable_variables)
 
-        return apply_dense
-
-    return wrapped_apply(of_dense)
+    return wrapped_apply(apply_dense)
 
 
 def as_one(model: Any, update: Callable[[], None]) -> None:

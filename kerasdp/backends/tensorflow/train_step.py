@@ -230,8 +230,8 @@ def try_own_step(strategy: Any, model: "keras.Model", batch: DeviceBatch) -> lis
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which `tf.clip_by_global_norm` sees means; `mean`: as with torch."""
 
-    def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda t_list, *args, **kwargs: clip(mean(dense(list(t_list))), *args, **kwargs)
+    def of_means(clip: Callable[..., Any], t_list: Any, *args: Any, **kwargs: Any) -> Any:
+        return clip(mean(dense(list(t_list))), *args, **kwargs)
 
     return wrapped(tf, clip_by_global_norm=of_means)
 

@@ -174,14 +174,11 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
     `mean`: of gradients, over the ranks, where a step wants that.
     """
 
-    def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clip_means(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            for weight, gradient in zip(weights, mean([weight.grad for weight in weights])):
-                weight.grad = gradient
-            return clip(weights, *args, **kwargs)
-
-        return clip_means
+    def of_means(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for weight, gradient in zip(weights, mean([weight.grad for weight in weights])):
+            weight.grad = gradient
+        return clip(weights, *args, **kwargs)
 
     return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)
 
