@@ -5,7 +5,7 @@ Crossentropies are the same functions of their arguments on all backends, and ta
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,11 +14,10 @@ from keras import ops
 from keras.src import backend
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.patches import wrapped
+from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 
 
-@contextlib.contextmanager
-def same_on_all_backends() -> Iterator[None]:
+def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     """Replaces the functions of the present backend that give other losses or gradients than those of the others.
 
     Keras 3.15: functions of `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`), which the public
@@ -28,11 +27,11 @@ def same_on_all_backends() -> Iterator[None]:
     Raises:
         UserError: if this Keras has them elsewhere.
     """
-    replacements = _REPLACEMENTS.get(keras.backend.backend(), {}).items()
-    with contextlib.ExitStack() as stack:
-        for (module, name), replace in replacements:
-            stack.enter_context(wrapped(_functions(module, name), **{name: replace}))
-        yield
+    others = _REPLACEMENTS.get(keras.backend.backend(), {}).items()
+    found = [(_functions(module, name), name, other) for (module, name), other in others]
+    return replaced_in_each(
+        (module, {name: in_place_of(getattr(module, name), other)}) for module, name, other in found
+    )
 
 
 def _functions(module: str, name: str) -> Any:
@@ -62,7 +61,8 @@ def _zeros_where_all_is_masked(
     """
     # Else Keras rounds it to float32 on TensorFlow.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    compute = functools.partial(_in_float64 if _is_jax_in_float64(query) else original, query, key, value)
+    is_jax_in_float64 = keras.backend.backend() == "jax" and _is_float64(query)
+    compute = functools.partial(_in_float64 if is_jax_in_float64 else original, query, key, value)
     if mask is None:
         return compute(bias=bias, mask=mask, scale=scale, **options)
     mask = ops.cast(mask, "bool")
@@ -76,10 +76,6 @@ def _zeros_where_all_is_masked(
 
 def _causal_mask(query: Any, key: Any) -> Any:
     return ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool"))
-
-
-def _is_jax_in_float64(tensor: Any) -> bool:
-    return keras.backend.backend() == "jax" and _is_float64(tensor)
 
 
 def _in_float64(
@@ -107,9 +103,11 @@ def _absolute(original: Callable[..., Any], x: Any) -> Any:
     return ops.sign(x) * x if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else original(x)
 
 
-def _leaky_relu(_: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
+def _leaky_relu(original: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
     x = ops.convert_to_tensor(x)
-    return ops.where(x > 0, x, negative_slope * x)
+    # TensorFlow (2.21) has another slope only in float64, where it is one of float32.
+    is_alike = keras.backend.backend() == "tensorflow" and not _is_float64(x)
+    return original(x, negative_slope) if is_alike else ops.where(x > 0, x, negative_slope * x)
 
 
 def _selu(_: Callable[..., Any], x: Any) -> Any:
@@ -166,11 +164,6 @@ def _exact_gelu(original: Callable[..., Any], x: Any, approximate: bool = True) 
     if approximate:
         return 0.5 * x * (1 + ops.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * (1 + ops.erf(x / np.sqrt(2)))
-
-
-def _exact_leaky_relu(original: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
-    x = ops.convert_to_tensor(x)
-    return ops.where(x > 0, x, negative_slope * x) if _is_float64(x) else original(x, negative_slope)
 
 
 def _exact_resize(
@@ -274,7 +267,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
         ("nn", "gelu"): _exact_gelu,
-        ("nn", "leaky_relu"): _exact_leaky_relu,
+        ("nn", "leaky_relu"): _leaky_relu,
         ("image", "resize"): _exact_resize,
     },
     "torch": {

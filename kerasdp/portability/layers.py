@@ -248,8 +248,15 @@ def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
         first += size
 
 
+class _DrawsPortably(keras.layers.Layer):
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
+        with random_numbers.portable_draws(f"layer {self.name}", inputs):
+            return super().call(inputs, training)
+
+
 @saved_as_keras
-class Dropout(keras.layers.Dropout):
+class Dropout(_DrawsPortably, keras.layers.Dropout):
     """Keras' dropout with a portable mask (Srivastava et al. 2014, JMLR 15:1929).
 
     The mask is a pure function of the layer's seed, of how often the layer was called in training (which is part of the
@@ -257,36 +264,20 @@ class Dropout(keras.layers.Dropout):
     count. Arguments and config are Keras' own; `noise_shape` may have None for axes of the inputs.
     """
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
-        if not training or self.rate == 0:
-            return inputs
-        return random_numbers.dropout(inputs, self.rate, self._mask_shape(inputs), self.seed_generator)
 
-    def _mask_shape(self, inputs: Any) -> Any:
-        return self.noise_shape
+@saved_as_keras
+class SpatialDropout1D(_DrawsPortably, keras.layers.SpatialDropout1D):
+    """`keras.layers.SpatialDropout1D` with a portable mask; see `Dropout`.
 
-
-class _SpatialMask:
-    """One number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280)."""
-
-    call = Dropout.call
-    _get_noise_shape: Callable[[Any], tuple[Any, ...]]  # of Keras' layer
-
-    def _mask_shape(self, inputs: Any) -> Any:
-        return None, *self._get_noise_shape(inputs)[1:]
+    It has one number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280).
+    """
 
 
 @saved_as_keras
-class SpatialDropout1D(_SpatialMask, keras.layers.SpatialDropout1D):
-    """`keras.layers.SpatialDropout1D` with a portable mask; see `Dropout`."""
-
-
-@saved_as_keras
-class SpatialDropout2D(_SpatialMask, keras.layers.SpatialDropout2D):
+class SpatialDropout2D(_DrawsPortably, keras.layers.SpatialDropout2D):
     """`keras.layers.SpatialDropout2D` with a portable mask; see `Dropout`."""
 
 
 @saved_as_keras
-class SpatialDropout3D(_SpatialMask, keras.layers.SpatialDropout3D):
+class SpatialDropout3D(_DrawsPortably, keras.layers.SpatialDropout3D):
     """`keras.layers.SpatialDropout3D` with a portable mask; see `Dropout`."""

@@ -69,7 +69,7 @@ class Share:
 
 
 @contextlib.contextmanager
-def joined_steps(model: keras.Model) -> Iterator[None]:
+def join_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
     clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
     hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
@@ -78,7 +78,7 @@ def joined_steps(model: keras.Model) -> Iterator[None]:
 
 
 def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any]:
-    """Runs a step within `joined_steps`, and returns its logs for the global batch.
+    """Runs a step within `join_steps`, and returns its logs for the global batch.
 
     Args:
         model: whose metrics the step updates.
@@ -110,7 +110,7 @@ def run_on_shard(
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
     is_trial: bool = False,
 ) -> tuple[dict[str, Any], list[Found]]:
-    """Runs a step on a replica's shard of a batch, within `joined_steps`.
+    """Runs a step on a replica's shard of a batch, within `join_steps`.
 
     Args:
         model: of the user.
@@ -212,14 +212,14 @@ def find_rows_of_step(
             with use(context), portable_draws(UNNAMED):
                 run(model, name, rows_of(data, rows), Share.of_trial(rows.stop - rows.start, build))
 
-        with changing_nothing(model):
+        with leave_unchanged(model):
             in_replicas(trial)
 
     find_row_axes_of(model, name, call, will_be_checked)
 
 
 @contextlib.contextmanager
-def changing_nothing(model: keras.Model) -> Iterator[None]:
+def leave_unchanged(model: keras.Model) -> Iterator[None]:
     """Returns the context of steps that are only looked at: afterwards the model is what it was.
 
     Weights, and plain attributes (a counter of steps, say); metrics are as at the begin of an epoch.
@@ -227,7 +227,7 @@ def changing_nothing(model: keras.Model) -> Iterator[None]:
     model.reset_metrics()
     values = fixed_values(model)
     try:
-        with plain_attributes_kept(model), joined_steps(model):
+        with plain_attributes_kept(model), join_steps(model):
             yield
     finally:
         model.reset_metrics()
@@ -237,13 +237,13 @@ def changing_nothing(model: keras.Model) -> Iterator[None]:
                 variable.value.grad = None
 
 
-def found_in_whole_step(
+def try_whole_step(
     model: keras.Model,
     data: tuple[Any, Any, Any],
     in_replicas: Callable[[Callable[[], None]], None],
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
 ) -> list[Found]:
-    """Runs a model's own `train_step` on a whole batch, without an update, within `changing_nothing`.
+    """Runs a model's own `train_step` on a whole batch, without an update, within `leave_unchanged`.
 
     Args:
         model: as in `find_rows_of_step`; so are `data`, of any number of rows, `in_replicas` and `build`.

@@ -202,7 +202,7 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
         nonlocal outputs
         found.known = set(found.layers)
         with trial(model, axes, rows, found) as context:
-            outputs = in_training(model, rows_of(inputs, rows))
+            outputs = call_in_training(model, rows_of(inputs, rows))
             context.whole_outputs(outputs)
 
     def call_again_if_losses_are_added(axes: RowAxes, rows: slice) -> None:
@@ -272,7 +272,7 @@ def rows_of(inputs: Any, rows: slice) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf[rows]), inputs)
 
 
-def in_training(model: keras.Model, inputs: Any) -> Any:
+def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model, in training if it takes that."""
     arguments = {"training": True} if "training" in model.call_signature_parameters else {}
     return model(inputs, **arguments)

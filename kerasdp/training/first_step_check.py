@@ -18,14 +18,14 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators
 from kerasdp.keras_compat.models import compute_loss, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
+from kerasdp.portability.own_steps import leave_unchanged, try_whole_step
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.replica_context import RowAxis
 from kerasdp.portability.row_search import (
     NUM_ROWS,
     SHARD,
+    call_in_training,
     fixed_values,
-    in_training,
     is_close,
     row_axes_of,
     rows_of,
@@ -95,13 +95,13 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
     batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
 
     def on_one(noise: float = 0.0) -> dict[str, Any]:
-        with changing_nothing(model):
+        with leave_unchanged(model):
             for variable, value in fixed_values(model, noise) if noise else ():
                 variable.assign(value)
-            return _by_name(model, found_in_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer))
+            return _by_name(model, try_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer))
 
     with _statistics_of_whole_batch(model):
-        with changing_nothing(model):
+        with leave_unchanged(model):
             split = _by_name(model, strategy.try_own_step(model, batch))
             apart = [f"value of {path}" for path in strategy.diverged_variables(model)]
         whole = on_one()
@@ -150,7 +150,7 @@ def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[Sh
     passes = []
     for rows in (slice(0, NUM_ROWS), SHARD):
         with trial(model, row_axes_of(model), rows), shard_outputs(model) as layers:
-            in_training(model, rows_of(inputs, rows))
+            call_in_training(model, rows_of(inputs, rows))
         num_rows = rows.stop - rows.start
         passes.append(ShardPass(layers, [], None, first_row=rows.start, num_rows=num_rows, rows=num_rows))
     return passes[0], passes[1:]
@@ -181,7 +181,7 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
     # One scope for both: it holds the penalties of activities.
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
         with shard_outputs(model) as layers:
-            outputs = in_training(model, inputs)
+            outputs = call_in_training(model, inputs)
         with losses_of_whole_batch():
             loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
         layers |= added_losses_by_name(model, len(layers))

@@ -52,17 +52,15 @@ def through_model(method: Method) -> Method:
     `model_calls_through`. One that preprocesses data (`kerasdp.training.model_calls`) is not called, but its
     preprocessing, on all data at once.
     """
-    name, signature, method = method.__name__, inspect.signature(method), _on_all_ranks(method)
+    name, parameters, method = method.__name__, inspect.signature(method).parameters, _on_all_ranks(method)
 
     @functools.wraps(method)
     def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        _, _, *names = signature.parameters
-        bound = signature.bind(runner, model, *args, **kwargs).arguments
-        given = {name: bound[name] for name in names if name in bound}
+        given = _arguments(method, runner, model, *args, **kwargs)
         if has_preprocessing(model, name):
-            found = preprocessed(model, given, runner.strategy.processes)
+            found = preprocess_all(model, given, runner.strategy.processes)
             # What a language model predicts is made of its inputs: `predict` has no use for it.
-            return method(runner, model, **{name: value for name, value in found.items() if name in names})
+            return method(runner, model, **{name: value for name, value in found.items() if name in parameters})
         own = _own_method(model, name)
         if own is None:
             return method(runner, model, **given)
@@ -80,19 +78,21 @@ def through_model(method: Method) -> Method:
 
 def _on_all_ranks(method: Method) -> Method:
     """Makes a method of `Runner` begin when all ranks have called it, with the same arguments."""
-    name, signature = method.__name__, inspect.signature(method)
 
     @functools.wraps(method)
     def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = {}
         if runner.strategy.processes.num_processes > 1:
-            _, _, *names = signature.parameters
-            bound = signature.bind(runner, model, *args, **kwargs).arguments
-            given = described(model, {name: bound[name] for name in names if name in bound})
-        with runner.heartbeat.call(name, given):
+            given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
+        with runner.heartbeat.call(method.__name__, given):
             return method(runner, model, *args, **kwargs)
 
     return cast(Method, call)
+
+
+def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Returns what a method of `Runner` is given after runner and model, by name."""
+    return dict(itertools.islice(inspect.signature(method).bind(*args, **kwargs).arguments.items(), 2, None))
 
 
 def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
@@ -138,7 +138,7 @@ _MOST = 64
 _OWN = ("verbose", "callbacks")
 
 
-def described(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `heartbeat.unlike` has them.
 
     Args:
@@ -209,7 +209,7 @@ def has_preprocessing(model: keras.Model, method: str) -> bool:
     return "preprocess_samples" in vars(kind)
 
 
-def preprocessed(model: keras.Model, arguments: dict[str, Any], processes: Processes) -> dict[str, Any]:
+def preprocess_all(model: keras.Model, arguments: dict[str, Any], processes: Processes) -> dict[str, Any]:
     """Preprocesses all data once, as the model would do for each batch.
 
     Args:

@@ -86,12 +86,12 @@ class ReplicaSteps:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.models import losses_by_thread
-        from kerasdp.portability.own_steps import joined_steps
+        from kerasdp.portability.own_steps import join_steps
 
         if self.strategy.num_replicas == 1:
             yield
         elif name in self.own:
-            with joined_steps(self.model):
+            with join_steps(self.model):
                 yield
         else:
             with losses_by_thread(all_layers(self.model)):

@@ -185,11 +185,11 @@ class DataParallel(Strategy):
     def _own_step(self, model: Any, name: str, batch: DeviceBatch) -> dict[str, Any]:
         """Runs a user-defined step; returns Keras' logs, for the global batch."""
         from kerasdp.keras_compat.models import as_keras_gives
-        from kerasdp.portability.own_steps import joined_steps
+        from kerasdp.portability.own_steps import join_steps
 
         if self.num_replicas == 1:
             return getattr(model, name)(as_keras_gives(batch[:3]))
-        with joined_steps(model):
+        with join_steps(model):
             return self._on_own_rows(model, name, batch)[0]
 
     def _own_predict_step(self, model: Any, batch: DeviceBatch) -> Any:
