@@ -104,23 +104,16 @@ def forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[di
 
 @contextlib.contextmanager
 def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
-    """Records what each layer of a model gives for this replica's rows in a forward pass."""
+    """Records what each layer of a model gives for this replica's rows in a forward pass.
+
+    At its end also what layers have added to the loss, in a scope that collects that.
+    """
     outputs: dict[str, Any] = {}
     with _recording(model, outputs, lambda tensor: tensor):
         yield outputs
-
-
-def added_losses_by_name(model: keras.Model, number: int) -> dict[str, Any]:
-    """Returns what layers have added to the loss in a pass, in a scope that collects that, with names as layers have.
-
-    `number`: of the first.
-    """
     adding = row_axes_of(model).adding.values()
-    found = [(each.layer.name, loss) for each in adding for loss in added_losses(each.layer)]
-    return {
-        f"{place:0{_PLACE - 1}d} {name}, in what it adds to the loss": ops.stop_gradient(loss)
-        for place, (name, loss) in enumerate(found, number)
-    }
+    for name, loss in [(each.layer.name, loss) for each in adding for loss in added_losses(each.layer)]:
+        outputs[f"{len(outputs):0{_PLACE - 1}d} {name}, in what it adds to the loss"] = ops.stop_gradient(loss)
 
 
 def layer_name(recorded: str) -> str:

@@ -360,24 +360,15 @@ def has_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-class _LossesOfThread(list[Any]):
+class _LossesOfThread(threading.local):
     """A layer's list of losses, one for each thread: TensorFlow traces replicas in threads, in turns."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._of_thread: dict[int, list[Any]] = {}
-
-    def extend(self, losses: Iterable[Any]) -> None:
-        self._own().extend(losses)
-
-    def clear(self) -> None:
-        self._own().clear()
+        self.own: list[Any] = []
+        self.extend, self.clear = self.own.extend, self.own.clear
 
     def __getitem__(self, place: Any) -> Any:
-        return self._own()[place]
-
-    def _own(self) -> list[Any]:
-        return self._of_thread.setdefault(threading.get_ident(), [])
+        return self.own[place]
 
 
 def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
-from kerasdp.data.sampling import ReplicaRows, Split
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import current_step, step_with
 
@@ -187,16 +187,12 @@ class ReplicaContext:
     @property
     def has_empty_replica(self) -> bool:
         """Returns whether some replica has padding alone."""
-        if self.replicas:
-            return not all(each.num_rows for each in self.replicas)
-        return (self.num_replicas - 1) * (self.rows or 0) >= (self.total_rows or 0)
+        return not all(each.num_rows for each in self.replicas)
 
     @property
     def is_even(self) -> bool:
         """Returns whether all replicas have equally many rows, and no padding."""
-        if self.replicas:
-            return {each.num_rows for each in self.replicas} == {self.replicas[0].size}
-        return (self.rows or 0) * self.num_replicas == self.total_rows
+        return {each.num_rows for each in self.replicas} == {self.replicas[0].size}
 
     def row_axis(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.
@@ -331,13 +327,12 @@ def all_rows(rows: Any) -> Any:
             "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
             "--accumulate"
         )
-    total, own = context.total_rows or 0, context.rows
+    own, replicas = context.rows, context.replicas
     if not len(rows.shape) or rows.shape[0] != own:
         raise UserError(
             f"all_rows: expected a tensor whose axis 0 is the {own} samples of this device. Received: shape "
             f"{tuple(rows.shape)}; give it one entry a sample, each of several views by itself"
         )
-    replicas = context.replicas or Split(context.num_replicas).replicas(total)
     largest = max(each.size for each in replicas)
     rows = ops.convert_to_tensor(rows)
     name = keras.backend.standardize_dtype(rows.dtype)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import ShardPass, Strategy
-from kerasdp.backends.observer import added_losses_by_name, layer_name, layers_within, shard_outputs
+from kerasdp.backends.observer import layer_name, layers_within, shard_outputs
 from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
@@ -175,16 +175,13 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
 
     `noise`: by how much each weight is changed, up or down, as a share of it.
     """
-    inputs, targets, sample_weight = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), data
-    )
+    inputs, targets, sample_weight = rows_of(data, slice(None))
     # One scope for both: it holds the penalties of activities.
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
         with shard_outputs(model) as layers:
             outputs = call_in_training(model, inputs)
         with losses_of_whole_batch():
             loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
-        layers |= added_losses_by_name(model, len(layers))
     num_rows = len(keras.tree.flatten(inputs)[0])
     return ShardPass(layers, keras.tree.flatten(outputs), loss, first_row=0, num_rows=num_rows, rows=num_rows)
 

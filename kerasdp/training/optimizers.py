@@ -91,15 +91,12 @@ class WarmUp(LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
-        rate = self.rate
-        is_number = not isinstance(rate, LearningRateSchedule)
-        return {"rate": rate if is_number else keras.saving.serialize_keras_object(rate), "steps": self.steps}
+        return {"rate": keras.saving.serialize_keras_object(self.rate), "steps": self.steps}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "WarmUp":
         """Makes it from its arguments."""
-        rate = config["rate"]
-        return cls(keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate, config["steps"])
+        return cls(keras.saving.deserialize_keras_object(config["rate"]), config["steps"])
 
 
 def make_schedule(config: Config, rate: float, num_samples: int | None) -> float | LearningRateSchedule:

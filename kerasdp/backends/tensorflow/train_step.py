@@ -137,7 +137,7 @@ class ReplicaSteps:
         """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
         import keras
 
-        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
+        from kerasdp.backends.observer import shard_outputs
         from kerasdp.portability.row_search import fixed_values
 
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
@@ -145,7 +145,6 @@ class ReplicaSteps:
                 outputs = self._forward(inputs, training=True)
             whole = self._global_batch((inputs, targets, outputs, sample_weight), num_rows, context, training=True)
             loss = whole.take({} if context is None else collectives.mean([], whole.shared)()[1])
-            layers |= added_losses_by_name(self.model, len(layers))
         return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
 
     def _forward(self, inputs: Structure, training: bool) -> Structure:

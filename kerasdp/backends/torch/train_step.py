@@ -113,7 +113,7 @@ def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None)
     """Runs a forward pass of training on this process's replica; no variable changes."""
     import keras
 
-    from kerasdp.backends.observer import added_losses_by_name, shard_outputs
+    from kerasdp.backends.observer import shard_outputs
     from kerasdp.portability.row_search import fixed_values
 
     steps = ShardSteps(model)
@@ -124,7 +124,6 @@ def shard_passes(model: Any, batch: DeviceBatch, context: ReplicaContext | None)
             outputs = steps.forward(model, batch.inputs, training=True)
         whole = steps.global_batch(batch, outputs, context, training=True)
         loss = whole.take(sums_over_ranks(whole.shared))
-        layers |= added_losses_by_name(model, len(layers))
     leaves = [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs)
     return [ShardPass(layers, leaves, loss, context.first_row, context.num_rows, context.rows or 0)]
 
