@@ -78,12 +78,15 @@ def hook_layers() -> None:
 
 
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-    """Makes the call of a layer; `make`: what Keras does."""
-    step, call = current_step(), functools.partial(make, layer)
+    """Makes the call of a layer, or of another operation; `make`: what Keras does."""
+    step = current_step()
     context: ReplicaContext | None = step.replica
-    if not isinstance(layer, keras.layers.Layer):  # but another operation
-        return call(*args, **kwargs)
-    if draws_portably(layer):
+    is_drawing = draws_portably(layer)
+    is_plain = context is None and step.record is None and not is_drawing
+    if is_plain or not isinstance(layer, keras.layers.Layer):
+        return make(layer, *args, **kwargs)
+    call = functools.partial(make, layer)
+    if is_drawing:
         call = functools.partial(_call_with_portable_draws, call, layer)
     if context is None or context.rows is None:
         outputs = call(*args, **kwargs)

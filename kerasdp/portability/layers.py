@@ -68,7 +68,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         mean, variance, moving = self._statistics(x, mask, None if whole_batch else context)
         if moving is not None:
-            self._move(*moving)
+            self.move(*moving)
         scale = ops.rsqrt(variance + self.epsilon)
         if self.scale:
             scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
@@ -76,12 +76,6 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if self.center:
             outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
         return ops.cast(outputs, self.compute_dtype)
-
-    def move_together(self, sums: Any) -> None:
-        """Moves the moving statistics by those of all replicas: the sums of what these left in `moving`."""
-        count, total, squares = (sums[place] for place in range(3))
-        count = ops.maximum(count, 1.0)
-        self._move(total / count, squares / count)
 
     def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
         """Returns whether the backend has a fused kernel for these statistics."""
@@ -111,14 +105,15 @@ class BatchNormalization(keras.layers.BatchNormalization):
             }
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
         if context is None or context.moving is None or together:
-            self._move(mean, variance)
+            self.move(mean, variance)
         else:
             count = self._count(inputs, mean.dtype)
             sums = ops.stack([ops.broadcast_to(count, ops.shape(mean)), count * mean, count * variance])
             context.moving.append((self, sums))
         return ops.cast(outputs, self.compute_dtype)
 
-    def _move(self, mean: Any, variance: Any) -> None:
+    def move(self, mean: Any, variance: Any) -> None:
+        """Moves the moving statistics by those of a batch."""
         for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
@@ -244,7 +239,9 @@ def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
     first = 0
     for layer, sums in moving:
         size = 3 * sums.shape[1]
-        layer.move_together(ops.reshape(packed[first : first + size], (3, -1)))
+        own = ops.reshape(packed[first : first + size], (3, -1))
+        count = ops.maximum(own[0], 1.0)
+        layer.move(own[1] / count, own[2] / count)
         first += size
 
 

@@ -35,8 +35,8 @@ class Share:
     Args:
         rows: of this replica.
         total_rows: of all.
-        add_up: sums each of these tensors over the replicas.
         build: builds an optimizer once for all replicas.
+        add_up: sums each of these tensors over the replicas.
         is_trial: whether this step is only to be looked at: no optimizer changes anything.
         found: in a trial, by name: the gradients that reached an optimizer, and by how much metrics' variables changed,
             of the global batch.
@@ -45,16 +45,11 @@ class Share:
 
     rows: int
     total_rows: int
-    add_up: Callable[[list[Tensor]], list[Tensor]]
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None]
+    add_up: Callable[[list[Tensor]], list[Tensor]] = list  # of a replica that has all rows
     is_trial: bool = False
     found: list[Found] = dataclasses.field(default_factory=list)
     results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def of_trial(cls, rows: int, build: Callable[[keras.optimizers.Optimizer, list[Any]], None]) -> "Share":
-        """Returns the share of a trial that has all rows of its batch."""
-        return cls(rows=rows, total_rows=rows, add_up=list, build=build, is_trial=True)
 
     def of_all(self, tensors: list[Tensor | None], weight: float = 1.0) -> list[Tensor | None]:
         """Sums tensors over the replicas; a replica without rows of its own adds nothing. None stays None."""
@@ -96,7 +91,11 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
         return logs
     for variable, value, change in zip(variables, before, changes):
         variable.assign(value + change)
-    found = [(value, _result_of(share, value)) for value in keras.tree.flatten(logs)]
+    # A value that a metric gave is computed again; others are averaged.
+    found = [
+        (value, next((again for known, again in share.results if known is value), None))
+        for value in keras.tree.flatten(logs)
+    ]
     means = iter(share.mean([value for value, again in found if again is None]))
     return keras.tree.pack_sequence_as(logs, [next(means) if again is None else again() for _, again in found])
 
@@ -131,11 +130,6 @@ def run_on_shard(
     with use(context):
         logs = run(model, name, data, share)
     return logs, share.found
-
-
-def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:
-    """Returns a function that recomputes a logged value, if a metric produced it; else None."""
-    return next((again for found, again in share.results if found is value), None)
 
 
 def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -209,8 +203,9 @@ def find_rows_of_step(
 
         def trial() -> None:
             context = trial_context(left.pop() if left else Whole(), rows, keep)
+            share = Share(rows=context.num_rows, total_rows=context.num_rows, build=build, is_trial=True)
             with use(context), portable_draws(UNNAMED):
-                run(model, name, rows_of(data, rows), Share.of_trial(rows.stop - rows.start, build))
+                run(model, name, rows_of(data, rows), share)
 
         with leave_unchanged(model):
             in_replicas(trial)
@@ -255,7 +250,8 @@ def try_whole_step(
 
     def trial() -> None:
         tensors = rows_of(data, slice(None))
-        share = Share.of_trial(len(keras.tree.flatten(tensors)[0]), build)
+        num_rows = len(keras.tree.flatten(tensors)[0])
+        share = Share(rows=num_rows, total_rows=num_rows, build=build, is_trial=True)
         with portable_draws(UNNAMED), losses_of_whole_batch():
             run(model, "train_step", tensors, share)
         found.append(share.found)

@@ -161,7 +161,7 @@ class ReplicaContext:
         calling: the layers that are being called, the innermost one last.
         regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
         moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
-            is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
+            is over: the layer, and a tensor for `layers.move_together`. None: they gather it at once.
     """
 
     num_replicas: int

@@ -231,15 +231,9 @@ class ModelSteps:
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
         def mark(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            return self._heartbeat.step_function(name, function, lambda: self._state.step)
+            return self._heartbeat.step_function(name.removesuffix("_several"), function, lambda: self._state.step)
 
-        several = functions.train_several
-        return StepFunctions(
-            train=mark("train", functions.train),
-            test=mark("test", functions.test),
-            predict=mark("predict", functions.predict),
-            train_several=several and mark("train", several),
-        )
+        return StepFunctions(**{name: function and mark(name, function) for name, function in vars(functions).items()})
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:
