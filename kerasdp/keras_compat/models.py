@@ -178,8 +178,7 @@ def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
 
     Keras 3.15: `CompileLoss._flat_losses`; the public `model.loss` is what the user wrote.
     """
-    losses = [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
-    return [loss.loss if isinstance(loss, HookedLoss) else loss for loss in losses]
+    return [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
 
 
 def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
@@ -430,33 +429,14 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
 Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 
 
-class HookedLoss:
-    """Stands in the place of one loss of a compiled model, and asks the current step how to reduce it."""
-
-    def __init__(self, loss: keras.losses.Loss):
-        self.loss = loss
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Computes the loss, or has it reduced."""
-        reduce = current_step().reduce
-        if reduce is None:
-            return self.loss(y_true, y_pred, sample_weight)
-        return reduce(self.loss, y_true, y_pred, sample_weight)
-
-
 @contextlib.contextmanager
-def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
-    """Has `reduce` called instead of the losses of a compiled model, one for each output that has one.
+def reducing_losses(reduce: Reduce) -> Iterator[None]:
+    """Has `reduce` called instead of losses, as of those of a compiled model; those that it calls itself are as ever.
 
-    Keras 3.15: the entries of `CompileLoss._flat_losses`, which pairs them with targets and outputs. They are replaced
-    once, for good. No public way.
+    Keras 3.15: `CompileLoss` pairs the losses with targets and outputs, and calls them. No hook: the public
+    `Loss.__call__` is wrapped, once, for good.
     """
-    compiled: Any = model._compile_loss
-    if compiled is not None:  # each loss once, whichever threads come here together
-        compiled._flat_losses = [
-            each if isinstance(each.loss, HookedLoss) else each._replace(loss=HookedLoss(each.loss))
-            for each in compiled._flat_losses
-        ]
+    wrap_for_good(keras.losses.Loss, "__call__", _reduced)
     try:
         with step_with(reduce=reduce):
             yield
@@ -467,18 +447,12 @@ def reducing_losses(model: keras.Model, reduce: Reduce) -> Iterator[None]:
         raise
 
 
-def wrapped_losses(
-    losses: Iterable[keras.losses.Loss], call: Callable[[keras.losses.Loss, Any, Any], Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which a function makes the public `call` of some losses.
-
-    Keras 3.15: what a loss gets is converted to its type, and taken out of dictionaries, just before that. No hook.
-
-    Args:
-        losses: each once.
-        call: gets the loss, targets and outputs.
-    """
-    return replaced_in_each((loss, {"call": functools.partial(call, loss)}) for loss in losses)
+def _reduced(call: Callable[..., Any], loss: keras.losses.Loss, y_true: Any, y_pred: Any, weights: Any = None) -> Any:
+    reduce = current_step().reduce
+    if reduce is None:
+        return call(loss, y_true, y_pred, weights)
+    with step_with(reduce=None):
+        return reduce(loss, y_true, y_pred, weights)
 
 
 def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:

@@ -165,7 +165,7 @@ class GlobalBatch:
         with (
             keras.StatelessScope(_zeros(variables)) as scope,
             losses_of_whole_batch(factor),
-            reducing_losses(self.model, self._share_of_loss),
+            reducing_losses(self._share_of_loss),
         ):
             loss = None if compiled is None else compiled(own.targets, own.outputs, own.sample_weight)
         self._share_changes("losses", variables, scope)

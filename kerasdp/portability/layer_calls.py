@@ -108,7 +108,8 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
 def _call_with_portable_draws(call: Call, layer: Any, *args: Any, **kwargs: Any) -> Any:
     # Keras (3.15) lets TimeDistributed call the `call` of its layer.
     drawing = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
-    with portable_draws(f"layer {drawing.name}", (args, kwargs), given_seed_generator(drawing)):
+    given = given_seed_generator(drawing)
+    with portable_draws(f"layer {drawing.name}", (args, kwargs), given and given.next):
         return call(*args, **kwargs)
 
 

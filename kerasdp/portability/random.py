@@ -64,24 +64,26 @@ def _rotate(word: Any, distance: int) -> Any:
 Maker = Callable[..., Any]
 
 
-def _draw(make: Maker, shape: tuple[Any, ...], state: Any, first: Any, *choices: Any) -> Any:
-    """Draws a tensor.
+# Draws numbers of a shape from the key (a tensor of two whole numbers, or two int) and the index of the first entry of
+# axis 0.
+Draw = Callable[[tuple[Any, ...], Any, Any], Any]
+
+
+def _by(make: Maker, *choices: Any) -> Draw:
+    """Returns what draws with a maker, one of those below, and what that is told.
 
     On TensorFlow this is one compiled function, from the key to what is made of the words. Between functions and
     operations words would be int32, which it (2.21) keeps in host memory on GPUs: of a mask all numbers would be made
     there.
-
-    Args:
-        make: one of the functions below.
-        shape: of the tensor.
-        state: the key: a tensor of two whole numbers, or two int.
-        first: index of the first entry of axis 0.
-        *choices: that `make` takes.
     """
-    if keras.backend.backend() == "tensorflow":
-        state, first = ops.convert_to_tensor(state), ops.convert_to_tensor(first, "int32")
-        return _compiled(make)(state, first, shape, choices)
-    return _drawn(make, state, first, shape, choices)
+
+    def draw(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
+        if keras.backend.backend() == "tensorflow":
+            state, first = ops.convert_to_tensor(state), ops.convert_to_tensor(first, "int32")
+            return _compiled(make)(state, first, shape, choices)
+        return _drawn(make, state, first, shape, choices)
+
+    return draw
 
 
 @functools.cache
@@ -185,8 +187,8 @@ def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, se
     dtype = dtype or keras.config.floatx()
     halves = _by(_two_uniforms, keras.backend.standardize_dtype(dtype))
 
-    def numbers(shape: tuple[int, ...], *place: Any) -> Any:
-        x, y = halves(shape, *place)
+    def numbers(shape: tuple[Any, ...], state: Any, first: Any) -> Any:
+        x, y = halves(shape, state, first)
         radius = ops.sqrt(-2.0 * ops.log(x + 2.0**-UNIFORM_BITS))  # of a number in (0, 1]
         angle = 2.0 * math.pi * y
         return _words(shape, radius * ops.cos(angle), radius * ops.sin(angle))
@@ -221,7 +223,7 @@ class _Drawing(NamedTuple):
 
     name: str
     tensors: list[Any]
-    unseeded: keras.random.SeedGenerator | Callable[[], tuple[int, int]] | None
+    unseeded: Callable[[], Any] | None
 
 
 # User-defined code that is no layer with a seed generator.
@@ -239,7 +241,7 @@ def _running_draw() -> _Drawing | None:
 def portable_draws(
     name: str,
     inputs: Any = None,
-    unseeded: keras.random.SeedGenerator | Callable[[], tuple[int, int]] | None = None,
+    unseeded: Callable[[], Any] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Lets this module draw all that Keras' layers and `keras.random` draw within the context.
 
@@ -269,11 +271,11 @@ def _portable_where_asked(kind: str, draw: Callable[..., Any], *args: Any, **kwa
     return draw(*args, **kwargs)
 
 
-def _for_rows(numbers: Callable[..., Any], shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
+def _for_rows(numbers: Draw, shape: tuple[Any, ...], seed: Any, tensor: Any = None) -> Any:
     """Draws the numbers of this replica's rows.
 
     Args:
-        numbers: makes them from a shape, the state of the seed and the index of the first entry of axis 0.
+        numbers: draws them.
         shape: of the numbers.
         seed: see `bits`; so is `tensor`.
     """
@@ -311,8 +313,6 @@ def _state(seed: Any) -> Any:
     """Returns two words to draw with."""
     drawing = _running_draw()
     words = drawing.unseeded if drawing is not None and seed is None else None
-    if isinstance(words, keras.random.SeedGenerator):
-        seed, words = words, None
     if seed is None and words is None and drawing is not None and is_in_layer_call():
         raise UserError(
             f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
@@ -325,10 +325,6 @@ def _state(seed: Any) -> Any:
             "hold, so that on jax each step would draw the same numbers: make it an attribute of the model"
         )
     return next_seed(seed) if words is None else words()
-
-
-def _by(make: Maker, *choices: Any) -> Callable[..., Any]:
-    return lambda shape, *place: _draw(make, shape, *place, *choices)
 
 
 def _unit(shape: Any, seed: Any, dtype: Any) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import enum
 import inspect
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -25,8 +24,8 @@ from kerasdp.keras_compat.models import (
     loss_options,
     metric_function,
     output_losses,
+    reducing_losses,
     update_compiled_metrics,
-    wrapped_losses,
 )
 from kerasdp.portability.layer_calls import losses_of
 from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes
@@ -164,17 +163,24 @@ def _try_unknown_losses(
 ) -> dict[keras.losses.Loss, Reduction]:
     answers: dict[keras.losses.Loss, list[Reduction]] = {loss: [] for loss in losses}
     numbers, compiled = np.random.RandomState(0), cast(Any, compiled_loss(model))
+    calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {}
+
+    def note(loss: keras.losses.Loss, y_true: Any, y_pred: Any, _: Any) -> Any:
+        given = keras.tree.map_structure(lambda leaf: ops.convert_to_tensor(leaf, dtype=loss.dtype), (y_true, y_pred))
+        calls.setdefault(loss, []).append(given)
+        return ops.zeros(())
+
     # Distinct rows, each row twice (for losses that compare rows of one class), one row repeated.
     for rows in (np.arange(NUM_ROWS), np.arange(NUM_ROWS) // 2, np.zeros(NUM_ROWS, int)):
         own = keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], targets)
-        with _recorded(losses) as calls:
-            try:
-                with keras.StatelessScope():  # the losses of several outputs are metrics, too
-                    compiled(own, random_outputs(symbols, numbers))
-                for loss in losses:
-                    answers[loss] += [_reduction_in_trial(loss, y_true, y_pred) for y_true, y_pred in calls[loss]]
-            except Exception:  # user-defined, on outputs that it may not expect
-                return {}
+        calls.clear()
+        try:
+            with reducing_losses(note), keras.StatelessScope():  # the losses of several outputs are metrics, too
+                compiled(own, random_outputs(symbols, numbers))
+            for loss in losses:
+                answers[loss] += [_reduction_in_trial(loss, *given) for given in calls.get(loss, ())]
+        except Exception:  # user-defined, on outputs that it may not expect
+            return {}
     return {loss: _combined(own) for loss, own in answers.items() if own}
 
 
@@ -182,19 +188,6 @@ def _combined(answers: list[Reduction]) -> Reduction:
     if Reduction.UNKNOWN in answers:
         return Reduction.UNKNOWN
     return answers[0] if len(set(answers)) == 1 else Reduction.COUPLES
-
-
-@contextlib.contextmanager
-def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Loss, list[tuple[Any, Any]]]]:
-    """Notes what Keras hands to some losses."""
-    calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {loss: [] for loss in losses}
-
-    def note(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Any:
-        calls[loss].append((y_true, y_pred))
-        return type(loss).call(loss, y_true, y_pred)
-
-    with wrapped_losses(losses, note):
-        yield calls
 
 
 def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -81,21 +81,15 @@ class ReplicaSteps:
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
 
-    @contextlib.contextmanager
-    def on_several_devices(self, name: str) -> Iterator[None]:
+    def on_several_devices(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.models import losses_by_thread
         from kerasdp.portability.own_steps import join_steps
 
         if self.strategy.num_replicas == 1:
-            yield
-        elif name in self.own:
-            with join_steps(self.model):
-                yield
-        else:
-            with losses_by_thread(all_layers(self.model)):
-                yield
+            return contextlib.nullcontext()
+        return join_steps(self.model) if name in self.own else losses_by_thread(all_layers(self.model))
 
     def own_step(self, name: str, num_rows: int, batch: tuple[Any, ...], is_trial: bool = False) -> tuple[Any, Any]:
         """Runs a user-defined step; returns Keras' logs and what a trial found, for the global batch."""
