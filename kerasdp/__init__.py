@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from kerasdp.portability.portable import portable
     from kerasdp.portability.replica_context import all_rows
     from kerasdp.training.callbacks import make_callbacks
-    from kerasdp.training.losses import make_loss
-    from kerasdp.training.optimizers import make_optimizer
+    from kerasdp.training.optimizers import make_loss, make_optimizer
     from kerasdp.training.runner import Runner
 
 __version__ = "0.1.0"
@@ -47,7 +46,7 @@ _MODULES = {
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_callbacks": "kerasdp.training.callbacks",
-    "make_loss": "kerasdp.training.losses",
+    "make_loss": "kerasdp.training.optimizers",
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.reduction",
     "portable": "kerasdp.portability.portable",

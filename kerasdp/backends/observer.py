@@ -1,17 +1,17 @@
 """Records what training steps compute, to find the place where two runs diverge."""
 
 import contextlib
-import contextvars
 import re
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 from keras import ops
 
-from kerasdp.keras_compat.layers import added_losses, wrapped_calls
+from kerasdp.keras_compat.layers import added_losses
+from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability import replica_context
+from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.runtime.run_state import Detail
 
@@ -80,25 +80,11 @@ def observed(detail: Detail, gradients: list[Any], found: dict[str, Any]) -> dic
 # Characters of the number before a name; what follows the name in further calls.
 _PLACE = 6
 _NUMBER_OF_CALL = re.compile(r" \(\d+\)$")
-# What layers gave, by name, and what is done to it first. A context variable: TensorFlow traces replicas in threads.
-_outputs: contextvars.ContextVar[tuple[dict[str, Any], Callable[[Any], Any]] | None] = contextvars.ContextVar(
-    "kerasdp_outputs", default=None
-)
 
 
 @contextlib.contextmanager
-def _recorded_outputs(convert: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
-    outputs: dict[str, Any] = {}
-    token = _outputs.set((outputs, convert))
-    try:
-        yield outputs
-    finally:
-        _outputs.reset(token)
-
-
-@contextlib.contextmanager
-def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
-    """Records a replica's forward pass of a training step, within `watched_layers`, as far as `detail` says.
+def forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[dict[str, Any]]:
+    """Records a replica's forward pass of a training step of a model, as far as `detail` says.
 
     Yields:
         A dictionary: `row_means` of the inputs; `outputs`: the inputs and what each layer gave, by name and in the
@@ -110,27 +96,24 @@ def forward_pass(detail: Detail, inputs: Any) -> Iterator[dict[str, Any]]:
     if detail < Detail.EVERYTHING:
         yield found
         return
-    with _recorded_outputs(_whole) as found["outputs"]:
-        _collect("inputs", inputs)
+    found["outputs"] = {}
+    _collect(found["outputs"], "inputs", inputs, _whole)
+    with _recording(model, found["outputs"], _whole):
         yield found
 
 
-def shard_outputs() -> contextlib.AbstractContextManager[dict[str, Any]]:
-    """Records what each layer gives for this replica's rows in a forward pass, within `watched_layers`."""
-    return _recorded_outputs(lambda tensor: tensor)
+@contextlib.contextmanager
+def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
+    """Records what each layer of a model gives for this replica's rows in a forward pass.
 
-
-def added_losses_by_name(model: keras.Model, number: int) -> dict[str, Any]:
-    """Returns what layers have added to the loss in a pass, in a scope that collects that, with names as layers have.
-
-    `number`: of the first.
+    At its end also what layers have added to the loss, in a scope that collects that.
     """
+    outputs: dict[str, Any] = {}
+    with _recording(model, outputs, lambda tensor: tensor):
+        yield outputs
     adding = row_axes_of(model).adding.values()
-    found = [(each.layer.name, loss) for each in adding for loss in added_losses(each.layer)]
-    return {
-        f"{place:0{_PLACE - 1}d} {name}, in what it adds to the loss": ops.stop_gradient(loss)
-        for place, (name, loss) in enumerate(found, number)
-    }
+    for name, loss in [(each.layer.name, loss) for each in adding for loss in added_losses(each.layer)]:
+        outputs[f"{len(outputs):0{_PLACE - 1}d} {name}, in what it adds to the loss"] = ops.stop_gradient(loss)
 
 
 def layer_name(recorded: str) -> str:
@@ -138,13 +121,26 @@ def layer_name(recorded: str) -> str:
     return _NUMBER_OF_CALL.sub("", recorded[_PLACE:])
 
 
-def watched_layers(detail: Detail, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which each layer records its outputs of all replicas, if `detail` is everything.
+def _recording(
+    model: keras.Model, outputs: dict[str, Any], convert: Callable[[Any], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Records what each layer of a model gives.
 
     A layer counts as a whole with all layers in it; only models within models are entered.
+
+    Args:
+        model: any.
+        outputs: gets what layers gave, by name.
+        convert: is done to it first.
     """
-    names = {layer: name for name, layer in layers_within(model)} if detail == Detail.EVERYTHING else {}
-    return wrapped_calls(names, lambda layer, call: types.MethodType(_call_and_collect(call, names[layer]), layer))
+    names = {id(layer): name for name, layer in layers_within(model)}
+
+    def record(layer: keras.layers.Layer, result: Any) -> None:
+        if id(layer) in names:
+            _collect(outputs, names[id(layer)], result, convert)
+
+    hook_layers()
+    return step_with(record=record)
 
 
 def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
@@ -163,20 +159,7 @@ def layers_within(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
     return list(found.values())
 
 
-def _call_and_collect(call: Any, name: str) -> Any:
-    def call_and_collect(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = call(*args, **kwargs)
-        _collect(name, result)
-        return result
-
-    return call_and_collect
-
-
-def _collect(name: str, result: Any) -> None:
-    recorded, context = _outputs.get(), replica_context.current()
-    if recorded is None or (context is not None and context.is_repeat):
-        return
-    outputs, convert = recorded
+def _collect(outputs: dict[str, Any], name: str, result: Any, convert: Callable[[Any], Any]) -> None:
     for tensor in keras.tree.flatten(result):
         if hasattr(tensor, "shape"):  # a layer may give numbers and objects, too
             number = sum(layer_name(known) == name for known in outputs)

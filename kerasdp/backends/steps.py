@@ -115,20 +115,13 @@ class ShardSteps:
         strategy: of the run.
         model: built.
         own: the names of its steps that are user-defined.
-        penalties: of its layers.
     """
 
     def __init__(self, strategy: Any, model: Any):
         """Made once for each compiled model."""
-        from kerasdp.keras_compat.own_steps import own_steps
-        from kerasdp.portability.added_losses import WholeBatchPenalties
+        from kerasdp.keras_compat.models import own_steps
 
-        self.strategy, self.model, self.own, self.penalties = (
-            strategy,
-            model,
-            own_steps(model),
-            WholeBatchPenalties(model),
-        )
+        self.strategy, self.model, self.own = strategy, model, own_steps(model)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the replicas."""
@@ -169,22 +162,21 @@ class ShardSteps:
 
     def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step on this batch, with several replicas; `step`: see `row_axes_of`."""
-        from kerasdp.portability.added_losses import AddedLosses, keep
-        from kerasdp.portability.row_search import row_axes_of
+        from kerasdp.portability.row_search import context_of
 
         if self.strategy.num_replicas == 1:
             return None
-        num_rows, row_axes = len(batch.indices), row_axes_of(self.model, step)
-        return ReplicaContext.of_replica(
+        num_rows = len(batch.indices)
+        return context_of(
+            self.model,
+            step,
             self.rank(),
             self.strategy.split.replicas(num_rows),
-            row_axes=row_axes,
             gather=self.gather_statistics,
             gather_rows=lambda rows: self.gather(rows, num_rows),
-            adds=AddedLosses(row_axes.adding) if step == "call" else keep,
         )
 
-    def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
+    def forward(self, module: Any, inputs: Any, training: bool) -> Any:
         """Computes the outputs of the replica's rows. `module`: the model, or what it is wrapped in."""
         return module(inputs, **{"training": training} if "training" in self.model.call_signature_parameters else {})
 
@@ -193,36 +185,35 @@ class ShardSteps:
         if "test_step" in self.own:
             return self.own_step("test_step", batch)[0]
         with use(self.context(batch)) as context:
-            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            outputs = self.forward(self.model, batch.inputs, training=False)
         whole = self.global_batch(batch, outputs, context, training=False)
         whole.share_metrics()
         return whole.update_metrics(whole.take(self.sums(whole.shared)))
 
     def predict(self, batch: DeviceBatch) -> Any:
         """Computes the outputs of the global batch."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.models import as_keras_gives
 
         if "predict_step" in self.own:
             with use(self.context(batch, "predict_step")):
                 outputs = self.model.predict_step(as_keras_gives((batch.inputs, None, None)))
             return self.gather(outputs, len(batch.indices))
         with use(self.context(batch)) as context:
-            outputs = self.forward(self.model, batch.inputs, context, training=False)
+            outputs = self.forward(self.model, batch.inputs, training=False)
             return outputs if context is None else context.whole_outputs(outputs)
 
     def shard_pass(self, batch: DeviceBatch) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
         """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
         import keras
 
-        from kerasdp.backends.observer import added_losses_by_name, shard_outputs
+        from kerasdp.backends.observer import shard_outputs
         from kerasdp.portability.row_search import fixed_values
 
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
-            with use(self.context(batch)) as context, shard_outputs() as layers:
-                outputs = self.forward(self.model, batch.inputs, context, training=True)
+            with use(self.context(batch)) as context, shard_outputs(self.model) as layers:
+                outputs = self.forward(self.model, batch.inputs, training=True)
             whole = self.global_batch(batch, outputs, context, training=True)
             loss = whole.take(self.sums(whole.shared))
-            layers |= added_losses_by_name(self.model, len(layers))
         return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss
 
     def global_batch(

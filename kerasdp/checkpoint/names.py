@@ -14,10 +14,10 @@ from typing import Any
 
 import keras
 
+from kerasdp.keras_compat.layers import Parts, parts_of
 from kerasdp.keras_compat.models import compiled_metrics, made_by_compile
 from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
 from kerasdp.keras_compat.settings import without_tensorflow
-from kerasdp.keras_compat.tracking import Parts, parts_of
 
 GROUPS = ("model", "optimizer", "loss_scale", "optimizers", "metrics")
 # What stands behind the names of variables that cannot be told apart.

@@ -1,19 +1,16 @@
 """Reads what layers and variables of Keras hold."""
 
-import contextlib
+import dataclasses
 import functools
 import gc
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 from keras.src.backend.common import masking
+from keras.src.models.functional import Functional
 
-from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
-
-# The attribute of a layer that keeps the `call` which the user has bound to that one layer, or None.
-_OWN_CALL = "_kerasdp_own_call"
+from kerasdp.keras_compat.patches import wrap_for_good
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -66,24 +63,29 @@ def added_losses(layer: keras.layers.Layer) -> list[Any]:
     return layer._get_own_losses()
 
 
-def hook_add_loss(take: Callable[[keras.layers.Layer, Any, Callable[[Any], None]], None]) -> None:
+def hook_add_loss(take: Callable[[Callable[..., None], keras.layers.Layer, Any], None]) -> None:
     """Lets a function take what layers give to `add_loss`.
 
     Keras 3.15 collects the losses of layers in lists of theirs, and has no hook. The public method is wrapped once, for
-    good, as `take` asks a context variable.
+    good.
 
     Args:
-        take: gets the layer, the loss, and what Keras does with that.
+        take: gets Keras' method, the layer and the loss.
     """
+    wrap_for_good(keras.layers.Layer, "add_loss", take)
 
-    def taking(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def add_loss(layer: keras.layers.Layer, loss: Any) -> None:
-            take(layer, loss, functools.partial(original, layer))
 
-        return add_loss
+def hook_calls(make: Callable[..., Any]) -> None:
+    """Lets a function make the calls of all layers and models.
 
-    wrap_for_good(keras.layers.Layer, "add_loss", taking)
+    Keras 3.15: `Layer.__call__` leaves its call to the public `Operation.__call__`, once the arguments are converted,
+    and looks for an activity regularizer next. There is no hook, as torch's forward hooks. The method is wrapped once,
+    for good.
+
+    Args:
+        make: gets Keras' method, the layer (or another operation), and the arguments.
+    """
+    wrap_for_good(keras.Operation, "__call__", make)
 
 
 def become(layer: keras.layers.Layer, kind: type) -> None:
@@ -93,54 +95,6 @@ def become(layer: keras.layers.Layer, kind: type) -> None:
     Unneeded once Keras computes alike on all backends, or lets a layer be replaced in a built model.
     """
     layer.__class__ = kind
-
-
-def call_through(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
-    """Lets a function make the calls of one layer, for good; it gets the layer and the arguments, see `own_call`.
-
-    Bound to the instance: the class, by which a model is saved, stays. `copy.deepcopy` copies it, too. Keras 3.15 has
-    no hook of calls; unneeded once it has one, as torch's forward hooks.
-    """
-    if not hasattr(layer, _OWN_CALL):
-        object.__setattr__(layer, _OWN_CALL, vars(layer).get("call"))
-        object.__setattr__(layer, "call", types.MethodType(call, layer))
-
-
-def own_call(layer: keras.layers.Layer) -> Callable[..., Any]:
-    """Returns the `call` that a layer has without `call_through`: of its class, or what the user has bound to it."""
-    own: Callable[..., Any] | None = getattr(layer, _OWN_CALL, None)
-    return functools.partial(type(layer).call, layer) if own is None else own
-
-
-def wrapped_calls(
-    layers: Iterable[keras.layers.Layer], wrap: Callable[[keras.layers.Layer, Callable[..., Any]], Callable[..., Any]]
-) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which functions make the calls of some layers.
-
-    Keras 3.15 has no hook of calls, as `call_through` says.
-
-    Args:
-        layers: each once.
-        wrap: gets a layer and its `call`, which may be bound to it already, and gives the function of its arguments.
-    """
-    return replaced_in_each((layer, {"call": wrap(layer, layer.call)}) for layer in layers)
-
-
-def wrapped_regularizers(
-    layers: Iterable[keras.layers.Layer], wrap: Callable[[keras.layers.Layer, Any], Callable[[Any], Any]]
-) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which functions stand for the activity regularizers of some layers.
-
-    Keras 3.15: `Layer.__call__` gives what the public `activity_regularizer` makes of this replica's output to
-    `add_loss`; no hook before that. Unneeded once Keras regularizes the outputs of the global batch by itself.
-
-    Args:
-        layers: each once, with a regularizer.
-        wrap: gets a layer and its regularizer, and gives the function of an output.
-    """
-    return replaced_in_each(
-        (layer, {"activity_regularizer": wrap(layer, layer.activity_regularizer)}) for layer in layers
-    )
 
 
 def weight_penalties(model: keras.Model) -> list[Any]:
@@ -202,3 +156,78 @@ def is_of_keras(kind: type) -> bool:
     Keras 3.15: all of its classes are defined in `keras.src`. The public modules do not list those that a backend adds.
     """
     return kind.__module__.startswith("keras.src.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a layer holds itself, without what the layers within it hold.
+
+    Args:
+        in_order: layers of a functional or Sequential model, in the order of its graph.
+        other_layers: that it knows of by its attributes alone.
+        variables: each with the object that an attribute holds: itself, or the generator whose state it is.
+        metrics: that it knows of by its attributes.
+        attributes: by the `id` of an object, the attribute that holds it, with the place in lists and dictionaries.
+        optimizers: that its attributes hold, each with the attribute, as above.
+    """
+
+    in_order: list[keras.layers.Layer]
+    other_layers: list[keras.layers.Layer]
+    variables: list[tuple[keras.Variable, Any]]
+    metrics: list[keras.metrics.Metric]
+    attributes: dict[int, str]
+    optimizers: list[tuple[str, keras.optimizers.Optimizer]]
+
+
+def parts_of(layer: keras.layers.Layer) -> Parts:
+    """Returns what a layer holds itself.
+
+    Keras 3.15: `Layer._layers`, `_trainable_variables`, `_non_trainable_variables`, `_seed_generators`, `_metrics`:
+    what attributes hold, in the order in which they were set. That order may depend on the backend: on torch, models of
+    KerasHub 0.32 set attributes past Keras before their graph is made. `Functional._operations`, whose order is that of
+    the graph. No public way to see a layer's own ones.
+    """
+    in_order: list[Any] = []
+    if isinstance(layer, Functional):
+        in_order = [operation for operation in layer._operations if isinstance(operation, keras.layers.Layer)]
+    elif isinstance(layer, keras.Sequential):
+        in_order = layer.layers
+    known = {id(one) for one in in_order}
+    held = list(_held_by(layer))
+    attributes: dict[int, str] = {}
+    for path, value in held:
+        attributes.setdefault(id(value), path)
+    variables = [(one, one) for one in (*layer._trainable_variables, *layer._non_trainable_variables)]
+    return Parts(
+        in_order=in_order,
+        other_layers=[one for one in layer._layers if id(one) not in known],
+        variables=variables + [(generator.state, generator) for generator in layer._seed_generators],
+        metrics=list(layer._metrics),
+        attributes=attributes,
+        optimizers=[(path, value) for path, value in held if isinstance(value, keras.optimizers.Optimizer)],
+    )
+
+
+def _held_by(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
+    # On torch a module keeps the modules within it apart from its other attributes.
+    values = {**vars(layer), **vars(layer).get("_modules", {})}
+    for name in sorted(values.keys() - _bookkeeping(), key=lambda name: (name.startswith("_"), name)):
+        if not name.startswith("_self_"):  # TensorFlow's bookkeeping
+            yield from _within(name, values[name], ())
+
+
+def _within(path: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """Yields a value, or what lists and dictionaries hold at any depth; not sets, whose order is that of memory."""
+    if not isinstance(value, (list, tuple, dict)):
+        yield path, value
+    elif id(value) not in above:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in items:
+            yield from _within(f"{path}.{name}", inner, (*above, id(value)))
+
+
+@functools.cache
+def _bookkeeping() -> frozenset[str]:
+    """Returns the attributes that every layer has, and those in which models keep their graph."""
+    of_models = ("_functional", "_modules", "_operations", "_torch_params", "nnx_operations")
+    return frozenset({*dir(keras.layers.Layer()), *of_models})

@@ -1,9 +1,13 @@
-"""Reads what a Keras model knows of its graph and its outputs, and of what `compile` made."""
+"""Reads what a Keras model knows of its graph and its outputs, and of what `compile` made; takes part in its steps.
+
+Loss and metrics of `compile` can be computed of some rows of a batch. What user-defined steps do with optimizers and
+metrics goes through the run.
+"""
 
 import contextlib
-import contextvars
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,9 +16,17 @@ from keras.src import backend
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 
+from kerasdp.errors import RunError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.keras_compat.own_steps import HookedLoss
-from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrap_for_good, wrapped
+from kerasdp.keras_compat.optimizers import wrapped_apply
+from kerasdp.keras_compat.patches import (
+    current_step,
+    replaced,
+    replaced_in_each,
+    step_with,
+    wrap_for_good,
+    wrapped,
+)
 
 
 def as_functional(model: keras.Model) -> keras.Model | None:
@@ -115,16 +127,16 @@ def build_compiled(model: keras.Model, data: tuple[Any, Any, Any]) -> None:
     model._symbolic_build(data_batch=data)
 
 
-def methods_through(wraps: dict[str, Callable[[Any], Any]]) -> contextlib.AbstractContextManager[None]:
+def methods_through(others: dict[str, Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which methods of all models are others; `super()` of those that override them finds these.
 
     Keras 3.15: `Model` has `fit` and its like from the trainer of the backend; no hook. Unneeded where scripts call
     the runner's methods alone.
 
     Args:
-        wraps: by name of the method, a function that gets Keras' own and gives the one in its place.
+        others: by name of the method, a function that gets Keras' own, the model and the arguments.
     """
-    return wrapped(keras.Model, **wraps)
+    return wrapped(keras.Model, **others)
 
 
 def made_by_compile(model: keras.Model) -> tuple[Any, Any]:
@@ -166,8 +178,7 @@ def output_losses(model: keras.Model) -> list[keras.losses.Loss]:
 
     Keras 3.15: `CompileLoss._flat_losses`; the public `model.loss` is what the user wrote.
     """
-    losses = [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
-    return [loss.loss if isinstance(loss, HookedLoss) else loss for loss in losses]
+    return [each.loss for each in getattr(model._compile_loss, "_flat_losses", None) or ()]
 
 
 def loss_options(loss: keras.losses.Loss) -> dict[str, Any]:
@@ -299,10 +310,6 @@ def last_activation(symbol: Any) -> tuple[str, str | None]:
     return operation.name, name
 
 
-# By what the losses of single outputs are multiplied for their means; None outside of `losses_of_whole_batch`.
-_factor: contextvars.ContextVar[float | None] = contextvars.ContextVar("kerasdp_factor", default=None)
-
-
 def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
     """Lets a callback that watches a metric decide now whether less is better, if it has not yet.
 
@@ -313,30 +320,183 @@ def set_monitor_direction(callback: keras.callbacks.Callback) -> None:
         callback._set_monitor_op()
 
 
-@contextlib.contextmanager
-def losses_of_whole_batch(factor: float = 1.0) -> Iterator[None]:
+def losses_of_whole_batch(factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
     """Keeps Keras' losses from being divided by the number of replicas of a `tf.distribute` strategy.
 
     Keras 3.15: `scale_loss_for_distribution` and `unscale_loss_for_distribution` divide those that take a mean, not
     those that take a sum or are user-defined, so that no later factor could be right for all. They are wrapped once,
-    for good; the wrapper asks a context variable, since TensorFlow traces replicas in threads, in turns. No public way.
+    for good. No public way.
 
     `factor`: by which the losses of single outputs are multiplied for the means that Keras keeps of them.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         wrap_for_good(loss_module, name, functools.partial(_unless_whole_batch, name.startswith("unscale")))
-    token = _factor.set(factor)
+    return step_with(factor=factor)
+
+
+def _unless_whole_batch(is_for_means: bool, scale: Callable[[Any], Any], value: Any) -> Any:
+    factor = current_step().factor
+    if factor is None:
+        return scale(value)
+    return value * factor if is_for_means and factor != 1.0 else value
+
+
+STEPS = ("train_step", "test_step", "predict_step")
+
+
+def own_steps(model: keras.Model) -> set[str]:
+    """Returns which of train_step, test_step and predict_step the model's class overrides."""
+    return {name for name in STEPS if getattr(type(model), name) is not getattr(keras.Model, name)}
+
+
+def as_keras_gives(data: Any) -> Any:
+    """Returns inputs, targets and sample weights as Keras hands them to a step: without those that are None."""
+    return keras.utils.pack_x_y_sample_weight(*data)
+
+
+def has_call(model: keras.Model) -> bool:
+    """Returns whether a model can be called: one that has a `train_step` of its own may do without."""
+    return type(model).call is not keras.Model.call
+
+
+class _LossesOfThread(threading.local):
+    """A layer's list of losses, one for each thread: TensorFlow traces replicas in threads, in turns."""
+
+    def __init__(self) -> None:
+        self.own: list[Any] = []
+        self.extend, self.clear = self.own.extend, self.own.clear
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.own[place]
+
+
+def losses_by_thread(layers: Iterable[keras.layers.Layer]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which losses that layers add are kept by the thread that adds them.
+
+    Keras 3.15: they are in `Layer._losses`, of which are used `extend`, `clear` and a slice. No public way.
+    """
+    return replaced_in_each((layer, {"_losses": _LossesOfThread()}) for layer in layers)
+
+
+@contextlib.contextmanager
+def hooked_steps(
+    model: keras.Model,
+    apply: Callable[..., Any],
+    update_mean: Callable[..., Any],
+    result: Callable[[Callable[[], Any]], Any],
+) -> Iterator[None]:
+    """Exchanges what a user-defined step calls, until it is left.
+
+    Keras 3.15: user-defined steps call `Optimizer.apply` and metrics where they please; no hook of its own.
+
+    Args:
+        model: with the steps. `result` of its metrics is exchanged, and its layers' losses are kept by thread.
+        apply: is called in the place of `apply` of all optimizers, with that and its arguments.
+        update_mean: in the place of `keras.metrics.Mean.update_state`, likewise.
+        result: in the place of `result` of metrics, likewise.
+    """
+    with (
+        wrapped_apply(apply),
+        wrapped(keras.metrics.Mean, update_state=update_mean),
+        losses_by_thread(all_layers(model)),
+        replaced_in_each((metric, {"result": functools.partial(result, metric.result)}) for metric in model.metrics),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
+    """Gives a model its numbers, texts and truth values back that a step changes, past Keras, which would track them.
+
+    For a trial of a user-defined step, which may count its calls in an attribute; those of the class count on. Keras
+    3.15 copies no model together with its state.
+    """
+
+    def plain() -> dict[str, Any]:
+        return {key: value for key, value in vars(model).items() if isinstance(value, (bool, int, float, str))}
+
+    kept = plain()
     try:
         yield
     finally:
-        _factor.reset(token)
+        for key in plain().keys() - kept.keys():
+            object.__delattr__(model, key)
+        for key, value in kept.items():
+            object.__setattr__(model, key, value)
 
 
-def _unless_whole_batch(is_for_means: bool, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def scale(value: Any) -> Any:
-        factor = _factor.get()
-        if factor is None:
-            return original(value)
-        return value * factor if is_for_means and factor != 1.0 else value
+# Reduces a loss: called with the loss, targets, outputs and sample weights.
+Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 
-    return scale
+
+@contextlib.contextmanager
+def reducing_losses(reduce: Reduce) -> Iterator[None]:
+    """Has `reduce` called instead of losses, as of those of a compiled model; those that it calls itself are as ever.
+
+    Keras 3.15: `CompileLoss` pairs the losses with targets and outputs, and calls them. No hook: the public
+    `Loss.__call__` is wrapped, once, for good.
+    """
+    wrap_for_good(keras.losses.Loss, "__call__", _reduced)
+    try:
+        with step_with(reduce=reduce):
+            yield
+    except ValueError as error:
+        # Keras 3.16 raises another one in its place, with more words.
+        if isinstance(error.__cause__, RunError):
+            raise error.__cause__ from None
+        raise
+
+
+def _reduced(call: Callable[..., Any], loss: keras.losses.Loss, y_true: Any, y_pred: Any, weights: Any = None) -> Any:
+    reduce = current_step().reduce
+    if reduce is None:
+        return call(loss, y_true, y_pred, weights)
+    with step_with(reduce=None):
+        return reduce(loss, y_true, y_pred, weights)
+
+
+def compiled_variables(model: keras.Model) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """Returns the variables in which `compile` keeps the losses of single outputs, and those of its metrics.
+
+    Keras 3.15: `CompileLoss.metrics`, `CompileMetrics.metrics` of `Trainer._compile_loss`, `_compile_metrics`; the
+    public `model.metrics` walks through all layers, and does not tell which metrics are from where.
+    """
+    return _variables(model._compile_loss), _variables(model._compile_metrics)
+
+
+def _variables(compiled: Any) -> list[keras.Variable]:
+    metrics = [] if compiled is None else compiled.metrics
+    return [variable for metric in metrics for variable in metric.variables]
+
+
+def update_compiled_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: Any) -> None:
+    """Updates the metrics of `compile`.
+
+    Keras 3.15: `Trainer._compile_metrics`. The public `compute_metrics` also computes all results.
+    """
+    if model._compile_metrics is not None:
+        model._compile_metrics.update_state(targets, outputs, sample_weight)
+
+
+def metric_function(metric: keras.metrics.Metric) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Returns the function whose mean a metric is, and its arguments; None if it is no such mean.
+
+    Keras 3.15: `MeanMetricWrapper._fn` and `_fn_kwargs`; the public `get_config` has serialized ones.
+    """
+    return getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
+
+
+def is_metric_of_keras(function: Callable[..., Any]) -> bool:
+    """Returns whether a function is one of those that Keras' metrics take the mean of, of each row alone.
+
+    Keras 3.15: those of `keras.src.metrics`, as `sparse_categorical_accuracy`; the public module has classes alone.
+    """
+    return function.__module__.startswith("keras.src.metrics.")
+
+
+def of_same_rank(values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns values of a loss and weights, with one axis more or less where Keras does so.
+
+    Keras 3.15: `squeeze_or_expand_to_same_rank` of its losses, with which `reduce_weighted_values` begins. Not public.
+    """
+    return loss_module.squeeze_or_expand_to_same_rank(values, sample_weight)

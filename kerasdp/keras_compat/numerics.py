@@ -5,7 +5,7 @@ Crossentropies are the same functions of their arguments on all backends, and ta
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,11 +14,10 @@ from keras import ops
 from keras.src import backend
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.patches import wrapped
+from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 
 
-@contextlib.contextmanager
-def same_on_all_backends() -> Iterator[None]:
+def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     """Replaces the functions of the present backend that give other losses or gradients than those of the others.
 
     Keras 3.15: functions of `keras.src.backend.nn` and `.numpy` (3.16: `keras.src.backend.ops.nn`), which the public
@@ -28,11 +27,11 @@ def same_on_all_backends() -> Iterator[None]:
     Raises:
         UserError: if this Keras has them elsewhere.
     """
-    replacements = _REPLACEMENTS.get(keras.backend.backend(), {}).items()
-    with contextlib.ExitStack() as stack:
-        for (module, name), replace in replacements:
-            stack.enter_context(wrapped(_functions(module, name), **{name: replace}))
-        yield
+    others = _REPLACEMENTS.get(keras.backend.backend(), {}).items()
+    found = [(_functions(module, name), name, other) for (module, name), other in others]
+    return replaced_in_each(
+        (module, {name: in_place_of(getattr(module, name), other)}) for module, name, other in found
+    )
 
 
 def _functions(module: str, name: str) -> Any:
@@ -49,7 +48,10 @@ def _functions(module: str, name: str) -> Any:
     return found
 
 
-def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _zeros_where_all_is_masked(
+    original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None,
+    scale: Any = None, **options: Any,
+) -> Any:  # fmt: skip
     """Returns an attention that gives zeros for a query whose keys are all masked, as `keras.layers.Softmax` does.
 
     Elsewhere Keras gives such a query the mean of all values. Which of the two it is depends on the path: dropout leads
@@ -57,32 +59,23 @@ def _zeros_where_all_is_masked(original: Callable[..., Any]) -> Callable[..., An
     number to what is masked, with which its fused kernels (2.13) have wrong gradients for such a query: of the
     logarithm of the sum of exponentials, which they keep, all but that number is lost. So here nothing is masked of it.
     """
-
-    def attention(
-        query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, scale: Any = None, **options: Any
-    ) -> Any:
-        # Else Keras rounds it to float32 on TensorFlow.
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        compute = functools.partial(_in_float64 if _is_jax_in_float64(query) else original, query, key, value)
-        if mask is None:
-            return compute(bias=bias, mask=mask, scale=scale, **options)
-        mask = ops.cast(mask, "bool")
-        if options.pop("is_causal", False):
-            mask = ops.logical_and(mask, _causal_mask(query, key))
-        mask = ops.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(ops.shape(mask)))
-        is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))  # batch, heads, queries, 1
-        outputs = compute(bias=bias, mask=ops.logical_or(mask, is_empty), scale=scale, **options)
-        return ops.where(ops.transpose(is_empty, (0, 2, 1, 3)), ops.zeros_like(outputs), outputs)
-
-    return attention
+    # Else Keras rounds it to float32 on TensorFlow.
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    is_jax_in_float64 = keras.backend.backend() == "jax" and _is_float64(query)
+    compute = functools.partial(_in_float64 if is_jax_in_float64 else original, query, key, value)
+    if mask is None:
+        return compute(bias=bias, mask=mask, scale=scale, **options)
+    mask = ops.cast(mask, "bool")
+    if options.pop("is_causal", False):
+        mask = ops.logical_and(mask, _causal_mask(query, key))
+    mask = ops.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(ops.shape(mask)))
+    is_empty = ops.logical_not(ops.any(mask, axis=-1, keepdims=True))  # batch, heads, queries, 1
+    outputs = compute(bias=bias, mask=ops.logical_or(mask, is_empty), scale=scale, **options)
+    return ops.where(ops.transpose(is_empty, (0, 2, 1, 3)), ops.zeros_like(outputs), outputs)
 
 
 def _causal_mask(query: Any, key: Any) -> Any:
     return ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool"))
-
-
-def _is_jax_in_float64(tensor: Any) -> bool:
-    return keras.backend.backend() == "jax" and _is_float64(tensor)
 
 
 def _in_float64(
@@ -105,127 +98,90 @@ def _in_float64(
 # TensorFlow 2.21) than on the two others, whose gradients these have.
 
 
-def _absolute(original: Callable[..., Any]) -> Callable[..., Any]:
-    def absolute(x: Any) -> Any:
-        x = ops.convert_to_tensor(x)
-        return (
-            ops.sign(x) * x if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else original(x)
-        )
-
-    return absolute
+def _absolute(original: Callable[..., Any], x: Any) -> Any:
+    x = ops.convert_to_tensor(x)
+    return ops.sign(x) * x if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else original(x)
 
 
-def _leaky_relu(_: Callable[..., Any]) -> Callable[..., Any]:
-    def leaky_relu(x: Any, negative_slope: float = 0.2) -> Any:
-        x = ops.convert_to_tensor(x)
-        return ops.where(x > 0, x, negative_slope * x)
+def _leaky_relu(original: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
+    x = ops.convert_to_tensor(x)
+    # TensorFlow (2.21) has another slope only in float64, where it is one of float32.
+    is_alike = keras.backend.backend() == "tensorflow" and not _is_float64(x)
+    return original(x, negative_slope) if is_alike else ops.where(x > 0, x, negative_slope * x)
 
-    return leaky_relu
 
-
-def _selu(_: Callable[..., Any]) -> Callable[..., Any]:
+def _selu(_: Callable[..., Any], x: Any) -> Any:
     scale, alpha = 1.0507009873554805, 1.6732632423543772
-
-    def selu(x: Any) -> Any:
-        x = ops.convert_to_tensor(x)
-        return ops.where(x > 0, scale * x, scale * alpha * ops.expm1(_of_negative(x)))
-
-    return selu
+    x = ops.convert_to_tensor(x)
+    return ops.where(x > 0, scale * x, scale * alpha * ops.expm1(_of_negative(x)))
 
 
-def _celu(_: Callable[..., Any]) -> Callable[..., Any]:
-    def celu(x: Any, alpha: float = 1.0) -> Any:
-        x = ops.convert_to_tensor(x)
-        return ops.where(x > 0, x, alpha * ops.expm1(_of_negative(x) / alpha))
-
-    return celu
+def _celu(_: Callable[..., Any], x: Any, alpha: float = 1.0) -> Any:
+    x = ops.convert_to_tensor(x)
+    return ops.where(x > 0, x, alpha * ops.expm1(_of_negative(x) / alpha))
 
 
 def _of_negative(x: Any) -> Any:
     return ops.where(x > 0, ops.zeros_like(x), x)
 
 
-def _whole_at_bounds(original: Callable[..., Any]) -> Callable[..., Any]:
+def _whole_at_bounds(original: Callable[..., Any], x: Any, x_min: Any, x_max: Any) -> Any:
     """Returns a `clip` whose gradient is 1 where a number is exactly a bound."""
-
-    def clip(x: Any, x_min: Any, x_max: Any) -> Any:
-        x = ops.convert_to_tensor(x)  # of a variable: JAX (0.10) takes none for a tensor while it traces
-        clipped = original(x, x_min, x_max)
-        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(clipped.dtype)):
-            return clipped
-        return ops.where(ops.equal(clipped, x), x, clipped)
-
-    return clip
+    x = ops.convert_to_tensor(x)  # of a variable: JAX (0.10) takes none for a tensor while it traces
+    clipped = original(x, x_min, x_max)
+    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(clipped.dtype)):
+        return clipped
+    return ops.where(ops.equal(clipped, x), x, clipped)
 
 
-def _first_largest(original: Callable[..., Any]) -> Callable[..., Any]:
+def _first_largest(original: Callable[..., Any], x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
     """Returns the place of the first of the largest numbers, as on torch and in NumPy.
 
     On TensorFlow and JAX (on CPUs) Keras takes -0.0 for less than 0.0, by six operations on all numbers.
     """
-
-    def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
-        if axis is None or keepdims:
-            return original(x, axis=axis, keepdims=keepdims)
-        own, x = _functions("numpy", "argmax"), ops.convert_to_tensor(x)
-        return own.tf.argmax(x, axis, "int32") if hasattr(own, "tf") else own.jnp.argmax(x, axis)
-
-    return argmax
+    if axis is None or keepdims:
+        return original(x, axis=axis, keepdims=keepdims)
+    own, x = _functions("numpy", "argmax"), ops.convert_to_tensor(x)
+    return own.tf.argmax(x, axis, "int32") if hasattr(own, "tf") else own.jnp.argmax(x, axis)
 
 
-def _half_at_ties(original: Callable[..., Any]) -> Callable[..., Any]:
+def _half_at_ties(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
     """Returns a maximum or minimum whose gradient goes to both of two equal numbers, half to each."""
-
-    def of_two(x1: Any, x2: Any) -> Any:
-        larger = original(x1, x2)
-        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(larger.dtype)):
-            return larger
-        x1, x2 = (ops.cast(x, larger.dtype) for x in (x1, x2))
-        return ops.where(ops.equal(x1, x2), 0.5 * x1 + 0.5 * x2, larger)
-
-    return of_two
+    larger = original(x1, x2)
+    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(larger.dtype)):
+        return larger
+    x1, x2 = (ops.cast(x, larger.dtype) for x in (x1, x2))
+    return ops.where(ops.equal(x1, x2), 0.5 * x1 + 0.5 * x2, larger)
 
 
 # In float64, where TensorFlow (2.21) computes with constants of float32, or wholly in float32.
-def _exact_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gelu(x: Any, approximate: bool = True) -> Any:
-        x = ops.convert_to_tensor(x)
-        if not _is_float64(x):
-            return original(x, approximate)
-        if approximate:
-            return 0.5 * x * (1 + ops.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        return 0.5 * x * (1 + ops.erf(x / np.sqrt(2)))
-
-    return gelu
 
 
-def _exact_leaky_relu(original: Callable[..., Any]) -> Callable[..., Any]:
-    def leaky_relu(x: Any, negative_slope: float = 0.2) -> Any:
-        x = ops.convert_to_tensor(x)
-        return ops.where(x > 0, x, negative_slope * x) if _is_float64(x) else original(x, negative_slope)
+def _exact_gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
+    x = ops.convert_to_tensor(x)
+    if not _is_float64(x):
+        return original(x, approximate)
+    if approximate:
+        return 0.5 * x * (1 + ops.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + ops.erf(x / np.sqrt(2)))
 
-    return leaky_relu
 
-
-def _exact_resize(original: Callable[..., Any]) -> Callable[..., Any]:
+def _exact_resize(
+    original: Callable[..., Any], images: Any, size: tuple[int, int], interpolation: str = "bilinear",
+    antialias: bool = False, **choices: Any,
+) -> Any:  # fmt: skip
     """Returns a `resize` that interpolates linearly, the usual way, by a product with a matrix for each axis."""
-
-    def resize(
-        images: Any, size: tuple[int, int], interpolation: str = "bilinear", antialias: bool = False, **choices: Any
-    ) -> Any:
-        images = ops.convert_to_tensor(images)
-        is_first = (choices.get("data_format") or keras.config.image_data_format()) == "channels_first"
-        axes = (-2, -1) if is_first else (-3, -2)
-        is_usual = interpolation == "bilinear" and not antialias and None not in (images.shape[axis] for axis in axes)
-        is_usual &= not (choices.get("crop_to_aspect_ratio") or choices.get("pad_to_aspect_ratio"))
-        if not (is_usual and _is_float64(images)):
-            return original(images, size, interpolation, antialias, **choices)
-        for axis, length in zip(axes, size):
-            matrix = ops.convert_to_tensor(_interpolation(images.shape[axis], int(length)))
-            images = ops.moveaxis(ops.tensordot(images, matrix, [[axis], [1]]), -1, axis)
-        return images
-
-    return resize
+    images = ops.convert_to_tensor(images)
+    is_first = (choices.get("data_format") or keras.config.image_data_format()) == "channels_first"
+    axes = (-2, -1) if is_first else (-3, -2)
+    is_usual = interpolation == "bilinear" and not antialias and None not in (images.shape[axis] for axis in axes)
+    is_usual &= not (choices.get("crop_to_aspect_ratio") or choices.get("pad_to_aspect_ratio"))
+    if not (is_usual and _is_float64(images)):
+        return original(images, size, interpolation, antialias, **choices)
+    for axis, length in zip(axes, size):
+        matrix = ops.convert_to_tensor(_interpolation(images.shape[axis], int(length)))
+        images = ops.moveaxis(ops.tensordot(images, matrix, [[axis], [1]]), -1, axis)
+    return images
 
 
 def _interpolation(known: int, wanted: int) -> np.ndarray:
@@ -242,74 +198,64 @@ def _is_float64(tensor: Any) -> bool:
     return keras.backend.standardize_dtype(tensor.dtype) == "float64"
 
 
-def of_values(original: Callable[..., Any]) -> Callable[..., Any]:
+def of_values(original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
     """Returns a crossentropy of the values that it is given.
 
     On TensorFlow, Keras looks where they come from: if from a softmax or sigmoid, it takes the logits behind that, also
     with `from_logits=True`. On other backends it clips the probabilities, and the gradients of what is clipped are 0.
     """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, **axis: Any) -> Any:
-        return original(target, ops.copy(output), from_logits=from_logits, **axis)
-
-    return crossentropy
+    return original(target, ops.copy(output), from_logits=from_logits, **axis)
 
 
-def sparse_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
+def sparse_of_values(
+    original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
+) -> Any:
     """Returns the crossentropy of classes, of the values that it is given.
 
     On TensorFlow, Keras normalizes probabilities after it has clipped them, on other backends before: where the
     probability of the class is clipped, gradients are others.
     """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-        output = ops.copy(output)
-        if from_logits or axis not in (-1, len(output.shape) - 1):  # which Keras refuses
-            return original(target, output, from_logits=from_logits, axis=axis)
-        epsilon = keras.backend.epsilon()
-        target = ops.cast(target, "int32")
-        if len(target.shape) < len(output.shape):
-            target = ops.expand_dims(target, -1)
-        logs = ops.log(ops.clip(output / ops.sum(output, -1, keepdims=True), epsilon, 1 - epsilon))
-        return -ops.squeeze(ops.take_along_axis(logs, target, axis=-1), -1)
-
-    return crossentropy
+    output = ops.copy(output)
+    if from_logits or axis not in (-1, len(output.shape) - 1):  # which Keras refuses
+        return original(target, output, from_logits=from_logits, axis=axis)
+    epsilon = keras.backend.epsilon()
+    target = ops.cast(target, "int32")
+    if len(target.shape) < len(output.shape):
+        target = ops.expand_dims(target, -1)
+    logs = ops.log(ops.clip(output / ops.sum(output, -1, keepdims=True), epsilon, 1 - epsilon))
+    return -ops.squeeze(ops.take_along_axis(logs, target, axis=-1), -1)
 
 
-def sparse_of_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+def sparse_of_rows(
+    original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
+) -> Any:
     """Returns the crossentropy of classes, with one row for each pixel or token.
 
     On torch, Keras moves the axis of the classes to the second place: of probabilities the gradient then fails (2.13,
     CPU: "grad_input must be contiguous"), and of logits it takes copies of them, in another order.
     """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-        rank, shape = len(output.shape), tuple(output.shape[:-1])
-        if rank < 3 or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
-            return original(target, output, from_logits=from_logits, axis=axis)
-        rows = ops.reshape(target, (-1,)), ops.reshape(output, (-1, output.shape[-1]))
-        return ops.reshape(original(*rows, from_logits=from_logits), shape)
-
-    return crossentropy
+    rank, shape = len(output.shape), tuple(output.shape[:-1])
+    if rank < 3 or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
+        return original(target, output, from_logits=from_logits, axis=axis)
+    rows = ops.reshape(target, (-1,)), ops.reshape(output, (-1, output.shape[-1]))
+    return ops.reshape(original(*rows, from_logits=from_logits), shape)
 
 
-def sparse_by_place(original: Callable[..., Any]) -> Callable[..., Any]:
+def sparse_by_place(
+    original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
+) -> Any:
     """Returns the crossentropy of classes that looks the logit of the class up.
 
     On JAX, Keras multiplies all logarithms by one-hot targets, which of a large vocabulary takes time and memory.
     """
-
-    def crossentropy(target: Any, output: Any, from_logits: bool = False, axis: int = -1) -> Any:
-        rank, shape = len(output.shape), tuple(output.shape[:-1])
-        if not from_logits or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
-            return original(target, output, from_logits=from_logits, axis=axis)
-        places = ops.reshape(ops.cast(target, "int32"), (*shape, 1))
-        return ops.logsumexp(output, axis=-1) - ops.squeeze(ops.take_along_axis(output, places, axis=-1), -1)
-
-    return crossentropy
+    rank, shape = len(output.shape), tuple(output.shape[:-1])
+    if not from_logits or axis not in (-1, rank - 1) or tuple(target.shape) not in (shape, (*shape, 1)):
+        return original(target, output, from_logits=from_logits, axis=axis)
+    places = ops.reshape(ops.cast(target, "int32"), (*shape, 1))
+    return ops.logsumexp(output, axis=-1) - ops.squeeze(ops.take_along_axis(output, places, axis=-1), -1)
 
 
-_REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+_REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "tensorflow": {
         ("nn", "categorical_crossentropy"): of_values,
         ("nn", "binary_crossentropy"): of_values,
@@ -321,7 +267,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[[Callable[..., Any]], Ca
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
         ("nn", "gelu"): _exact_gelu,
-        ("nn", "leaky_relu"): _exact_leaky_relu,
+        ("nn", "leaky_relu"): _leaky_relu,
         ("image", "resize"): _exact_resize,
     },
     "torch": {

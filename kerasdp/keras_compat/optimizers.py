@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat.patches import replaced, replaced_in_each, wrapped
+from kerasdp.keras_compat.patches import in_place_of, replaced, replaced_in_each, wrapped
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -152,7 +152,7 @@ def copy_decay_exclusions(optimizer: Any, to: Any) -> None:
     vars(inner_optimizer(to)).update(excluded)
 
 
-def wrapped_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
+def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers apply gradients by another method.
 
     Keras 3.15: user-defined steps call the public `apply` of whatever optimizer they have; no hook before it.
@@ -160,10 +160,10 @@ def wrapped_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> c
     optimizers is a class of the backend's, which has none.
 
     Args:
-        wrap: gets `apply` of a class, and gives the method in its place.
+        apply: gets Keras' method, the optimizer and the arguments.
     """
     kinds = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
-    return replaced_in_each((kind, {"apply": wrap(kind.apply)}) for kind in kinds)
+    return replaced_in_each((kind, {"apply": in_place_of(kind.apply, apply)}) for kind in kinds)
 
 
 def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
@@ -172,10 +172,7 @@ def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
     Keras 3.15: `_all_reduce_sum_gradients` comes too late: clipping and loss scaling would see one replica's gradients.
     No public switch. Of the class, since a callback of `fit` evaluates within it.
     """
-
-    def as_they_are(_: Any) -> Any:
-        return lambda optimizer, gradients_and_variables: gradients_and_variables
-
+    as_they_are: Callable[..., Any] = lambda _, optimizer, gradients_and_variables: gradients_and_variables  # noqa: E731
     return wrapped(keras.optimizers.Optimizer, _all_reduce_sum_gradients=as_they_are)
 
 

@@ -1,9 +1,60 @@
-"""Replaces attributes of classes, objects and modules that are not the kit's: the one way to do it, and to undo it."""
+"""Replaces attributes of classes, objects and modules that are not the kit's: the one way to do it, and to undo it.
+
+What is replaced for good asks `current_step` each time what to do.
+"""
 
 import contextlib
+import contextvars
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Step(NamedTuple):
+    """What runs in this thread: which pass of which replica, and who takes part in it.
+
+    Attributes:
+        replica: `kerasdp.portability.replica_context.ReplicaContext`; None outside of a step, or with a single replica.
+        share: `kerasdp.portability.own_steps.Share`, in a user-defined step on several replicas.
+        drawing: what draws random numbers: see `kerasdp.portability.random.portable_draws`.
+        kept: by `id`, the variables whose new values a step of jax keeps; None elsewhere, where all are kept.
+        weight: whose initial values are being drawn: see `kerasdp.portability.initial_weights`.
+        reduce: computes the losses of `compile` in their place: see `kerasdp.keras_compat.models.reducing_losses`.
+        factor: by which the losses of single outputs are multiplied for their means: see `losses_of_whole_batch` in
+            `kerasdp.keras_compat.models`.
+        record: takes each layer and what it gives.
+    """
+
+    replica: Any = None
+    share: Any = None
+    drawing: Any = None
+    kept: set[int] | None = None
+    weight: Any = None
+    reduce: Callable[..., Any] | None = None
+    factor: float | None = None
+    record: Callable[[Any, Any], None] | None = None
+
+
+_NOTHING = Step()
+# A context variable, not a global, nor functions that are swapped and restored: TensorFlow traces each replica in a
+# thread of its own, in turns.
+_step: contextvars.ContextVar[Step] = contextvars.ContextVar("kerasdp_step", default=_NOTHING)
+
+
+def current_step() -> Step:
+    """Returns what runs in this thread."""
+    return _step.get()
+
+
+@contextlib.contextmanager
+def step_with(**values: Any) -> Iterator[None]:
+    """Returns the context in which the current step has other values, by the names of `Step`."""
+    token = _step.set(_step.get()._replace(**values))
+    try:
+        yield
+    finally:
+        _step.reset(token)
 
 
 @contextlib.contextmanager
@@ -44,14 +95,26 @@ def replaced_in_each(owners: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterato
         yield
 
 
-def wrapped(owner: Any, **wraps: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which methods are others, made of those that there are; what is nested goes through both.
+def in_place_of(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls another function in the place of `function`, which that gets before the arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return other(function, *args, **kwargs)
+
+    return call
+
+
+def wrapped(owner: Any, **others: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which other functions are called in the place of those that there are: `in_place_of`.
+
+    What is nested goes through both.
 
     Args:
         owner: as in `replaced`.
-        **wraps: by name, a function that gets the method and gives the one in its place.
+        **others: by the name of the attribute.
     """
-    return replaced(owner, **{name: wrap(getattr(owner, name)) for name, wrap in wraps.items()})
+    return replaced(owner, **{name: in_place_of(getattr(owner, name), other) for name, other in others.items()})
 
 
 def original(function: Any) -> Any:
@@ -65,12 +128,12 @@ def standing_for(function: Callable[..., Any], replacement: Any) -> Any:
     return replacement
 
 
-def wrap_for_good(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Wraps a function of a class or a module once, for as long as the process lasts.
+def wrap_for_good(owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """Wraps a function of a class or a module once, as `wrapped` does, for as long as the process lasts.
 
-    For what asks a context variable each time: TensorFlow traces replicas in threads, in turns, so that what one of
-    them put back would be missing to another.
+    For what asks `current_step`: TensorFlow traces replicas in threads, in turns, so that what one of them put back
+    would be missing to another.
     """
     found = getattr(owner, name)
     if original(found) is found:
-        setattr(owner, name, standing_for(found, wrap(found)))
+        setattr(owner, name, standing_for(found, in_place_of(found, other)))

@@ -11,7 +11,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import draw_seed
 
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.keras_compat.patches import original, replaced, replaced_in_each, standing_for, wrap_for_good
+from kerasdp.keras_compat.patches import in_place_of, original, replaced, replaced_in_each, standing_for, wrap_for_good
 
 
 def next_seed(seed: Any) -> Any:
@@ -54,17 +54,34 @@ def given_seed_generator(layer: keras.layers.Layer) -> keras.random.SeedGenerato
     return getattr(layer, _GENERATOR, None)
 
 
-def wrap_draws(kinds: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+# The attribute of a layer that `draw_portably` sets.
+_DRAWS_PORTABLY = "_kerasdp_draws_portably"
+
+
+def draw_portably(layer: keras.layers.Layer) -> None:
+    """Marks a layer whose draws are to be portable, for good.
+
+    Past Keras (3.15), which would track the attribute of a built layer. `copy.deepcopy` copies it, too.
+    """
+    object.__setattr__(layer, _DRAWS_PORTABLY, True)
+
+
+def draws_portably(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer is marked by `draw_portably`."""
+    return _DRAWS_PORTABLY in vars(layer)
+
+
+def wrap_draws(kinds: tuple[str, ...], draw: Callable[..., Any]) -> None:
     """Wraps functions by which `keras.random` and all of Keras' layers draw, once and for the whole process.
 
     Keras 3.15: the functions of `keras.src.backend.random`, which are looked up there in each call. No public way.
 
     Args:
         kinds: names of functions of `keras.random`.
-        wrap: gets a name and Keras' function, and gives the one to be called in its place.
+        draw: is called in their place, with the name, Keras' function and its arguments.
     """
     for kind in kinds:
-        wrap_for_good(keras_random, kind, functools.partial(wrap, kind))
+        wrap_for_good(keras_random, kind, functools.partial(draw, kind))
 
 
 class WeightHooks(Protocol):
@@ -108,12 +125,9 @@ def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[No
         own_seed = kwargs.pop("seed", own_seed)
         make_generator(generator, hooks.make_seed() if own_seed is None else own_seed, *args, **kwargs)
 
-    def drawing_for(call: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(initializer: Any, shape: Any, dtype: Any = None) -> Any:
-            dtype = keras.backend.standardize_dtype(dtype)
-            return hooks.draw(initializer, shape, dtype) if _is_floating(dtype) else call(initializer, shape, dtype)
-
-        return draw
+    def draw(call: Callable[..., Any], initializer: Any, shape: Any, dtype: Any = None) -> Any:
+        dtype = keras.backend.standardize_dtype(dtype)
+        return hooks.draw(initializer, shape, dtype) if _is_floating(dtype) else call(initializer, shape, dtype)
 
     def make_default_seed() -> int:
         return hooks.make_default_seed()
@@ -124,7 +138,7 @@ def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[No
         (layer_class, "add_weight", add_weight),
         (seed_class, "__init__", init),
         (keras_random, "make_default_seed", make_default_seed),
-        *((kind, "__call__", drawing_for(original(kind.__call__))) for kind in drawing),
+        *((kind, "__call__", in_place_of(original(kind.__call__), draw)) for kind in drawing),
     ]
     return replaced_in_each((owner, {name: standing_for(getattr(owner, name), new)}) for owner, name, new in exchanged)
 

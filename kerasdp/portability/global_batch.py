@@ -15,8 +15,16 @@ from keras import ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import mask_of, with_mask
-from kerasdp.keras_compat.models import compiled_loss, compute_loss, losses_of_whole_batch, update_loss_metric
-from kerasdp.keras_compat.own_steps import compiled_variables, of_same_rank, reducing_losses, update_compiled_metrics
+from kerasdp.keras_compat.models import (
+    compiled_loss,
+    compiled_variables,
+    compute_loss,
+    losses_of_whole_batch,
+    of_same_rank,
+    reducing_losses,
+    update_compiled_metrics,
+    update_loss_metric,
+)
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.reduction import are_sums_over_rows, is_sum_over_rows, require_values
 from kerasdp.portability.replica_context import ReplicaContext
@@ -157,7 +165,7 @@ class GlobalBatch:
         with (
             keras.StatelessScope(_zeros(variables)) as scope,
             losses_of_whole_batch(factor),
-            reducing_losses(self.model, self._share_of_loss),
+            reducing_losses(self._share_of_loss),
         ):
             loss = None if compiled is None else compiled(own.targets, own.outputs, own.sample_weight)
         self._share_changes("losses", variables, scope)

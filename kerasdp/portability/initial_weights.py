@@ -5,7 +5,6 @@ Here they are drawn in NumPy, from the distribution of the layer's own initializ
 """
 
 import contextlib
-import contextvars
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import keras
 import numpy as np
 
 from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.keras_compat.random import creating_weights, has_drawn_seed, seed_of, seeded
 from kerasdp.portability import random as random_numbers
 
@@ -33,9 +33,6 @@ class _Weight(NamedTuple):
     key: list[int]
     key_within: list[int]
     indices: Iterator[int]
-
-
-_current: contextvars.ContextVar[_Weight | None] = contextvars.ContextVar("kerasdp_weight", default=None)
 
 
 class WeightNumbering:
@@ -77,18 +74,14 @@ class WeightNumbering:
         def draw_values(shape: Any, dtype: Any = None, **_: Any) -> Any:
             # Drawn once more, as Keras does for a weight that is made in a trace, it is the same.
             weight = within._replace(indices=itertools.count())
-            token = _current.set(weight)
-            try:
-                with self.portable_draws(), _seeded(weight):
-                    return initializer(shape, dtype=dtype)
-            finally:
-                _current.reset(token)
+            with step_with(weight=weight), self.portable_draws(), _seeded(weight):
+                return initializer(shape, dtype=dtype)
 
         return draw_values
 
     def draw(self, initializer: Any, shape: Any, dtype: str) -> Any:
         """Draws what one of Keras' random initializers is asked for, by `add_weight` or by anybody."""
-        weight = _current.get()
+        weight = current_step().weight
         if weight is None:
             key = self._key_of(initializer, self._next_key(_OUTSIDE))
         elif weight.initializer is initializer:
@@ -110,7 +103,7 @@ class WeightNumbering:
         return random_numbers.portable_draws("an initializer", unseeded=self._unseeded_words)
 
     def _unseeded_words(self) -> tuple[int, int]:
-        weight = _current.get()
+        weight = current_step().weight
         key = self._next_key(_UNSEEDED) if weight is None else [*weight.key_within, next(weight.indices), _UNSEEDED]
         first, second = np.random.RandomState(key).randint(-(2**31), 2**31 - 1, 2)
         return int(first), int(second)

@@ -12,7 +12,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.saving import saved_as_keras
 from kerasdp.portability import random as random_numbers
 from kerasdp.portability import replica_context
-from kerasdp.portability.row_axes import FIRST
+from kerasdp.portability.replica_context import FIRST
 
 __all__ = ["BatchNormalization", "Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"]
 
@@ -68,7 +68,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         mean, variance, moving = self._statistics(x, mask, None if whole_batch else context)
         if moving is not None:
-            self._move(*moving)
+            self.move(*moving)
         scale = ops.rsqrt(variance + self.epsilon)
         if self.scale:
             scale = scale * self._along_channels(ops.cast(self.gamma, x.dtype))
@@ -76,12 +76,6 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if self.center:
             outputs = outputs + self._spread(self._along_channels(ops.cast(self.beta, x.dtype)), x)
         return ops.cast(outputs, self.compute_dtype)
-
-    def move_together(self, sums: Any) -> None:
-        """Moves the moving statistics by those of all replicas: the sums of what these left in `moving`."""
-        count, total, squares = (sums[place] for place in range(3))
-        count = ops.maximum(count, 1.0)
-        self._move(total / count, squares / count)
 
     def _has_fused_kernel(self, inputs: Any, context: replica_context.ReplicaContext | None) -> bool:
         """Returns whether the backend has a fused kernel for these statistics."""
@@ -111,14 +105,15 @@ class BatchNormalization(keras.layers.BatchNormalization):
             }
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
         if context is None or context.moving is None or together:
-            self._move(mean, variance)
+            self.move(mean, variance)
         else:
             count = self._count(inputs, mean.dtype)
             sums = ops.stack([ops.broadcast_to(count, ops.shape(mean)), count * mean, count * variance])
             context.moving.append((self, sums))
         return ops.cast(outputs, self.compute_dtype)
 
-    def _move(self, mean: Any, variance: Any) -> None:
+    def move(self, mean: Any, variance: Any) -> None:
+        """Moves the moving statistics by those of a batch."""
         for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
             variable.assign(variable * self.momentum + ops.cast(value, variable.dtype) * (1.0 - self.momentum))
 
@@ -244,12 +239,21 @@ def move_together(moving: list[tuple[Any, Any]], packed: Any) -> None:
     first = 0
     for layer, sums in moving:
         size = 3 * sums.shape[1]
-        layer.move_together(ops.reshape(packed[first : first + size], (3, -1)))
+        own = ops.reshape(packed[first : first + size], (3, -1))
+        count = ops.maximum(own[0], 1.0)
+        layer.move(own[1] / count, own[2] / count)
         first += size
 
 
+class _DrawsPortably(keras.layers.Layer):
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
+        with random_numbers.portable_draws(f"layer {self.name}", inputs):
+            return super().call(inputs, training)
+
+
 @saved_as_keras
-class Dropout(keras.layers.Dropout):
+class Dropout(_DrawsPortably, keras.layers.Dropout):
     """Keras' dropout with a portable mask (Srivastava et al. 2014, JMLR 15:1929).
 
     The mask is a pure function of the layer's seed, of how often the layer was called in training (which is part of the
@@ -257,36 +261,20 @@ class Dropout(keras.layers.Dropout):
     count. Arguments and config are Keras' own; `noise_shape` may have None for axes of the inputs.
     """
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        """Drops units in training, and scales the others by `1 / (1 - rate)`."""
-        if not training or self.rate == 0:
-            return inputs
-        return random_numbers.dropout(inputs, self.rate, self._mask_shape(inputs), self.seed_generator)
 
-    def _mask_shape(self, inputs: Any) -> Any:
-        return self.noise_shape
+@saved_as_keras
+class SpatialDropout1D(_DrawsPortably, keras.layers.SpatialDropout1D):
+    """`keras.layers.SpatialDropout1D` with a portable mask; see `Dropout`.
 
-
-class _SpatialMask:
-    """One number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280)."""
-
-    call = Dropout.call
-    _get_noise_shape: Callable[[Any], tuple[Any, ...]]  # of Keras' layer
-
-    def _mask_shape(self, inputs: Any) -> Any:
-        return None, *self._get_noise_shape(inputs)[1:]
+    It has one number for a whole feature map (Tompson et al. 2015, arXiv:1411.4280).
+    """
 
 
 @saved_as_keras
-class SpatialDropout1D(_SpatialMask, keras.layers.SpatialDropout1D):
-    """`keras.layers.SpatialDropout1D` with a portable mask; see `Dropout`."""
-
-
-@saved_as_keras
-class SpatialDropout2D(_SpatialMask, keras.layers.SpatialDropout2D):
+class SpatialDropout2D(_DrawsPortably, keras.layers.SpatialDropout2D):
     """`keras.layers.SpatialDropout2D` with a portable mask; see `Dropout`."""
 
 
 @saved_as_keras
-class SpatialDropout3D(_SpatialMask, keras.layers.SpatialDropout3D):
+class SpatialDropout3D(_DrawsPortably, keras.layers.SpatialDropout3D):
     """`keras.layers.SpatialDropout3D` with a portable mask; see `Dropout`."""

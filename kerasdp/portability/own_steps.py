@@ -6,9 +6,7 @@ over rows. Before that a step is tried on a few rows, to see what it does; the t
 """
 
 import contextlib
-import contextvars
 import dataclasses
-import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -17,13 +15,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from kerasdp.keras_compat.models import losses_of_whole_batch
-from kerasdp.keras_compat.own_steps import as_keras_gives, hooked_steps, plain_attributes_kept
+from kerasdp.keras_compat.models import as_keras_gives, hooked_steps, losses_of_whole_batch, plain_attributes_kept
+from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.portability import replica_context
-from kerasdp.portability.added_losses import keep
+from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.random import UNNAMED, portable_draws
-from kerasdp.portability.replica_context import use
-from kerasdp.portability.row_axes import RowAxes
+from kerasdp.portability.replica_context import RowAxes, use
 from kerasdp.portability.row_search import Whole, find_row_axes_of, fixed_values, rows_of, trial_context
 
 Tensor = Any
@@ -38,8 +35,8 @@ class Share:
     Args:
         rows: of this replica.
         total_rows: of all.
-        add_up: sums each of these tensors over the replicas.
         build: builds an optimizer once for all replicas.
+        add_up: sums each of these tensors over the replicas.
         is_trial: whether this step is only to be looked at: no optimizer changes anything.
         found: in a trial, by name: the gradients that reached an optimizer, and by how much metrics' variables changed,
             of the global batch.
@@ -48,16 +45,11 @@ class Share:
 
     rows: int
     total_rows: int
-    add_up: Callable[[list[Tensor]], list[Tensor]]
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None]
+    add_up: Callable[[list[Tensor]], list[Tensor]] = list  # of a replica that has all rows
     is_trial: bool = False
     found: list[Found] = dataclasses.field(default_factory=list)
     results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def of_trial(cls, rows: int, build: Callable[[keras.optimizers.Optimizer, list[Any]], None]) -> "Share":
-        """Returns the share of a trial that has all rows of its batch."""
-        return cls(rows=rows, total_rows=rows, add_up=list, build=build, is_trial=True)
 
     def of_all(self, tensors: list[Tensor | None], weight: float = 1.0) -> list[Tensor | None]:
         """Sums tensors over the replicas; a replica without rows of its own adds nothing. None stays None."""
@@ -71,30 +63,17 @@ class Share:
         return self.of_all(tensors, self.rows / self.total_rows)
 
 
-# A context variable, not a global: TensorFlow traces each replica in a thread of its own.
-_current: contextvars.ContextVar[Share | None] = contextvars.ContextVar("kerasdp_share", default=None)
-
-
 @contextlib.contextmanager
-def _use(share: Share | None) -> Iterator[None]:
-    token = _current.set(share)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-@contextlib.contextmanager
-def joined_steps(model: keras.Model) -> Iterator[None]:
+def join_steps(model: keras.Model) -> Iterator[None]:
     """Lets optimizers and metrics ask the `Share` of the step that calls them, until it is left."""
     clipping = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
-    hooks = hooked_steps(model, _joining_apply, _weighing_update, _remembered_result)
+    hooks = hooked_steps(model, _apply_means, _update_by_rows, _remember_result)
     with hooks, clipping.clipping_means(_means_of_clipped):
         yield
 
 
 def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any]:
-    """Runs a step within `joined_steps`, and returns its logs for the global batch.
+    """Runs a step within `join_steps`, and returns its logs for the global batch.
 
     Args:
         model: whose metrics the step updates.
@@ -104,7 +83,7 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     """
     variables = model.metrics_variables
     before = [ops.copy(variable) for variable in variables]
-    with _use(share):
+    with step_with(share=share):
         logs = getattr(model, name)(as_keras_gives(data))
     changes = share.of_all([variable - value for variable, value in zip(variables, before)])
     if share.is_trial:
@@ -112,7 +91,11 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
         return logs
     for variable, value, change in zip(variables, before, changes):
         variable.assign(value + change)
-    found = [(value, _result_of(share, value)) for value in keras.tree.flatten(logs)]
+    # A value that a metric gave is computed again; others are averaged.
+    found = [
+        (value, next((again for known, again in share.results if known is value), None))
+        for value in keras.tree.flatten(logs)
+    ]
     means = iter(share.mean([value for value, again in found if again is None]))
     return keras.tree.pack_sequence_as(logs, [next(means) if again is None else again() for _, again in found])
 
@@ -126,7 +109,7 @@ def run_on_shard(
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
     is_trial: bool = False,
 ) -> tuple[dict[str, Any], list[Found]]:
-    """Runs a step on a replica's shard of a batch, within `joined_steps`.
+    """Runs a step on a replica's shard of a batch, within `join_steps`.
 
     Args:
         model: of the user.
@@ -149,63 +132,46 @@ def run_on_shard(
     return logs, share.found
 
 
-def _result_of(share: Share, value: Any) -> Callable[[], Any] | None:
-    """Returns a function that recomputes a logged value, if a metric produced it; else None."""
-    return next((again for found, again in share.results if found is value), None)
-
-
 def _means_of_clipped(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Averages gradients that a step is about to clip; when they reach the optimizer, their mean is the same."""
-    share = _current.get()
+    share = current_step().share
     return gradients if share is None else share.mean(gradients)
 
 
-def _joining_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        share = _current.get()
-        if share is None:
-            return original(optimizer, grads, trainable_variables)
-        if keras.backend.backend() == "tensorflow":
-            grads = importlib.import_module("kerasdp.backends.tensorflow.train_step").dense(list(grads))
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            if not optimizer.built:
-                share.build(optimizer, trainable_variables)
-        if share.is_trial:
-            names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
-            means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
-            share.found += [(f"gradient of {name}", mean) for name, mean in means]
-            return None
-        with _use(None):  # a LossScaleOptimizer has another one apply them
-            return original(optimizer, share.mean(list(grads)), trainable_variables)
-
-    return apply
+def _apply_means(apply: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    share = current_step().share
+    if share is None:
+        return apply(optimizer, grads, trainable_variables)
+    if keras.backend.backend() == "tensorflow":
+        grads = importlib.import_module("kerasdp.backends.tensorflow.train_step").dense(list(grads))
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+        if not optimizer.built:
+            share.build(optimizer, trainable_variables)
+    if share.is_trial:
+        names = [getattr(variable, "path", variable.name) for variable in trainable_variables or ()]
+        means = zip(names or itertools.repeat(optimizer.name), share.mean(list(grads)))
+        share.found += [(f"gradient of {name}", mean) for name, mean in means]
+        return None
+    with step_with(share=None):  # a LossScaleOptimizer has another one apply them
+        return apply(optimizer, share.mean(list(grads)), trainable_variables)
 
 
-def _weighing_update(original: Callable[..., Any]) -> Callable[..., Any]:
+def _update_by_rows(update: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None) -> Any:
     """A mean of numbers, each of a step, takes each replica's by its rows; one of rows has as many as there are."""
-
-    @functools.wraps(original)
-    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-        share = _current.get()
-        if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
-            sample_weight = share.rows / share.total_rows
-        return original(metric, values, sample_weight)
-
-    return update_state
+    share = current_step().share
+    if share is not None and sample_weight is None and not len(ops.shape(ops.convert_to_tensor(values))):
+        sample_weight = share.rows / share.total_rows
+    return update(metric, values, sample_weight)
 
 
-def _remembered_result(metric: keras.metrics.Metric, original: Callable[[], Any]) -> Callable[[], Any]:
-    def result() -> Any:
-        value, share = original(), _current.get()
-        if share is not None and isinstance(value, dict):
-            share.results += [(leaf, lambda name=name: original()[name]) for name, leaf in value.items()]  # type: ignore[misc]
-        elif share is not None:
-            share.results.append((value, original))
-        return value
-
-    return result
+def _remember_result(result: Callable[[], Any]) -> Any:
+    value, share = result(), current_step().share
+    if share is not None and isinstance(value, dict):
+        share.results += [(leaf, lambda name=name: result()[name]) for name, leaf in value.items()]
+    elif share is not None:
+        share.results.append((value, result))
+    return value
 
 
 def find_rows_of_step(
@@ -237,17 +203,18 @@ def find_rows_of_step(
 
         def trial() -> None:
             context = trial_context(left.pop() if left else Whole(), rows, keep)
+            share = Share(rows=context.num_rows, total_rows=context.num_rows, build=build, is_trial=True)
             with use(context), portable_draws(UNNAMED):
-                run(model, name, rows_of(data, rows), Share.of_trial(rows.stop - rows.start, build))
+                run(model, name, rows_of(data, rows), share)
 
-        with changing_nothing(model):
+        with leave_unchanged(model):
             in_replicas(trial)
 
     find_row_axes_of(model, name, call, will_be_checked)
 
 
 @contextlib.contextmanager
-def changing_nothing(model: keras.Model) -> Iterator[None]:
+def leave_unchanged(model: keras.Model) -> Iterator[None]:
     """Returns the context of steps that are only looked at: afterwards the model is what it was.
 
     Weights, and plain attributes (a counter of steps, say); metrics are as at the begin of an epoch.
@@ -255,7 +222,7 @@ def changing_nothing(model: keras.Model) -> Iterator[None]:
     model.reset_metrics()
     values = fixed_values(model)
     try:
-        with plain_attributes_kept(model), joined_steps(model):
+        with plain_attributes_kept(model), join_steps(model):
             yield
     finally:
         model.reset_metrics()
@@ -265,13 +232,13 @@ def changing_nothing(model: keras.Model) -> Iterator[None]:
                 variable.value.grad = None
 
 
-def found_in_whole_step(
+def try_whole_step(
     model: keras.Model,
     data: tuple[Any, Any, Any],
     in_replicas: Callable[[Callable[[], None]], None],
     build: Callable[[keras.optimizers.Optimizer, list[Any]], None],
 ) -> list[Found]:
-    """Runs a model's own `train_step` on a whole batch, without an update, within `changing_nothing`.
+    """Runs a model's own `train_step` on a whole batch, without an update, within `leave_unchanged`.
 
     Args:
         model: as in `find_rows_of_step`; so are `data`, of any number of rows, `in_replicas` and `build`.
@@ -283,7 +250,8 @@ def found_in_whole_step(
 
     def trial() -> None:
         tensors = rows_of(data, slice(None))
-        share = Share.of_trial(len(keras.tree.flatten(tensors)[0]), build)
+        num_rows = len(keras.tree.flatten(tensors)[0])
+        share = Share(rows=num_rows, total_rows=num_rows, build=build, is_trial=True)
         with portable_draws(UNNAMED), losses_of_whole_batch():
             run(model, "train_step", tensors, share)
         found.append(share.found)

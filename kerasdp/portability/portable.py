@@ -15,15 +15,13 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import (
     all_layers,
     become,
-    call_through,
     has_seed_generators,
     has_weights_of_its_own,
-    own_call,
 )
-from kerasdp.keras_compat.own_steps import has_call
-from kerasdp.keras_compat.random import give_seed_generator, given_seed_generator, share_initializers
+from kerasdp.keras_compat.models import has_call
+from kerasdp.keras_compat.random import draw_portably, give_seed_generator, share_initializers
 from kerasdp.portability import initial_weights, layers
-from kerasdp.portability import random as random_numbers
+from kerasdp.portability.layer_calls import hook_layers
 
 # Keras' classes only: a user-defined subclass may do anything in its `call`.
 _REPLACEMENTS = {
@@ -69,13 +67,14 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
             f"layer {unbuilt[0]} of {model.name} has no weights yet, and {model.name} has no call() to make them: "
             "begin it with keras.Input, or call its build"
         )
+    hook_layers()
     for layer in all_layers(model):
         if not has_seed_generators(layer) and _draws_without_seed(cast(Any, type(layer))):
             give_seed_generator(layer)
         if type(layer) in _REPLACEMENTS and "call" not in vars(layer):
             become(layer, _REPLACEMENTS[type(layer)])
         elif _draws(layer) and not isinstance(layer, tuple(_REPLACEMENTS.values())):
-            call_through(layer, _call_with_portable_draws)
+            draw_portably(layer)
         if isinstance(layer, layers.BatchNormalization):
             layer.statistics = batch_norm
     for layer in all_layers(model):
@@ -128,11 +127,6 @@ def _draws_without_seed(kind: Any) -> bool:
     except (OSError, TypeError):  # a class whose text is in no file
         return False
     return any(_A_DRAW.search(text) for text in texts)
-
-
-def _call_with_portable_draws(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    with random_numbers.portable_draws(f"layer {layer.name}", (args, kwargs), given_seed_generator(layer)):
-        return own_call(layer)(*args, **kwargs)
 
 
 def _draw_initial_weights(model: keras.Model, seed: int) -> None:

@@ -1,29 +1,34 @@
 """Tells which losses and metrics of a batch are sums over its rows: each replica may compute them of its own rows.
 
-Those of Keras are known. Others are declared with `per_sample`, or tried on a few rows.
+Those of Keras are known. Others are declared with `per_sample`, or tried on a few rows, as is what layers add.
 """
 
 import contextlib
 import enum
 import inspect
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import keras
 import numpy as np
+from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import is_of_keras
-from kerasdp.keras_compat.models import compiled_loss, compiled_metrics, loss_options, output_losses
-from kerasdp.keras_compat.own_steps import (
+from kerasdp.keras_compat.layers import has_mask, is_of_keras
+from kerasdp.keras_compat.models import (
+    compiled_loss,
+    compiled_metrics,
     compiled_variables,
     is_metric_of_keras,
+    loss_options,
     metric_function,
+    output_losses,
+    reducing_losses,
     update_compiled_metrics,
-    wrapped_losses,
 )
+from kerasdp.portability.layer_calls import losses_of
+from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes
 
 
 class Reduction(enum.Enum):
@@ -158,17 +163,24 @@ def _try_unknown_losses(
 ) -> dict[keras.losses.Loss, Reduction]:
     answers: dict[keras.losses.Loss, list[Reduction]] = {loss: [] for loss in losses}
     numbers, compiled = np.random.RandomState(0), cast(Any, compiled_loss(model))
+    calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {}
+
+    def note(loss: keras.losses.Loss, y_true: Any, y_pred: Any, _: Any) -> Any:
+        given = keras.tree.map_structure(lambda leaf: ops.convert_to_tensor(leaf, dtype=loss.dtype), (y_true, y_pred))
+        calls.setdefault(loss, []).append(given)
+        return ops.zeros(())
+
     # Distinct rows, each row twice (for losses that compare rows of one class), one row repeated.
     for rows in (np.arange(NUM_ROWS), np.arange(NUM_ROWS) // 2, np.zeros(NUM_ROWS, int)):
         own = keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], targets)
-        with _recorded(losses) as calls:
-            try:
-                with keras.StatelessScope():  # the losses of several outputs are metrics, too
-                    compiled(own, random_outputs(symbols, numbers))
-                for loss in losses:
-                    answers[loss] += [_reduction_in_trial(loss, y_true, y_pred) for y_true, y_pred in calls[loss]]
-            except Exception:  # user-defined, on outputs that it may not expect
-                return {}
+        calls.clear()
+        try:
+            with reducing_losses(note), keras.StatelessScope():  # the losses of several outputs are metrics, too
+                compiled(own, random_outputs(symbols, numbers))
+            for loss in losses:
+                answers[loss] += [_reduction_in_trial(loss, *given) for given in calls.get(loss, ())]
+        except Exception:  # user-defined, on outputs that it may not expect
+            return {}
     return {loss: _combined(own) for loss, own in answers.items() if own}
 
 
@@ -178,28 +190,12 @@ def _combined(answers: list[Reduction]) -> Reduction:
     return answers[0] if len(set(answers)) == 1 else Reduction.COUPLES
 
 
-@contextlib.contextmanager
-def _recorded(losses: list[keras.losses.Loss]) -> Iterator[dict[keras.losses.Loss, list[tuple[Any, Any]]]]:
-    """Notes what Keras hands to some losses."""
-    calls: dict[keras.losses.Loss, list[tuple[Any, Any]]] = {loss: [] for loss in losses}
-
-    def noting(loss: keras.losses.Loss) -> Any:
-        def call(y_true: Any, y_pred: Any) -> Any:
-            calls[loss].append((y_true, y_pred))
-            return type(loss).call(loss, y_true, y_pred)
-
-        return call
-
-    with wrapped_losses(losses, noting):
-        yield calls
-
-
 def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:
     """Returns `NUM_ROWS` rows of such outputs: between 0 and 1, which suits probabilities and all else."""
 
     def random(tensor: Any) -> Any:
         values = numbers.uniform(0.05, 0.95, (NUM_ROWS, *tensor.shape[1:]))
-        return keras.ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
+        return ops.convert_to_tensor(values.astype("float32"), dtype=tensor.dtype)
 
     return keras.tree.map_structure(random, symbols)
 
@@ -210,7 +206,7 @@ def _reduction_in_trial(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Re
     def values(begin: int, end: int) -> Any:
         y_t, y_p = keras.tree.map_structure(lambda leaf: leaf[begin:end], (y_true, y_pred))
         with keras.StatelessScope():
-            return keras.ops.convert_to_numpy(type(loss).call(loss, y_t, y_p)).astype("float64")
+            return ops.convert_to_numpy(type(loss).call(loss, y_t, y_p)).astype("float64")
 
     whole, half = values(0, NUM_ROWS), values(0, NUM_ROWS // 2)
     singles = [values(row, row + 1) for row in range(NUM_ROWS)]
@@ -287,12 +283,10 @@ def _sums_in_trial(model: keras.Model, data: Any) -> dict[int, bool]:
 
     def after(values: list[Any], rows: slice) -> list[Any]:
         own = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
-        begun = [
-            (variable, keras.ops.convert_to_tensor(value, variable.dtype)) for variable, value in zip(variables, values)
-        ]
+        begun = [(variable, ops.convert_to_tensor(value, variable.dtype)) for variable, value in zip(variables, values)]
         with keras.StatelessScope(begun) as scope:
             update_compiled_metrics(model, *own)
-        return [keras.ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]
+        return [ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]
 
     try:
         whole, first = after(start, slice(0, num_rows)), after(start, slice(0, cut))
@@ -325,3 +319,76 @@ def reasons_to_gather(model: keras.Model, *, is_weighted: bool) -> list[str]:
         if getattr(type(model), name) is not getattr(keras.Model, name):
             reasons = [*(reasons if name == "compute_metrics" else ()), f"{name} of {type(model).__name__}"]
     return reasons + [f"the metric {metric.name} (not known to add up)" for metric in coupling_metrics(model)]
+
+
+# Rows of the calls that tell what is a mean, and by how much its halves must differ to tell anything.
+_TRIAL_ROWS, _LEAST_DIFFERENCE = 32, 0.01
+# For float16 and bfloat16 ten of the last bits. Too strict costs a recomputation; too loose costs accuracy.
+_TOLERANCES = {"float32": 1e-5, "float64": 1e-10, "float16": 0.005, "bfloat16": 0.04}
+
+
+def is_mean_over_rows(layer: keras.layers.Layer, arguments: Any, axes: RowAxes) -> bool:
+    """Returns whether what a layer adds surely is a mean over the rows: it is tried, with random weights and inputs.
+
+    Args:
+        layer: built, and made `portable`.
+        arguments: of a call, for their shapes and sizes.
+        axes: where the rows are in them.
+    """
+    known = iter(axes.of(("added", id(layer))))
+    places = [next(known) if ops.is_tensor(leaf) else None for leaf in keras.tree.flatten(arguments)]
+    if any(place not in (None, FIRST) for place in places) or any(map(has_mask, keras.tree.flatten(arguments))):
+        return False
+    with contextlib.suppress(Exception):  # user-defined, on numbers that it may not expect
+        return all(_is_mean_in_trial(layer, arguments, places, np.random.RandomState(seed)) for seed in range(3))
+    return False
+
+
+def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any], random: Any) -> bool:
+    def numbers_like(tensor: Any, shape: tuple[int, ...]) -> Any:
+        array = ops.convert_to_numpy(ops.stop_gradient(ops.cast(tensor, "float32"))).astype("float64")
+        return random.normal(0.0, float(np.sqrt(np.mean(np.square(array)))) or 0.1, shape)
+
+    def rows_like(leaf: Any) -> Any:
+        """Returns other rows than those of the sample, which may all be full where others are padded, say."""
+        shape, name = (_TRIAL_ROWS, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype)
+        if "float" in name:
+            numbers = numbers_like(leaf, shape)
+            numbers[_TRIAL_ROWS // 2 :] *= 2  # for halves that differ
+            for length in range(1, len(shape) + 1):  # rows, tokens and numbers that are zero
+                sizes = shape[:length] + (1,) * (len(shape) - length)
+                numbers = numbers * (random.uniform(size=sizes) >= 0.15)
+            return ops.convert_to_tensor(numbers, dtype=leaf.dtype)
+        largest = 1 if name == "bool" else max(int(ops.convert_to_numpy(leaf).max()), 1)
+        return ops.convert_to_tensor(random.randint(0, largest + 1, shape), dtype=leaf.dtype)
+
+    leaves = [leaf if axis is None else rows_like(leaf) for leaf, axis in zip(keras.tree.flatten(arguments), axes)]
+    values = [
+        (weight, ops.convert_to_tensor(numbers_like(weight.value, weight.shape), dtype=weight.dtype))
+        for weight in layer.trainable_variables
+    ] + [(variable, ops.copy(variable.value)) for variable in layer.non_trainable_variables]
+
+    def losses(first: int, end: int) -> list[Any]:
+        own = [leaf if axis is None else leaf[first:end] for leaf, axis in zip(leaves, axes)]
+        args, kwargs = keras.tree.pack_sequence_as(arguments, own)
+        size = end - first
+        context = ReplicaContext(
+            num_replicas=1, num_rows=size, rows=size, first_row=first, total_rows=_TRIAL_ROWS, is_trial=True
+        )
+        return losses_of(layer, lambda: keras.Operation.__call__(layer, *args, **kwargs), context, values)
+
+    half = _TRIAL_ROWS // 2
+    parts = losses(0, _TRIAL_ROWS), losses(0, half), losses(half, _TRIAL_ROWS)
+    is_alike = len(parts[0]) == len(parts[1]) == len(parts[2]) > 0
+    return is_alike and all(map(_is_mean_of, *parts))
+
+
+def _is_mean_of(whole: Any, first: Any, second: Any) -> bool:
+    name = keras.backend.standardize_dtype(whole.dtype)
+    tolerance, wide = _TOLERANCES.get(name, 0.0), keras.backend.result_type(name, "float32")
+    # TensorFlow (2.21) makes no array of one number in bfloat16.
+    parts = [ops.convert_to_numpy(ops.cast(ops.stop_gradient(each), wide)) for each in (whole, first, second)]
+    numbers = [float(np.sum(part)) for part in parts]
+    size = max(map(abs, numbers))
+    is_telling = np.isfinite(numbers).all() and abs(numbers[1] - numbers[2]) > _LEAST_DIFFERENCE * size
+    return bool(is_telling and abs(numbers[0] - (numbers[1] + numbers[2]) / 2) <= tolerance * size)

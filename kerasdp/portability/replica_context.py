@@ -1,15 +1,136 @@
-"""Tells a layer which replica it runs in and which rows of the global batch that holds, and gathers the rows of all."""
+"""Tells a layer which rows of the global batch its replica holds, and where a tensor has them; gathers those of all."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from kerasdp.data.sampling import ReplicaRows, Split
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
-from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
+from kerasdp.keras_compat.patches import current_step, step_with
+
+
+class RowAxis(NamedTuple):
+    """Where the rows of a batch are in a tensor.
+
+    Attributes:
+        axis: that holds them, alone or folded with others.
+        is_inner: whether they are folded as `(others, rows)`; else as `(rows, others)`.
+    """
+
+    axis: int = 0
+    is_inner: bool = False
+
+    def rows_first(self, tensor: Any, num_rows: int) -> Any:
+        """Moves the rows to axis 0, as `(rows, others)` where they are folded.
+
+        Args:
+            tensor: any.
+            num_rows: in the tensor.
+        """
+        from keras import ops
+
+        if self.axis:
+            tensor = ops.moveaxis(tensor, self.axis, 0)
+        return self._refolded(tensor, tensor.shape[0] // num_rows, num_rows) if self.is_inner else tensor
+
+    def rows_back(self, tensor: Any, num_rows: int) -> Any:
+        """Undoes `rows_first`; there may be more or fewer rows by now."""
+        from keras import ops
+
+        if self.is_inner:
+            tensor = self._refolded(tensor, num_rows, tensor.shape[0] // num_rows)
+        return ops.moveaxis(tensor, 0, self.axis) if self.axis else tensor
+
+    @staticmethod
+    def _refolded(tensor: Any, outer: int, inner: int) -> Any:
+        from keras import ops
+
+        shape = tensor.shape[1:]
+        return ops.reshape(ops.swapaxes(ops.reshape(tensor, (outer, inner, *shape)), 0, 1), (outer * inner, *shape))
+
+    def indices(self, size: int, num_rows: int, first_row: Any, total_rows: int) -> Any:
+        """Returns where the numbers of a shard are in the whole tensor, along the axis; int32, shape `(size,)`.
+
+        Args:
+            size: of the shard's axis.
+            num_rows: in the shard. Some may be padding, beyond the end of the whole tensor: they get its last row.
+            first_row: of the shard, in the whole; may be a scalar tensor.
+            total_rows: in the whole.
+        """
+        from keras import ops
+
+        others = size // num_rows
+        rows = ops.minimum(ops.arange(num_rows, dtype="int32") + first_row, total_rows - 1)
+        if self.is_inner:
+            whole = ops.expand_dims(ops.arange(others, dtype="int32") * total_rows, 1) + rows
+        else:
+            whole = ops.expand_dims(rows * others, 1) + ops.arange(others, dtype="int32")
+        return ops.reshape(whole, (size,))
+
+
+FIRST = RowAxis()
+
+
+@dataclasses.dataclass(frozen=True)
+class Adding:
+    """A layer that adds losses (`add_loss`).
+
+    Args:
+        layer: that is meant.
+        is_mean: whether what it adds surely is a mean over the rows.
+    """
+
+    layer: Any
+    is_mean: bool
+
+
+class RowAxes:
+    """Where the rows are in all that needs to know: random draws, batch statistics, activity penalties, outputs.
+
+    A tensor goes by what asks for it (a seed, a layer, the number of an output) and by how often that has asked in
+    this forward pass.
+
+    Attributes:
+        adding: the layers that add losses, by `id`.
+        outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[RowAxis | None]] = {}
+        self.adding: dict[int, Adding] = {}
+        self.outputs: Any = None
+
+    def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
+        """Returns where the rows are in a tensor; None if nowhere: it is the same for all of them.
+
+        Args:
+            key: what asks; hashable.
+            number: of calls with this key before, in this forward pass.
+            shape: of the tensor.
+            tensor: with values of the rows in the same places; None if there is none.
+            name: for messages.
+
+        Raises:
+            UserError: if there was no such tensor when the model was looked at.
+        """
+        known = self._known.get(key, [])
+        if number >= len(known) and len(set(known)) != 1:  # a layer that is computed again, for its gradient
+            raise UserError(
+                f"{name} works on a tensor of shape {shape} that it did not have when the model was first called on a "
+                "few rows, so it is not known where the rows of the batch are in it: call the same layers in each step "
+                "of training, or train on one device"
+            )
+        return known[number] if number < len(known) else known[0]
+
+    def of(self, key: Any) -> list[RowAxis | None]:
+        """Returns what is known for a key, in the order of the calls."""
+        return self._known.get(key, [])
+
+    def add(self, key: Any, axis: RowAxis | None) -> None:
+        """Takes where the rows are, for the next call with this key."""
+        self._known.setdefault(key, []).append(axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,15 +151,17 @@ class ReplicaContext:
         gather: stacks the same tensor of all replicas along a new first axis; differentiable: the gradient of a
             replica's tensor is the sum of its gradients on all replicas. None on jax.
         weight: of this replica's gradients where they are averaged over the replicas; the mean of all weights is 1.
-        gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax.
+        gather_rows: the rows of all replicas, padding removed: a tensor of the global batch. None on jax, and in a
+            whole micro-batch, without padding, that one program computes.
         everywhere: gives all devices the whole of a tensor of which each has a shard; on jax only.
         penalties: of activities of micro-batches, which layers found on the way, to be added to the model's loss.
         adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
             that is refused.
         is_repeat: whether this pass only repeats a layer, on the global batch.
-        regularized: layers, by `id`, whose activity regularizers have just given what Keras adds next.
+        calling: the layers that are being called, the innermost one last.
+        regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
         moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
-            is over: the layer, and a tensor for its `move_together`. None: they gather it at once.
+            is over: the layer, and a tensor for `layers.move_together`. None: they gather it at once.
     """
 
     num_replicas: int
@@ -56,106 +179,20 @@ class ReplicaContext:
     penalties: list[Any] = dataclasses.field(default_factory=list)
     adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
     is_repeat: bool = False
-    regularized: list[int] = dataclasses.field(default_factory=list)
+    calling: list[Any] = dataclasses.field(default_factory=list)
+    regularized: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     moving: list[tuple[Any, Any]] | None = None
     _calls: dict[Any, int] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of_shard(
-        cls, num_rows: int, rank: int, num_replicas: int, size: int, *, row_axes: RowAxes, first_row: int = 0,
-        total_rows: int | None = None, gather: Callable[[Any], Any] | None, gather_rows: Callable[[Any], Any],
-    ) -> "ReplicaContext":  # fmt: skip
-        """Returns the context of one pipeline's shard of a micro-batch, padded to the size of the other shards.
-
-        Args:
-            num_rows: of the batch.
-            rank: of the replica.
-            num_replicas: among which the batch is split.
-            size: rows of each shard, padding included.
-            row_axes: see `ReplicaContext`.
-            first_row: index of the batch's first row in the global batch, where it is a micro-batch of that.
-            total_rows: of the global batch. None: `num_rows`.
-            gather: see `ReplicaContext`.
-            gather_rows: see `ReplicaContext`.
-        """
-        own = rank * size
-        return cls(
-            num_replicas=num_replicas,
-            num_rows=min(max(num_rows - own, 0), size),
-            rows=size,
-            first_row=first_row + own,
-            total_rows=num_rows if total_rows is None else total_rows,
-            row_axes=row_axes,
-            gather=gather,
-            gather_rows=gather_rows,
-        )
-
-    @classmethod
-    def of_replica(
-        cls, rank: int, replicas: tuple[ReplicaRows, ...], *, row_axes: RowAxes, gather: Callable[[Any], Any],
-        gather_rows: Callable[[Any], Any], adds: Callable[..., None],
-    ) -> "ReplicaContext":  # fmt: skip
-        """Returns the context of one replica's shard of a global batch.
-
-        Args:
-            rank: of the replica.
-            replicas: see `kerasdp.data.sampling.Split.replicas`.
-            row_axes: see `ReplicaContext`; so are the others.
-        """
-        own = replicas[rank]
-        return cls(
-            num_replicas=len(replicas),
-            num_rows=own.num_rows,
-            rows=own.size,
-            first_row=own.first,
-            total_rows=sum(each.num_rows for each in replicas),
-            replicas=replicas,
-            row_axes=row_axes,
-            gather=gather,
-            gather_rows=gather_rows,
-            moving=[],
-            adds=adds,
-        )
-
-    @classmethod
-    def of_micro_batch(
-        cls, first_row: Any, num_rows: int, *, row_axes: RowAxes, total_rows: int | None = None, num_replicas: int = 1,
-        gather: Callable[[Any], Any] | None = None,
-    ) -> "ReplicaContext":  # fmt: skip
-        """Returns the context of a whole micro-batch, without padding, that one program computes.
-
-        Args:
-            first_row: index of its first row in the global batch; may be a scalar tensor.
-            num_rows: of the micro-batch.
-            row_axes: see `ReplicaContext`.
-            total_rows: of the global batch; None if it is not known.
-            num_replicas: devices of the program.
-            gather: see `ReplicaContext`.
-        """
-        return cls(
-            num_replicas=num_replicas,
-            num_rows=num_rows,
-            rows=num_rows,
-            first_row=first_row,
-            total_rows=total_rows,
-            row_axes=row_axes,
-            gather=gather,
-            gather_rows=lambda rows: rows,
-        )
 
     @property
     def has_empty_replica(self) -> bool:
         """Returns whether some replica has padding alone."""
-        if self.replicas:
-            return not all(each.num_rows for each in self.replicas)
-        return (self.num_replicas - 1) * (self.rows or 0) >= (self.total_rows or 0)
+        return not all(each.num_rows for each in self.replicas)
 
     @property
     def is_even(self) -> bool:
         """Returns whether all replicas have equally many rows, and no padding."""
-        if self.replicas:
-            return {each.num_rows for each in self.replicas} == {self.replicas[0].size}
-        return (self.rows or 0) * self.num_replicas == self.total_rows
+        return {each.num_rows for each in self.replicas} == {self.replicas[0].size}
 
     def row_axis(self, key: Any, tensor: Any, name: str, shape: tuple[int, ...] | None = None) -> RowAxis | None:
         """Returns where the rows are in a tensor; None if nowhere: it is the same on all replicas.
@@ -177,10 +214,6 @@ class ReplicaContext:
         self._calls[key] = number + 1
         return self.row_axes.find(key, number, shape, tensor, name)
 
-    def adding(self) -> list[Adding]:
-        """Returns the layers of the model that add losses."""
-        return [] if self.row_axes is None else list(self.row_axes.adding.values())
-
     def numbers_of_calls(self) -> dict[Any, int]:
         """Returns how often each has asked `row_axis` so far."""
         return dict(self._calls)
@@ -190,11 +223,16 @@ class ReplicaContext:
 
         `numbers`: `numbers_of_calls` before its first call.
         """
-        rows = self.total_rows or 0
-        context = self.of_micro_batch(
-            0, rows, row_axes=self.row_axes or RowAxes(), total_rows=rows, gather=lambda statistics: statistics[None]
+        rows, row_axes = self.total_rows, self.row_axes or RowAxes()
+        return ReplicaContext(
+            num_replicas=1,
+            num_rows=rows,
+            rows=rows,
+            total_rows=rows,
+            row_axes=row_axes,
+            gather=alone,
+            _calls=dict(numbers),
         )
-        return dataclasses.replace(context, _calls=dict(numbers))
 
     def of_tensor(self, axis: RowAxis | None, num_rows: int) -> "ReplicaContext":
         """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""
@@ -244,23 +282,21 @@ class ReplicaContext:
         return with_mask(gather, tensor)
 
 
-# A context variable, not a global: TensorFlow traces each replica in a thread of its own.
-_current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("kerasdp_replica", default=None)
+def alone(statistics: Any) -> Any:
+    """Returns a tensor as `ReplicaContext.gather` does where there is one replica."""
+    return statistics[None]
 
 
 def current() -> ReplicaContext | None:
     """Returns the context of the running step; None outside of one, or with a single replica."""
-    return _current.get()
+    return current_step().replica
 
 
 @contextlib.contextmanager
 def use(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
     """Makes `context` the current one within a `with` block."""
-    token = _current.set(context)
-    try:
+    with step_with(replica=context):
         yield context
-    finally:
-        _current.reset(token)
 
 
 def all_rows(rows: Any) -> Any:
@@ -291,13 +327,12 @@ def all_rows(rows: Any) -> Any:
             "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
             "--accumulate"
         )
-    total, own = context.total_rows or 0, context.rows
+    own, replicas = context.rows, context.replicas
     if not len(rows.shape) or rows.shape[0] != own:
         raise UserError(
             f"all_rows: expected a tensor whose axis 0 is the {own} samples of this device. Received: shape "
             f"{tuple(rows.shape)}; give it one entry a sample, each of several views by itself"
         )
-    replicas = context.replicas or Split(context.num_replicas).replicas(total)
     largest = max(each.size for each in replicas)
     rows = ops.convert_to_tensor(rows)
     name = keras.backend.standardize_dtype(rows.dtype)

@@ -14,12 +14,13 @@ import keras
 import numpy as np
 from keras import ops
 
+from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.added_losses import FoundAdding, WholeBatchPenalties, is_mean_over_rows
+from kerasdp.portability.layer_calls import AddedLosses, FoundAdding, hook_layers, keep
 from kerasdp.portability.random import portable_draws
-from kerasdp.portability.replica_context import ReplicaContext, use
-from kerasdp.portability.row_axes import FIRST, Adding, RowAxes, RowAxis
+from kerasdp.portability.reduction import is_mean_over_rows
+from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
 from kerasdp.runtime.model_cache import ModelCache
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
@@ -45,8 +46,36 @@ def row_axes_of(model: keras.Model, step: str = "call") -> RowAxes:
 def is_known(model: keras.Model, step: str = "call") -> bool:
     """Returns whether rows were looked for in the model as it is; `step`: see `row_axes_of`."""
     layers, _ = (_found.get(model) or {}).get(step, ([], None))
-    own = all_layers(model)
-    return len(layers) == len(own) and all(known is layer for known, layer in zip(layers, own))
+    return list(map(id, layers)) == list(map(id, all_layers(model)))
+
+
+def context_of(
+    model: keras.Model, step: str, rank: int, replicas: tuple[ReplicaRows, ...], *, gather: Callable[[Any], Any],
+    gather_rows: Callable[[Any], Any],
+) -> ReplicaContext:  # fmt: skip
+    """Returns the context of one replica's shard of a global batch.
+
+    Args:
+        model: that is run.
+        step: see `row_axes_of`.
+        rank: of the replica.
+        replicas: see `kerasdp.data.sampling.Split.replicas`.
+        gather: see `ReplicaContext`; so is `gather_rows`.
+    """
+    own, row_axes = replicas[rank], row_axes_of(model, step)
+    return ReplicaContext(
+        num_replicas=len(replicas),
+        num_rows=own.num_rows,
+        rows=own.size,
+        first_row=own.first,
+        total_rows=sum(each.num_rows for each in replicas),
+        replicas=replicas,
+        row_axes=row_axes,
+        gather=gather,
+        gather_rows=gather_rows,
+        moving=[],
+        adds=AddedLosses(row_axes.adding) if step == "call" else keep,
+    )
 
 
 class Whole(RowAxes):
@@ -170,14 +199,14 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
 
     def call(axes: RowAxes, rows: slice) -> None:
         nonlocal outputs
+        found.known = set(found.layers)
         with trial(model, axes, rows, found) as context:
-            outputs = in_training(model, rows_of(inputs, rows))
+            outputs = call_in_training(model, rows_of(inputs, rows))
             context.whole_outputs(outputs)
 
     def call_again_if_losses_are_added(axes: RowAxes, rows: slice) -> None:
-        num_known = len(found.layers)
         call(axes, rows)
-        if isinstance(axes, Whole) and len(found.layers) > num_known:  # of these, where the rows are in their arguments
+        if isinstance(axes, Whole) and len(found.layers) > len(found.known):  # where are the rows in their arguments?
             axes.tensors.clear()
             call(axes, rows)
 
@@ -208,16 +237,17 @@ def find_row_axes_of(
 
 
 @contextlib.contextmanager
-def trial(model: keras.Model, axes: RowAxes, rows: slice, adds: FoundAdding | None = None) -> Iterator[ReplicaContext]:
+def trial(
+    model: keras.Model, axes: RowAxes, rows: slice, adds: Callable[..., None] | None = None
+) -> Iterator[ReplicaContext]:
     """Returns the context of a call on some of `NUM_ROWS` rows: no variable changes, and nothing is exchanged.
 
     `adds`: see `ReplicaContext`.
     """
     context = trial_context(axes, rows, adds)
-    # The penalties in place, and no draws but those that layers make portable.
-    adding = [] if adds is None else [Adding(layer, is_mean=False) for layer in adds.layers.values()]
-    penalties, stateless = WholeBatchPenalties(model).active(adding), keras.StatelessScope(fixed_values(model))
-    with use(context), penalties, portable_draws("a layer"), stateless:
+    hook_layers()
+    # No draws but those that layers make portable.
+    with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
         yield context
 
 
@@ -241,7 +271,7 @@ def rows_of(inputs: Any, rows: slice) -> Any:
     return keras.tree.map_structure(lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf[rows]), inputs)
 
 
-def in_training(model: keras.Model, inputs: Any) -> Any:
+def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model, in training if it takes that."""
     arguments = {"training": True} if "training" in model.call_signature_parameters else {}
     return model(inputs, **arguments)

@@ -6,8 +6,9 @@ TensorFlow, and another training, without a word, with JAX.
 
 import contextlib
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -79,7 +80,7 @@ def check_data(
     if symbols is None:
         return
     is_chief = reader.shard[0] == 0
-    check = target_check(model, symbols, is_chief)
+    check = functools.partial(_check_targets, model, symbols, is_chief)
     source = reader.source if isinstance(reader, SampleReader) else None
     looks_at_all = isinstance(source, ArraySource) and _num_bytes(source.all_targets) <= MOST_LOOKED_THROUGH
     if isinstance(source, ArraySource) and looks_at_all:  # so that all ranks, each with other rows, name one sample
@@ -110,7 +111,7 @@ def refuse_nan_inputs(model: keras.Model, reader: Reader, batch: Batch) -> None:
             raise
 
 
-def explained(error: NonFiniteLossError, reader: Reader, state: RunState) -> NonFiniteLossError:
+def name_culprit(error: NonFiniteLossError, reader: Reader, state: RunState) -> NonFiniteLossError:
     """Returns the error with the sample that is to blame instead of advice, if the batch of that step shows one."""
     number = state.batch - 1 - (state.step - error.step)
     batch = reader.whole(state.epoch, number) if number >= 0 else None
@@ -146,12 +147,7 @@ def _check_inputs(model: keras.Model, inputs: Any) -> None:
         return
     leaves = keras.tree.flatten(inputs)
     if isinstance(inputs, dict):
-        missing = [name for name in names if name not in inputs]
-        if missing:
-            raise UserError(
-                f"inputs of {model.name}: expected {', '.join(names)}. Received: {', '.join(map(str, inputs))}; "
-                f"add {', '.join(missing)}"
-            )
+        _require_names(f"inputs of {model.name}", names, inputs)
         leaves = [inputs[name] for name in names]
     if len(leaves) != len(symbols):
         which = f" ({', '.join(names)})" if len(names) > 1 else ""
@@ -168,6 +164,14 @@ def _check_inputs(model: keras.Model, inputs: Any) -> None:
             raise UserError(
                 f"inputs{which} of {model.name}: expected shape {shape_text(allowed)}. Received: {shape_text(shape)}"
             )
+
+
+def _require_names(title: str, names: list[str], data: dict[str, Any]) -> None:
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise UserError(
+            f"{title}: expected {', '.join(names)}. Received: {', '.join(map(str, data))}; add {', '.join(missing)}"
+        )
 
 
 _SPARSE = ("sparse_categorical_crossentropy",)
@@ -204,20 +208,18 @@ class _Output:
         return self.options.get("axis", -1) % len(self.symbol.shape)
 
 
-def target_check(model: keras.Model, symbols: Any, is_chief: bool) -> Callable[[Any, Any, np.ndarray, str], None]:
-    """Returns a function of targets, sample weights, their places in the data set and a title, for what is wrong."""
-
-    def check(targets: Any, sample_weight: Any, indices: np.ndarray, title: str) -> None:
-        for output, target in _outputs(model, symbols, targets, title):
-            refuse_nan(output.title, target, indices, "")
-            _check_shape(output, target.shape, is_chief)
-            if output.loss in _SPARSE:
-                _check_labels(output, target, indices)
-            if sample_weight is not None and not keras.tree.is_nested(sample_weight):
-                _check_weight_shape(output, sample_weight.shape, title)
-        refuse_nan("sample_weight", sample_weight, indices, title)
-
-    return check
+def _check_targets(
+    model: keras.Model, symbols: Any, is_chief: bool, targets: Any, sample_weight: Any, indices: np.ndarray, title: str
+) -> None:
+    """Raises if something is wrong with targets or sample weights; `indices`: their places in the data set."""
+    for output, target in _outputs(model, symbols, targets, title):
+        refuse_nan(output.title, target, indices, "")
+        _check_shape(output, target.shape, is_chief)
+        if output.loss in _SPARSE:
+            _check_labels(output, target, indices)
+        if sample_weight is not None and not keras.tree.is_nested(sample_weight):
+            _check_weight_shape(output, sample_weight.shape, title)
+    refuse_nan("sample_weight", sample_weight, indices, title)
 
 
 def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list[tuple[_Output, np.ndarray]]:
@@ -241,13 +243,9 @@ def _outputs(model: keras.Model, symbols: Any, targets: Any, title: str) -> list
             raise UserError(f"{title}targets of {model.name}: expected an array, since it has a loss. Received: none")
         return []
     if len(given) not in (len(flat), num_losses):
-        needed = [name for name, loss in zip(names, losses) if loss is not None]
-        missing = [name for name in needed if name not in targets] if isinstance(targets, dict) else []
-        if missing:
-            raise UserError(
-                f"{title}targets of {model.name}: expected {', '.join(needed)}. Received: "
-                f"{', '.join(map(str, targets))}; add {', '.join(missing)}"
-            )
+        if isinstance(targets, dict):
+            needed = [name for name, loss in zip(names, losses) if loss is not None]
+            _require_names(f"{title}targets of {model.name}", needed, targets)
         raise UserError(
             f"{title}targets of {model.name}: expected {count_text(len(flat), 'array')}, one an output. Received: "
             f"{len(given)}"
@@ -270,45 +268,51 @@ def _check_shape(output: _Output, received: tuple[int, ...], is_chief: bool) -> 
     sizes, shape = tuple(output.symbol.shape[1:]), tuple(received[1:])
     if not sizes:
         return
-    axis = output.class_axis - 1
-    num_classes, without_classes = sizes[axis], (*sizes[:axis], *sizes[axis + 1 :])
+    before, num_classes, behind = (
+        sizes[: output.class_axis - 1],
+        sizes[output.class_axis - 1],
+        sizes[output.class_axis :],
+    )
+    labels = (*before, *behind)
+    expected, meaning, hint = sizes, ", that of the outputs", ""
     if output.loss in _SPARSE:
-        single = (*sizes[:axis], 1, *sizes[axis + 1 :])
-        if fits(shape, without_classes) or fits(shape, single):
+        if fits(shape, labels) or fits(shape, (*before, 1, *behind)):
             return
-        hint = "; use categorical_crossentropy for one-hot labels, or y.argmax(-1)" if fits(shape, sizes) else ""
-        raise UserError(
-            f"{output.title}: expected shape {shape_text(without_classes)} for {output.loss}, one label for "
-            f"{count_text(num_classes, 'output')}. Received: {shape_text(shape)}{hint}"
-        )
-    if fits(shape, sizes):
+        expected, meaning = labels, f" for {output.loss}, one label for {count_text(num_classes, 'output')}"
+        if fits(shape, sizes):
+            hint = "; use categorical_crossentropy for one-hot labels, or y.argmax(-1)"
+    elif fits(shape, sizes):
         return
-    if output.loss in _ONE_HOT:
-        is_sparse = fits(shape, without_classes) or fits(shape, (*without_classes, 1))
-        hint = "; use sparse_categorical_crossentropy, or keras.utils.to_categorical(y)" if is_sparse else ""
-        raise UserError(
-            f"{output.title}: expected shape {shape_text(sizes)} for {output.loss}, one-hot labels. Received: "
-            f"{shape_text(shape)}{hint}"
-        )
-    # Keras adds or removes a last axis of one; then NumPy's rules make both equal, from the last axis on.
+    elif output.loss in _ONE_HOT:
+        meaning = f" for {output.loss}, one-hot labels"
+        if fits(shape, labels) or fits(shape, (*labels, 1)):
+            hint = "; use sparse_categorical_crossentropy, or keras.utils.to_categorical(y)"
+    elif (is_repeated := _is_repeated(shape, sizes)) is not None:
+        if is_chief and is_repeated:
+            _warn(
+                f"{output.title} of shape {shape_text(shape)} are repeated to meet outputs of shape "
+                f"{shape_text(sizes)}: is that what you mean?"
+            )
+        return
+    raise UserError(
+        f"{output.title}: expected shape {shape_text(expected)}{meaning}. Received: {shape_text(shape)}{hint}"
+    )
+
+
+def _is_repeated(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool | None:
+    """Returns whether NumPy's rules repeat something of two shapes to make them equal; None if they cannot.
+
+    Before that Keras adds or removes a last axis of one.
+    """
     if len(shape) == len(sizes) + 1 and shape[-1] == 1:
         shape = shape[:-1]
     elif len(sizes) == len(shape) + 1 and sizes[-1] == 1:
         sizes = sizes[:-1] if shape else sizes
         shape = shape or (1,)
-    is_paired = len(shape) == len(sizes)
-    if not is_paired or any(
-        own != size and 1 not in (own, size) and size is not None for own, size in zip(shape, sizes)
-    ):
-        raise UserError(
-            f"{output.title}: expected shape {shape_text(tuple(output.symbol.shape[1:]))}, that of the outputs. "
-            f"Received: {shape_text(tuple(received[1:]))}"
-        )
-    if is_chief and any(own != size and size is not None for own, size in zip(shape, sizes)):
-        _warn(
-            f"{output.title} of shape {shape_text(tuple(received[1:]))} are repeated to meet outputs of shape "
-            f"{shape_text(tuple(output.symbol.shape[1:]))}: is that what you mean?"
-        )
+    differing = [pair for pair in zip(shape, sizes) if pair[0] != pair[1] and pair[1] is not None]
+    if len(shape) != len(sizes) or not all(1 in pair for pair in differing):
+        return None
+    return bool(differing)
 
 
 def _check_labels(output: _Output, labels: np.ndarray, indices: np.ndarray) -> None:
@@ -356,23 +360,20 @@ def _check_weight_shape(output: _Output, received: tuple[int, ...], title: str) 
 def check_activations(model: keras.Model, symbols: Any, targets: Any, is_chief: bool) -> None:
     """Raises if a loss of logits gets probabilities; warns where it may be the other way round."""
     for output, _ in _outputs(model, symbols, targets, ""):
-        if output.loss in _OF_PROBABILITIES:
-            _check_activation(model, output, is_chief)
-
-
-def _check_activation(model: keras.Model, output: _Output, is_chief: bool) -> None:
-    layer, activation = last_activation(output.symbol)
-    takes_logits = bool(output.options.get("from_logits"))
-    if takes_logits and activation in ("softmax", "sigmoid"):
-        raise UserError(
-            f"layer {layer} of {model.name} gives probabilities ({activation}), but the loss {output.loss} has "
-            "from_logits=True: leave out one of the two"
-        )
-    if is_chief and not takes_logits and activation == "linear":
-        _warn(
-            f"layer {layer} of {model.name} has no activation, but the loss {output.loss} expects probabilities: add "
-            f"from_logits=True to the loss, or softmax or sigmoid to the layer"
-        )
+        if output.loss not in _OF_PROBABILITIES:
+            continue
+        layer, activation = last_activation(output.symbol)
+        takes_logits = bool(output.options.get("from_logits"))
+        if takes_logits and activation in ("softmax", "sigmoid"):
+            raise UserError(
+                f"layer {layer} of {model.name} gives probabilities ({activation}), but the loss {output.loss} has "
+                "from_logits=True: leave out one of the two"
+            )
+        if is_chief and not takes_logits and activation == "linear":
+            _warn(
+                f"layer {layer} of {model.name} has no activation, but the loss {output.loss} expects probabilities: "
+                "add from_logits=True to the loss, or softmax or sigmoid to the layer"
+            )
 
 
 def _warn(text: str) -> None:

@@ -11,7 +11,7 @@ from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.own_steps import own_steps
+from kerasdp.keras_compat.models import own_steps
 
 # The least time for one more row, as a fraction of the time of a pass divided by its rows: timings are not exact.
 _LEAST_SLOPE = 0.2
@@ -42,7 +42,7 @@ def choose_shares(
     known = resumed and resumed.state["saved_by"].get("device_shares")
     if known and len(known) == split.num_replicas:
         split.shares = tuple(known)
-        say(f"device shares: {in_words(known)}, as in the checkpoint")
+        say(f"device shares: {shares_text(known)}, as in the checkpoint")
         return
     if "train_step" in own_steps(model):
         raise UserError(
@@ -58,7 +58,7 @@ def choose_shares(
     first, split.shares = tried[0], fastest(tried, num_rows)
     why = "" if resumed is None else "; the checkpoint has none for so many devices"
     rates = ", ".join(f"{rows / seconds:,.0f}" for rows, seconds in first)
-    say(f"device shares: {in_words(split.shares)} of {num_rows} samples; measured: {rates} samples/s{why}")
+    say(f"device shares: {shares_text(split.shares)} of {num_rows} samples; measured: {rates} samples/s{why}")
 
 
 # The rows of a device, and the seconds of a pass with them.
@@ -116,6 +116,6 @@ def shares_by_time(first: Sequence[Timed], second: Sequence[Timed], num_rows: in
     return tuple(shares)
 
 
-def in_words(shares: Sequence[int]) -> str:
+def shares_text(shares: Sequence[int]) -> str:
     """Returns the shares as `--device_shares` takes them."""
     return ",".join(map(str, shares))

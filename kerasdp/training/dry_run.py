@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,14 +15,15 @@ from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.feed import Reader
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.models import compiled_variables
 from kerasdp.keras_compat.optimizers import slots_by_weight
-from kerasdp.keras_compat.own_steps import compiled_variables
 from kerasdp.pipeline.plan import make_plan
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.reduction import reasons_to_gather
 from kerasdp.reporting.dry_run import lines
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.training.prepare import bytes_of_number, bytes_of_row
 from kerasdp.training.runner import Runner
 
 # Samples that are read, of the first batch.
@@ -288,7 +288,9 @@ def step_bytes(model: keras.Model, config: Config, num_replicas: int) -> StepByt
     else:
         metrics = size * (1 + numbers_in(metric_variables(model)))
         if reasons_to_gather(model, is_weighted=False):
-            metrics, outputs = 0, _bytes_of_outputs(model) * config.replica_batch_size(num_replicas)
+            # 0 where the model does not tell.
+            outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])
+            metrics, outputs = 0, outputs_of_row * config.replica_batch_size(num_replicas)
     norms = [norm for norm in batch_norms(model) if norm.trainable]
     return StepBytes(
         gradients=gradients,
@@ -321,20 +323,9 @@ def metric_variables(model: keras.Model) -> list[Any]:
 
 def bytes_of(variables: Iterable[Any]) -> int:
     """Returns the bytes of variables on a device."""
-    return sum(math.prod(variable.shape) * _size(variable.dtype) for variable in variables)
+    return sum(math.prod(variable.shape) * bytes_of_number(variable.dtype) for variable in variables)
 
 
 def numbers_in(variables: Iterable[Any]) -> int:
     """Returns how many numbers variables hold."""
     return sum(math.prod(variable.shape) for variable in variables)
-
-
-def _size(dtype: Any) -> int:
-    bits = re.search(r"\d+$", keras.backend.standardize_dtype(dtype))
-    return int(bits[0]) // 8 if bits else 1
-
-
-def _bytes_of_outputs(model: keras.Model) -> int:
-    """Returns the bytes of a sample's outputs; 0 where the model does not tell."""
-    symbols = keras.tree.flatten(getattr(model, "outputs", None) or [])
-    return sum(math.prod(size or 1 for size in symbol.shape[1:]) * _size(symbol.dtype) for symbol in symbols)

@@ -10,23 +10,22 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import ShardPass, Strategy
-from kerasdp.backends.observer import added_losses_by_name, layer_name, layers_within, shard_outputs, watched_layers
+from kerasdp.backends.observer import layer_name, layers_within, shard_outputs
 from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators
-from kerasdp.keras_compat.models import compute_loss, losses_of_whole_batch
-from kerasdp.keras_compat.own_steps import own_steps
+from kerasdp.keras_compat.models import compute_loss, losses_of_whole_batch, own_steps
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_steps import changing_nothing, found_in_whole_step
+from kerasdp.portability.own_steps import leave_unchanged, try_whole_step
 from kerasdp.portability.portable import batch_norms
-from kerasdp.portability.row_axes import RowAxis
+from kerasdp.portability.replica_context import RowAxis
 from kerasdp.portability.row_search import (
     NUM_ROWS,
     SHARD,
+    call_in_training,
     fixed_values,
-    in_training,
     is_close,
     row_axes_of,
     rows_of,
@@ -34,7 +33,6 @@ from kerasdp.portability.row_search import (
     tolerance_of,
     trial,
 )
-from kerasdp.runtime.run_state import Detail
 
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6
@@ -97,13 +95,13 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
     batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
 
     def on_one(noise: float = 0.0) -> dict[str, Any]:
-        with changing_nothing(model):
+        with leave_unchanged(model):
             for variable, value in fixed_values(model, noise) if noise else ():
                 variable.assign(value)
-            return _by_name(model, found_in_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer))
+            return _by_name(model, try_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer))
 
     with _statistics_of_whole_batch(model):
-        with changing_nothing(model):
+        with leave_unchanged(model):
             split = _by_name(model, strategy.try_own_step(model, batch))
             apart = [f"value of {path}" for path in strategy.diverged_variables(model)]
         whole = on_one()
@@ -151,12 +149,8 @@ def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[Sh
     """
     passes = []
     for rows in (slice(0, NUM_ROWS), SHARD):
-        with (
-            trial(model, row_axes_of(model), rows),
-            watched_layers(Detail.EVERYTHING, model),
-            shard_outputs() as layers,
-        ):
-            in_training(model, rows_of(inputs, rows))
+        with trial(model, row_axes_of(model), rows), shard_outputs(model) as layers:
+            call_in_training(model, rows_of(inputs, rows))
         num_rows = rows.stop - rows.start
         passes.append(ShardPass(layers, [], None, first_row=rows.start, num_rows=num_rows, rows=num_rows))
     return passes[0], passes[1:]
@@ -181,16 +175,13 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
 
     `noise`: by how much each weight is changed, up or down, as a share of it.
     """
-    inputs, targets, sample_weight = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), data
-    )
+    inputs, targets, sample_weight = rows_of(data, slice(None))
     # One scope for both: it holds the penalties of activities.
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
-        with watched_layers(Detail.EVERYTHING, model), shard_outputs() as layers:
-            outputs = in_training(model, inputs)
+        with shard_outputs(model) as layers:
+            outputs = call_in_training(model, inputs)
         with losses_of_whole_batch():
             loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
-        layers |= added_losses_by_name(model, len(layers))
     num_rows = len(keras.tree.flatten(inputs)[0])
     return ShardPass(layers, keras.tree.flatten(outputs), loss, first_row=0, num_rows=num_rows, rows=num_rows)
 

@@ -71,24 +71,24 @@ class Loop:
 
     def _train_epoch(self, feed: Feed, callbacks: CallbackList) -> Logs:
         """Trains the batches of an epoch, in a resumed one the rest of them; returns Keras' logs of all."""
-        model, number = self.model, self.state.num_skipped
-        logs = model.get_metrics_result() if number else {}
+        model, num_done = self.model, self.state.num_skipped
+        logs = model.get_metrics_result() if num_done else {}
         self.strategy.set_training(model, True)
-        for batches in _calls(iter(feed), number, model.steps_per_execution):
+        for batches in _calls(iter(feed), num_done, model.steps_per_execution):
             if self.state.is_at_last_step:  # a resumed run that had ended within this epoch
                 model.stop_training = True
                 self.state.after_batch(is_stopping=True)
                 break
-            callbacks.on_train_batch_begin(number)
+            callbacks.on_train_batch_begin(num_done)
             self._refuse_new_compile()
             logs = self._train(batches[: self.state.steps_left()])
-            number += len(batches)
+            num_done += len(batches)
             # Keras' number of a call's last step, also where the data ends before it.
-            callbacks.on_train_batch_end(number - 1 + -number % model.steps_per_execution, logs)
+            callbacks.on_train_batch_end(num_done - 1 + -num_done % model.steps_per_execution, logs)
             if model.stop_training:
                 break
         else:
-            self._warn_if_short(feed, number)
+            self._warn_if_short(feed, num_done)
         self.strategy.set_training(model, False)
         return self._epoch_logs(logs)
 
@@ -156,11 +156,11 @@ class Loop:
         metrics = self.model.get_metrics_result()
         return dict(metrics if metrics.keys() == logs.keys() else logs)
 
-    def _warn_if_short(self, feed: Feed, number: int) -> None:
-        if feed.num_batches is not None and number < feed.num_batches and self.strategy.processes.rank == 0:
+    def _warn_if_short(self, feed: Feed, num_done: int) -> None:
+        if feed.num_batches is not None and num_done < feed.num_batches and self.strategy.processes.rank == 0:
             report.warn(
                 f"epoch {self.state.epoch + 1}: expected {feed.num_batches} batches (steps_per_epoch). The data ran "
-                f"out after {number}; give more, or repeat it"
+                f"out after {num_done}; give more, or repeat it"
             )
 
 
@@ -174,11 +174,11 @@ def _require_alike(before: Any, outputs: Any, number: int) -> None:
         )
 
 
-def _calls(batches: Iterator[DeviceBatch], number: int, per_call: int) -> Iterator[list[DeviceBatch]]:
+def _calls(batches: Iterator[DeviceBatch], num_done: int, per_call: int) -> Iterator[list[DeviceBatch]]:
     """Yields the batches of each call: `per_call`, fewer at the end of the data, and where a resumed epoch begins."""
-    while taken := list(itertools.islice(batches, per_call - number % per_call)):
+    while taken := list(itertools.islice(batches, per_call - num_done % per_call)):
         yield taken
-        number += len(taken)
+        num_done += len(taken)
 
 
 def _is_due(epoch: int, validation_freq: int | list[int]) -> bool:
@@ -231,15 +231,9 @@ class ModelSteps:
 
     def _marked(self, functions: StepFunctions) -> StepFunctions:
         def mark(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            return self._heartbeat.step_function(name, function, lambda: self._state.step)
+            return self._heartbeat.step_function(name.removesuffix("_several"), function, lambda: self._state.step)
 
-        several = functions.train_several
-        return StepFunctions(
-            train=mark("train", functions.train),
-            test=mark("test", functions.test),
-            predict=mark("predict", functions.predict),
-            train_several=several and mark("train", several),
-        )
+        return StepFunctions(**{name: function and mark(name, function) for name, function in vars(functions).items()})
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:

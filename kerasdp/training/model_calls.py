@@ -52,17 +52,15 @@ def through_model(method: Method) -> Method:
     `model_calls_through`. One that preprocesses data (`kerasdp.training.model_calls`) is not called, but its
     preprocessing, on all data at once.
     """
-    name, signature, method = method.__name__, inspect.signature(method), _on_all_ranks(method)
+    name, parameters, method = method.__name__, inspect.signature(method).parameters, _on_all_ranks(method)
 
     @functools.wraps(method)
     def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        _, _, *names = signature.parameters
-        bound = signature.bind(runner, model, *args, **kwargs).arguments
-        given = {name: bound[name] for name in names if name in bound}
+        given = _arguments(method, runner, model, *args, **kwargs)
         if has_preprocessing(model, name):
-            found = preprocessed(model, given, runner.strategy.processes)
+            found = preprocess_all(model, given, runner.strategy.processes)
             # What a language model predicts is made of its inputs: `predict` has no use for it.
-            return method(runner, model, **{name: value for name, value in found.items() if name in names})
+            return method(runner, model, **{name: value for name, value in found.items() if name in parameters})
         own = _own_method(model, name)
         if own is None:
             return method(runner, model, **given)
@@ -80,19 +78,21 @@ def through_model(method: Method) -> Method:
 
 def _on_all_ranks(method: Method) -> Method:
     """Makes a method of `Runner` begin when all ranks have called it, with the same arguments."""
-    name, signature = method.__name__, inspect.signature(method)
 
     @functools.wraps(method)
     def call(runner: CalledRunner, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         given = {}
         if runner.strategy.processes.num_processes > 1:
-            _, _, *names = signature.parameters
-            bound = signature.bind(runner, model, *args, **kwargs).arguments
-            given = described(model, {name: bound[name] for name in names if name in bound})
-        with runner.heartbeat.call(name, given):
+            given = summarize_arguments(model, _arguments(method, runner, model, *args, **kwargs))
+        with runner.heartbeat.call(method.__name__, given):
             return method(runner, model, *args, **kwargs)
 
     return cast(Method, call)
+
+
+def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Returns what a method of `Runner` is given after runner and model, by name."""
+    return dict(itertools.islice(inspect.signature(method).bind(*args, **kwargs).arguments.items(), 2, None))
 
 
 def _own_method(model: keras.Model, name: str) -> Callable[..., Any] | None:
@@ -111,28 +111,25 @@ def model_calls_through(runner: CalledRunner) -> contextlib.AbstractContextManag
     return methods_through({name: functools.partial(_through_runner, runner, name) for name in names})
 
 
-def _through_runner(runner: CalledRunner, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what a method of all models is to be while a runner is there."""
-
-    @functools.wraps(original)
-    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if runner.steps.num_running and name != "evaluate":
-            return original(model, *args, **kwargs)
-        if name in ("train_on_batch", "test_on_batch"):
-            raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
-        if hasattr(model, "preprocess_samples"):
-            raise UserError(
-                f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which cuts "
-                "and preprocesses the data by itself"
-            )
-        if name == "predict_on_batch":
-            (x,) = inspect.signature(original).bind(model, *args, **kwargs).args[1:]
-            return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
-        runner.num_model_calls += 1
-        # Not the one of `through_model`: this may be the `super()` of a model's own method.
-        return getattr(type(runner), name).__wrapped__(runner, model, *args, **kwargs)
-
-    return call
+def _through_runner(
+    runner: CalledRunner, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> Any:
+    """Is called in the place of a method of all models while a runner is there."""
+    if runner.steps.num_running and name != "evaluate":
+        return method(model, *args, **kwargs)
+    if name in ("train_on_batch", "test_on_batch"):
+        raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")
+    if hasattr(model, "preprocess_samples"):
+        raise UserError(
+            f"expected runner.{name}(model, ...). Received: model.{name} of a {type(model).__name__}, which cuts and "
+            "preprocesses the data by itself"
+        )
+    if name == "predict_on_batch":
+        (x,) = inspect.signature(method).bind(model, *args, **kwargs).args[1:]
+        return vars(type(runner))["predict"](runner, model, x, batch_size=len(keras.tree.flatten(x)[0]))
+    runner.num_model_calls += 1
+    # Not the one of `through_model`: this may be the `super()` of a model's own method.
+    return getattr(type(runner), name).__wrapped__(runner, model, *args, **kwargs)
 
 
 # Rows of each array, and values of each row, that are compared.
@@ -141,7 +138,7 @@ _MOST = 64
 _OWN = ("verbose", "callbacks")
 
 
-def described(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def summarize_arguments(model: keras.Model, arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the arguments of a call of `fit`, `evaluate` or `predict`, as `heartbeat.unlike` has them.
 
     Args:
@@ -212,7 +209,7 @@ def has_preprocessing(model: keras.Model, method: str) -> bool:
     return "preprocess_samples" in vars(kind)
 
 
-def preprocessed(model: keras.Model, arguments: dict[str, Any], processes: Processes) -> dict[str, Any]:
+def preprocess_all(model: keras.Model, arguments: dict[str, Any], processes: Processes) -> dict[str, Any]:
     """Preprocesses all data once, as the model would do for each batch.
 
     Args:

@@ -1,4 +1,4 @@
-"""Makes Keras optimizers by name, and the learning rate of each update."""
+"""Makes what flags ask for: the optimizer, the learning rate of each update, and the loss."""
 
 import inspect
 import math
@@ -91,15 +91,12 @@ class WarmUp(LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
-        rate = self.rate
-        is_number = not isinstance(rate, LearningRateSchedule)
-        return {"rate": rate if is_number else keras.saving.serialize_keras_object(rate), "steps": self.steps}
+        return {"rate": keras.saving.serialize_keras_object(self.rate), "steps": self.steps}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "WarmUp":
         """Makes it from its arguments."""
-        rate = config["rate"]
-        return cls(keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate, config["steps"])
+        return cls(keras.saving.deserialize_keras_object(config["rate"]), config["steps"])
 
 
 def make_schedule(config: Config, rate: float, num_samples: int | None) -> float | LearningRateSchedule:
@@ -152,3 +149,45 @@ def _step(
     return PiecewiseConstantDecay(
         [boundary - 1 for boundary in boundaries], [rate * factor**number for number in range(len(boundaries) + 1)]
     )
+
+
+@keras.saving.register_keras_serializable("kerasdp")
+class SmoothedCrossentropy(keras.losses.Loss):
+    """Crossentropy of integer labels, of which a share is spread over all classes (Szegedy et al. 2016).
+
+    The numbers are those of `keras.losses.CategoricalCrossentropy(label_smoothing=)` on one-hot labels.
+
+    Args:
+        label_smoothing: the share, from 0, below 1.
+        name: of the loss.
+        reduction: as in `keras.losses.Loss`.
+    """
+
+    def __init__(
+        self, label_smoothing: float, name: str = "smoothed_crossentropy", reduction: str = "sum_over_batch_size"
+    ):
+        super().__init__(name=name, reduction=reduction)
+        self.label_smoothing = label_smoothing
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the loss of each sample: labels of shape `(batch,)` or `(batch, 1)`, logits `(batch, classes)`."""
+        labels = keras.ops.reshape(keras.ops.cast(y_true, "int32"), keras.ops.shape(y_pred)[:-1])
+        targets = keras.ops.one_hot(labels, y_pred.shape[-1], dtype=y_pred.dtype)
+        return keras.losses.categorical_crossentropy(
+            targets, y_pred, from_logits=True, label_smoothing=self.label_smoothing
+        )
+
+    def as_keras(self) -> keras.losses.Loss:
+        """Returns what an exported model has in its place: Keras has none for integer labels that are smoothed."""
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=self.reduction)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        return {"label_smoothing": self.label_smoothing, "name": self.name, "reduction": self.reduction}
+
+
+def make_loss(config: Config) -> keras.losses.Loss:
+    """Makes the crossentropy of integer labels and logits, smoothed as `config.label_smoothing` says."""
+    if config.label_smoothing:
+        return SmoothedCrossentropy(config.label_smoothing)
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)

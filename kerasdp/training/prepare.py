@@ -1,6 +1,7 @@
 """Prepares a model for the devices before its first step."""
 
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,8 +19,7 @@ from kerasdp.data.batch import Batch
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat.layers import all_layers, living_variables
-from kerasdp.keras_compat.models import build_compiled, made_by_compile, symbols_of
-from kerasdp.keras_compat.own_steps import has_call, own_steps
+from kerasdp.keras_compat.models import build_compiled, has_call, made_by_compile, own_steps, symbols_of
 from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
@@ -147,7 +147,7 @@ def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strate
         try_metrics(model, targets, random_outputs(symbols, np.random.RandomState(0)), sample_weight)
     reasons = reasons_to_gather(model, is_weighted=is_weighted)
     if reasons and strategy.processes.rank == 0:
-        num_bytes = len(batch.indices) * sum(map(_bytes_of_row, keras.tree.flatten(symbols)))
+        num_bytes = len(batch.indices) * bytes_of_row(symbols)
         report.warn(
             f"each device gets the outputs of all samples of a batch ({num_bytes / 1e6:,.2f} MB), for "
             f"{' and '.join(reasons)}; where each sample counts by itself, say so with kerasdp.per_sample"
@@ -231,5 +231,13 @@ def _require_that_state_is_kept(layer: keras.layers.RNN, config: Config, strateg
     raise UserError(f"layer {layer.name} is stateful, {reason}: leave out stateful=True, or {way_out}")
 
 
-def _bytes_of_row(symbol: Any) -> int:
-    return math.prod(symbol.shape[1:]) * (2 if "16" in symbol.dtype else 8 if "64" in symbol.dtype else 4)
+def bytes_of_row(symbols: Any) -> int:
+    """Returns the bytes of a sample's outputs; `symbols`: a structure of `KerasTensor`s."""
+    leaves = keras.tree.flatten(symbols)
+    return sum(math.prod(size or 1 for size in leaf.shape[1:]) * bytes_of_number(leaf.dtype) for leaf in leaves)
+
+
+def bytes_of_number(dtype: Any) -> int:
+    """Returns the bytes of a number of a type."""
+    bits = re.search(r"\d+$", keras.backend.standardize_dtype(dtype))
+    return int(bits[0]) // 8 if bits else 1

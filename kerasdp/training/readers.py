@@ -128,7 +128,7 @@ def _reader_of_batches(
 
 
 @contextlib.contextmanager
-def feeding(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
+def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
     """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
     feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread)
     yield feed

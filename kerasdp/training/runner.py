@@ -28,13 +28,13 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Evaluated, RunState
 from kerasdp.training.callbacks import RunCallbacks
-from kerasdp.training.data_checks import about_validation, check_data, explained
+from kerasdp.training.data_checks import about_validation, check_data, name_culprit
 from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
-from kerasdp.training.readers import FitNumbers, feeding, make_reader
+from kerasdp.training.readers import FitNumbers, make_reader, open_feed
 
 
 class Runner:
@@ -263,7 +263,7 @@ class Runner:
             callbacks = keras.callbacks.CallbackList(
                 callbacks, add_progbar=verbose != 0, verbose=verbose, epochs=1, steps=reader.num_batches, model=model
             )
-        with self.steps.running(model, evaluated) as functions, feeding(self.strategy, reader) as feed:
+        with self.steps.running(model, evaluated) as functions, open_feed(self.strategy, reader) as feed:
             yield Loop(model, self.strategy, self.state, functions), feed, callbacks
 
     def check_replicas(self, model: keras.Model) -> None:
@@ -306,11 +306,11 @@ class Runner:
                     if self.config.device_shares == "auto":
                         choose_shares(model, self.strategy, reader, callbacks.resumed, self._say)
                     check_first_step(model, self.config, self.strategy, reader)
-                evaluating = feeding(self.strategy, validation) if validation else contextlib.nullcontext()
-                with feeding(self.strategy, reader, self.state) as feed, evaluating as validation_feed:
+                evaluating = open_feed(self.strategy, validation) if validation else contextlib.nullcontext()
+                with open_feed(self.strategy, reader, self.state) as feed, evaluating as validation_feed:
                     yield Loop(model, self.strategy, self.state, functions), feed, validation_feed
             except NonFiniteLossError as found:
-                error = explained(found, reader, self.state)
+                error = name_culprit(found, reader, self.state)
                 if checkpointer is None or not self.is_chief:
                     raise error from None
                 checkpointer.close()

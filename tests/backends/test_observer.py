@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kerasdp.backends.observer import Observer, forward_pass, observed, watched_layers
+from kerasdp.backends.observer import Observer, forward_pass, observed
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -21,7 +21,7 @@ def model():
 
 
 def recorded(model, detail, x=X):
-    with watched_layers(detail, model), forward_pass(detail, ops.convert_to_tensor(x)) as found:
+    with forward_pass(detail, model, ops.convert_to_tensor(x)) as found:
         outputs = model(x)
     return found, ops.convert_to_numpy(outputs)
 

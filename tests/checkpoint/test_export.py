@@ -9,8 +9,7 @@ import pytest
 from keras.optimizers.schedules import CosineDecay, PolynomialDecay
 
 import kerasdp
-from kerasdp.training.losses import SmoothedCrossentropy
-from kerasdp.training.optimizers import WarmUp
+from kerasdp.training.optimizers import SmoothedCrossentropy, WarmUp
 
 PLAIN_KERAS = """
 import sys

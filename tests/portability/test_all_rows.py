@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kerasdp
-from kerasdp.portability.added_losses import keep
+from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.replica_context import ReplicaContext, use
 
 ROWS = np.arange(6.0).reshape(3, 2)

@@ -9,6 +9,7 @@ import pytest
 from keras import losses, metrics, ops
 
 import kerasdp
+from kerasdp.data.sampling import Split
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import set_mask
 from kerasdp.portability.global_batch import Data, GlobalBatch
@@ -129,7 +130,7 @@ def of_replicas(model, targets, outputs, weights, mask, num_rows=ROWS):
     def run(rank):
         context = ReplicaContext(
             num_replicas=REPLICAS, num_rows=min(max(num_rows - rank * size, 0), size), rows=size,
-            first_row=rank * size, total_rows=num_rows,
+            first_row=rank * size, total_rows=num_rows, replicas=Split(REPLICAS).replicas(num_rows),
             gather_rows=lambda rows: ops.concatenate(exchange.all(rank, rows))[:num_rows],
         )  # fmt: skip
         own = Data(rows_of(keras.tree.flatten(outputs)[0], rank), rows_of(targets, rank),

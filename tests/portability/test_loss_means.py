@@ -4,14 +4,14 @@ import keras
 import pytest
 from keras import ops
 
-from kerasdp.keras_compat.layers import hook_add_loss
-from kerasdp.portability.added_losses import is_mean_over_rows, take_added_loss
-from kerasdp.portability.row_axes import FIRST, RowAxes, RowAxis
+from kerasdp.portability.layer_calls import hook_layers
+from kerasdp.portability.reduction import is_mean_over_rows
+from kerasdp.portability.replica_context import FIRST, RowAxes, RowAxis
 
 
 @pytest.fixture(autouse=True)
 def hooked():
-    hook_add_loss(take_added_loss)
+    hook_layers()
 
 
 class Adding(keras.layers.Layer):

@@ -7,7 +7,7 @@ from keras import ops
 
 from kerasdp.portability import random as random_numbers
 from kerasdp.portability import replica_context
-from kerasdp.portability.threefry import threefry
+from kerasdp.portability.random import threefry
 
 
 def words(*values):

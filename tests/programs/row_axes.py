@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import kerasdp
 from kerasdp.portability import row_search
-from kerasdp.portability.row_axes import FIRST, RowAxes
+from kerasdp.portability.replica_context import FIRST, RowAxes
 from kerasdp.training import prepare
 
 # Samples of an uneven batch: the last device has padding.

@@ -6,7 +6,7 @@ import pytest
 
 from kerasdp.backends.base import SingleProcess
 from kerasdp.errors import UserError
-from kerasdp.training.model_calls import preprocessed
+from kerasdp.training.model_calls import preprocess_all
 
 
 class Lengths(keras.Model):
@@ -20,7 +20,7 @@ TEXTS, LABELS = ["a", "bb", "ccc"], np.arange(3)
 
 
 def test_all_data_is_preprocessed():
-    found = preprocessed(
+    found = preprocess_all(
         Lengths(), {"x": TEXTS, "y": LABELS, "validation_data": (TEXTS[:2], LABELS[:2])}, SingleProcess()
     )
     assert found["x"].tolist() == [1, 2, 3]
@@ -46,6 +46,6 @@ EXPECTED = "expected arrays with equally many samples, at least one. Received: "
 )
 def test_data_that_cannot_be_preprocessed(arguments, words):
     with pytest.raises(UserError) as caught:
-        preprocessed(Lengths(), arguments, SingleProcess())
+        preprocess_all(Lengths(), arguments, SingleProcess())
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)

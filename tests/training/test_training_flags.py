@@ -15,8 +15,7 @@ from kerasdp.errors import UserError
 from kerasdp.models.classifiers import augmented
 from kerasdp.reporting.run_files import Trackers
 from kerasdp.training.callbacks import make_callbacks
-from kerasdp.training.losses import make_loss
-from kerasdp.training.optimizers import make_optimizer, make_schedule
+from kerasdp.training.optimizers import make_loss, make_optimizer, make_schedule
 from tests.helpers import BACKENDS, run
 
 EVERYTHING = [

@@ -13,6 +13,7 @@ from kerasdp.keras_compat.layers import (
     has_weights_of_its_own,
     is_of_keras,
     living_variables,
+    parts_of,
     seed_variables,
     weight_penalties,
 )
@@ -24,6 +25,7 @@ from kerasdp.keras_compat.models import (
     inputs_structure,
     last_activation,
     loss_options,
+    losses_by_thread,
     output_losses,
     output_symbols,
     outputs_structure,
@@ -33,8 +35,6 @@ from kerasdp.keras_compat.optimizers import (
     slots_of,
     weights_unknown_to,
 )
-from kerasdp.keras_compat.own_steps import losses_by_thread
-from kerasdp.keras_compat.tracking import parts_of
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from keras.src.saving import serialization_lib
 from keras.src.utils import module_utils
 
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat import layers, models, numerics, optimizers, own_steps, patches, random, saving, settings
+from kerasdp.keras_compat import layers, models, numerics, optimizers, patches, random, saving, settings
 from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.portability import initial_weights, replica_context
 from kerasdp.portability import layers as portable_layers
-from kerasdp.portability.added_losses import take_added_loss
+from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.random import portable_draws
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 from tests.programs import keras_patches
@@ -82,7 +82,7 @@ def test_what_is_replaced_comes_back():
 def test_what_is_wrapped_for_good_is_wrapped_once():
     own = types.SimpleNamespace(double=lambda x: 2 * x)
     for _ in range(2):
-        patches.wrap_for_good(own, "double", lambda function: lambda x: 1 + function(x))
+        patches.wrap_for_good(own, "double", lambda function, x: 1 + function(x))
     assert own.double(3) == 7 and patches.original(own.double)(3) == 6
     again = patches.standing_for(own.double, lambda x: 0)
     assert patches.original(again)(3) == 6
@@ -92,7 +92,7 @@ def test_what_is_wrapped_for_good_is_wrapped_once():
 
 
 def test_hook_of_add_loss():
-    layers.hook_add_loss(take_added_loss)
+    hook_layers()
     layers.hook_add_loss(lambda *given: pytest.fail("it is hooked once, for good"))
     layer, taken = keras.layers.Layer(), []
     context = replica_context.ReplicaContext(
@@ -116,35 +116,52 @@ def test_a_layer_becomes_one_of_another_class_within_its_graph():
     assert array(model(ONES)).tolist() == [[6, 6], [6, 6]]
 
 
-def test_calls_of_a_layer_go_through_a_function():
-    model = dense()
+def test_hook_of_calls():
+    """It gets the arguments as the layer does, and sees what the layer gives before a regularizer does."""
+    hook_layers()
+    layers.hook_calls(lambda *given: pytest.fail("they are hooked once, for good"))
+    model, seen = dense(activity_regularizer="l1"), []
     bound = model.layers[0]
     object.__setattr__(bound, "call", lambda inputs: inputs[:, :2] * 5)  # as users do
-    layers.call_through(bound, lambda layer, *args: 1 + layers.own_call(layer)(*args))
-    layers.call_through(bound, lambda layer, *args: pytest.fail("once, for good"))
-    assert array(bound(ONES)).tolist() == [[6, 6], [6, 6]]
-    own = keras.layers.Identity()
-    layers.call_through(own, lambda layer, *args: 1 + layers.own_call(layer)(*args))
-    assert array(own(ONES)).tolist() == (ONES + 1).tolist()
+
+    def record(layer, outputs):
+        seen.append((layer, array(outputs).tolist(), list(layer.losses)))
+
+    class Doubled(keras.Operation):  # which is no layer
+        def call(self, x):
+            return 2 * x
+
+    with patches.step_with(record=record):
+        model(ONES)
+        assert Doubled()(1) == 2
+    assert [layer for layer, *_ in seen] == [bound, model]
+    assert seen[0][1:] == ([[5, 5], [5, 5]], []) and len(bound.losses) == 1
+
+    class Failing(keras.layers.Layer):
+        def call(self, inputs):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"Arguments received by Failing.call\(\):\n  . inputs="):  # as Keras says it
+        Failing()(ONES)
+    model(ONES)
+    assert len(seen) == 2
 
 
-def test_wrapped_calls():
-    model = dense()
-    with layers.wrapped_calls(model.layers, lambda layer, call: lambda inputs: call(inputs) + 1):
-        assert array(model(ONES))[0, 0] == 4
-    assert array(model(ONES))[0, 0] == 3
-    assert "call" not in vars(model.layers[0])
-
-
-def test_wrapped_regularizers():
-    model = dense(activity_regularizer="l1")
+def test_regularizers_see_the_rows_of_all():
+    hook_layers()
+    model, given = dense(activity_regularizer="l1"), []
+    options = {"num_replicas": 2, "num_rows": 2, "rows": 2, "total_rows": 4}
+    context = replica_context.ReplicaContext(
+        gather_rows=lambda rows: keras.ops.concatenate([rows, 3 * rows]), **options
+    )
     model(ONES)
     before = [float(array(loss)) for loss in model.losses]
-    with layers.wrapped_regularizers(model.layers, lambda layer, regularizer: lambda output: keras.ops.sum(output) + 2):
+    with replica_context.use(context):
         model(ONES)
-        assert [float(array(loss)) for loss in model.losses] == [7]  # by the samples, as Keras does
+        given = [float(array(loss)) for loss in model.losses]
+    assert given == [0] and float(array(context.penalties[0])) == pytest.approx(2 * before[0])
     model(ONES)
-    assert [float(array(loss)) for loss in model.losses] == before != [7]
+    assert [float(array(loss)) for loss in model.losses] == before != [0]
 
 
 def test_a_variable_holds_what_it_is_given():
@@ -174,7 +191,7 @@ def test_methods_of_all_models():
         def evaluate(self):
             return super().evaluate()
 
-    with models.methods_through({"evaluate": lambda original: lambda model: (model, original)}):
+    with models.methods_through({"evaluate": lambda original, model: (model, original)}):
         assert model.evaluate() == (model, own)
         assert Calls().evaluate()[1] is own
     assert keras.Model.evaluate is own and "evaluate" not in vars(keras.Model)
@@ -278,9 +295,11 @@ def test_losses_are_reduced_otherwise():
     model, targets = dense(), ONES[:, :2]
     models.build_compiled(model, (keras.KerasTensor((2, 3)), keras.KerasTensor((2, 2)), None))
     compiled = models.compiled_loss(model)
-    with own_steps.reducing_losses(
-        model, lambda loss, y_true, y_pred, weights: keras.ops.sum(loss.call(y_true, y_pred))
-    ):
+
+    def add_up(loss, y_true, y_pred, weights):
+        return keras.ops.sum(loss.call(y_true, y_pred)) + keras.losses.MeanSquaredError()(y_true, y_true)
+
+    with models.reducing_losses(add_up):
         assert float(array(compiled(targets, 3 * targets))) == 8
     assert float(array(compiled(targets, 3 * targets))) == 4
     assert isinstance(models.output_losses(model)[0], keras.losses.Loss)
@@ -288,15 +307,8 @@ def test_losses_are_reduced_otherwise():
     def refuse(*_):
         raise UserError("one line")
 
-    with pytest.raises(UserError, match="^one line$"), own_steps.reducing_losses(model, refuse):
+    with pytest.raises(UserError, match="^one line$"), models.reducing_losses(refuse):
         compiled(targets, targets)
-
-
-def test_wrapped_losses():
-    loss = keras.losses.MeanSquaredError()
-    with own_steps.wrapped_losses([loss], lambda loss: lambda y_true, y_pred: y_pred):
-        assert float(array(loss(ONES, 7 * ONES))) == 7
-    assert float(array(loss(ONES, 7 * ONES))) == 36
 
 
 def test_means_of_losses_are_multiplied():
@@ -331,11 +343,11 @@ def test_hooked_steps():
 
     model, weight, seen = Own(), keras.Variable(np.zeros(2, "float32")), []
     step = functools.partial(model.step, keras.optimizers.SGD(1.0), weight)
-    with own_steps.hooked_steps(
+    with models.hooked_steps(
         model,
-        apply=lambda apply: lambda optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
-        update_mean=lambda update: lambda mean, value: update(mean, value + 1),
-        result=lambda metric, result: lambda: seen.append(metric) or result(),
+        apply=lambda apply, optimizer, gradients, weights: apply(optimizer, [2 * gradients[0]], weights),
+        update_mean=lambda update, mean, value: update(mean, value + 1),
+        result=lambda result: seen.append(result.__self__) or result(),
     ):
         assert step() == 4
         assert array(weight).tolist() == [-2, -2] and seen == [model.mean]
@@ -351,8 +363,9 @@ def test_optimizers_apply_once_through_loss_scaling():
     optimizer.build([weight])
     names = []
 
-    def noting(apply):
-        return lambda one, *args, **kwargs: names.append(type(one).__name__) or apply(one, *args, **kwargs)
+    def noting(apply, one, *args, **kwargs):
+        names.append(type(one).__name__)
+        return apply(one, *args, **kwargs)
 
     with optimizers.wrapped_apply(noting):
         optimizer.apply([keras.ops.ones(2)], [weight])
@@ -362,7 +375,7 @@ def test_optimizers_apply_once_through_loss_scaling():
 def test_plain_attributes_are_kept():
     model = dense()
     model.count = 1
-    with own_steps.plain_attributes_kept(model):
+    with models.plain_attributes_kept(model):
         model.count, model.new = 2, 3
     assert model.count == 1 and not hasattr(model, "new")
 

@@ -32,7 +32,6 @@ class StageProgram:
 
     def __init__(self, model: "keras.Model", plan: "Plan", number: int, devices: Sequence[jax.Device]):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         self.plan, self.whole_model, self.model, self.number = plan, model, plan.stages[number].model, number
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
@@ -41,7 +40,6 @@ class StageProgram:
         self.trainable, self.non_trainable = self.model.trainable_variables, self.model.non_trainable_variables
         seeds = {id(variable) for variable in seed_variables(self.model)}
         self.seeds = [index for index, variable in enumerate(self.non_trainable) if id(variable) in seeds]
-        self.penalties = WholeBatchPenalties(self.model)
         self.optimizer: Any = None
         self.slots: list[keras.Variable] = []
         self.shared: list[keras.Variable] = []
@@ -119,10 +117,11 @@ class StageProgram:
         from kerasdp.portability.row_search import row_axes_of
 
         # The program is one for all of the stage's devices.
-        context = ReplicaContext.of_micro_batch(
-            first_row, inputs[0].shape[0], row_axes=row_axes_of(self.whole_model), num_replicas=self.num_devices
+        rows, row_axes = inputs[0].shape[0], row_axes_of(self.whole_model)
+        context = ReplicaContext(
+            num_replicas=self.num_devices, num_rows=rows, rows=rows, first_row=first_row, row_axes=row_axes
         )
-        with use(context), self.penalties.active():
+        with use(context):
             outputs, non_trainable = self.model.stateless_call(
                 trainable, non_trainable, list(inputs), training=training
             )

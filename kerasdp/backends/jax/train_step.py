@@ -92,7 +92,7 @@ def make_step_functions(
         replicated: the sharding of variables that have none yet.
         context: that of the layers in a training step.
     """
-    from kerasdp.keras_compat.own_steps import own_steps
+    from kerasdp.keras_compat.models import own_steps
 
     own, weights = own_steps(model), TrainedWeights(model)
 
@@ -195,7 +195,7 @@ def _cut(data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 def _packed(data: tuple[Any, ...]) -> Any:
     """Returns the same as Keras hands it to a step."""
-    from kerasdp.keras_compat.own_steps import as_keras_gives
+    from kerasdp.keras_compat.models import as_keras_gives
 
     return as_keras_gives(_cut(data))
 
@@ -208,18 +208,18 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     """
     import keras
 
-    from kerasdp.backends.observer import forward_pass, observed, watched_layers
+    from kerasdp.backends.observer import forward_pass, observed
     from kerasdp.keras_compat.layers import mask_of, set_mask
     from kerasdp.keras_compat.models import update_loss_metric
-    from kerasdp.portability.random import keeping_only
+    from kerasdp.keras_compat.patches import step_with
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
 
     def loss_and_updates(trainable: Any) -> tuple[Any, Any]:
         # What layers gave must leave through here: JAX lets nothing else out of a function that it differentiates.
-        kept = keeping_only(model.non_trainable_variables)
-        with watched_layers(detail, model), forward_pass(detail, inputs) as found, kept:
+        kept = step_with(kept=set(map(id, model.non_trainable_variables)))
+        with forward_pass(detail, model, inputs) as found, kept:
             loss, updates = model.compute_loss_and_updates(
                 trainable, non_trainable, metrics, *data, training=True, optimizer_variables=optimizer
             )

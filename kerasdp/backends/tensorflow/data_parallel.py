@@ -134,13 +134,12 @@ class DataParallel(TensorFlowStrategy):
 
         `name`: of the model's method that it stands for.
         """
-        from kerasdp.backends.observer import watched_layers
 
         def on_one(num_rows: int, inputs: Structure, targets: Structure, sample_weight: Structure) -> Any:
             return step(DeviceBatch(inputs, targets, sample_weight, range(num_rows)))
 
         def run(num_rows: int, data: Any) -> Any:
-            with steps.on_several_devices(name), watched_layers(detail, model):
+            with steps.on_several_devices(name):
                 outputs = self.mirrored.run(on_one, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 
@@ -179,7 +178,7 @@ class DataParallel(TensorFlowStrategy):
             with tf.GradientTape() as tape:
                 values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
                 with keras.StatelessScope(values, collect_losses=True):
-                    outputs = steps.forward(model, inputs, None, training=True)
+                    outputs = steps.forward(model, inputs, training=True)
                     loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
             gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
             return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
@@ -211,17 +210,12 @@ class DataParallel(TensorFlowStrategy):
 
     def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on each replica; no variable changes."""
-        from kerasdp.backends.observer import watched_layers
-        from kerasdp.portability.row_search import row_axes_of
-
         steps = ReplicaSteps(self, model)
 
         def run() -> Any:
             return steps.shard_pass(_own_batch(batch))
 
-        adding = row_axes_of(model).adding.values()
-        with steps.penalties.active(adding), watched_layers(Detail.EVERYTHING, model):
-            results = self.mirrored.run(run)  # eager: a graph would take seconds
+        results = self.mirrored.run(run)  # eager: a graph would take seconds
         passes = []
         for rank, own in enumerate(self._own_replicas(len(batch.indices))):
             layers, outputs, loss = tf.nest.map_structure(

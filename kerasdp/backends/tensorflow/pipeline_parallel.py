@@ -93,11 +93,10 @@ class Pipeline(PipelineEngine):
 
     def __init__(self, model: "keras.Model", config: Config, device_names: list[str], processes: Processes):
         from kerasdp.pipeline.plan import make_plan
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         plan = make_plan(model, config, len(device_names), processes.broadcast_from_rank0)
         super().__init__(model, plan, processes)
-        self.device_names, self.penalties = device_names, WholeBatchPenalties(model)
+        self.device_names = device_names
         self._timed: dict[int, Callable[..., Any]] = {}
         self.move_to_stage_devices()
         self.build_programs()
@@ -134,8 +133,7 @@ class Pipeline(PipelineEngine):
     def build_programs(self) -> None:
         """Makes the stages' functions again, for the layers and the settings as they are now."""
         self.programs = [
-            StageProgram(self.model, self.plan, number, name, self.penalties)
-            for number, name in enumerate(self.device_names)
+            StageProgram(self.model, self.plan, number, name) for number, name in enumerate(self.device_names)
         ]
 
     def _forward(self, batch: DeviceBatch) -> tuple[Structure, list[Tensor]]:

@@ -10,13 +10,12 @@ import tensorflow as tf
 
 from kerasdp.backends.base import Structure, Tensor, Work
 from kerasdp.backends.tensorflow.train_step import dense
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import ReplicaContext, alone, use
 
 if TYPE_CHECKING:
     import keras
 
     from kerasdp.pipeline.plan import MicroBatches, Plan
-    from kerasdp.portability.added_losses import WholeBatchPenalties
 
 
 class ForwardPass(NamedTuple):
@@ -44,14 +43,12 @@ class StageProgram:
         seeds: states of random layers.
     """
 
-    def __init__(
-        self, model: "keras.Model", plan: "Plan", number: int, device_name: str, penalties: "WholeBatchPenalties"
-    ):
+    def __init__(self, model: "keras.Model", plan: "Plan", number: int, device_name: str):
         """Makes the program of stage `number` of `model`, with which layers are as they are now."""
         from kerasdp.keras_compat.layers import seed_variables
 
         self.device_name = device_name
-        self._model, self._stage, self._penalties = model, plan.stages[number], penalties
+        self._model, self._stage = model, plan.stages[number]
         own = self._stage.model
         self.weights, self.seeds = own.trainable_variables, seed_variables(own)
         # Whether a stage before this one has weights that are trained.
@@ -119,14 +116,9 @@ class StageProgram:
         """Computes outputs of `rows` rows from `first_row` on of a global batch of `num_rows`, and penalties."""
         from kerasdp.portability.row_search import row_axes_of
 
-        context = ReplicaContext.of_micro_batch(
-            first_row,
-            rows,
-            total_rows=num_rows,
-            row_axes=row_axes_of(self._model),
-            gather=lambda statistics: statistics[None],
-        )
-        with tf.device(self.device_name), use(context), self._penalties.active():
+        own = {"num_rows": rows, "rows": rows, "first_row": first_row, "total_rows": num_rows}
+        context = ReplicaContext(num_replicas=1, row_axes=row_axes_of(self._model), gather=alone, **own)
+        with tf.device(self.device_name), use(context):
             for seed, value in zip(self.seeds, seeds):
                 seed.assign(value)
             outputs = self._stage(inputs, training=training)

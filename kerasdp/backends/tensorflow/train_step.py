@@ -1,7 +1,7 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,8 +33,8 @@ class ReplicaSteps(ShardSteps):
             return logs.get("loss"), None, logs, {}
         with tf.GradientTape() as tape:
             # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-            with use(self.context(batch)) as context, forward_pass(detail, batch.inputs) as recorded:
-                outputs = self.forward(model, batch.inputs, context, training=True)
+            with use(self.context(batch)) as context, forward_pass(detail, model, batch.inputs) as recorded:
+                outputs = self.forward(model, batch.inputs, training=True)
             # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
             whole = self.global_batch(batch, outputs, context, training=True)
             scaled_loss = model.optimizer.scale_loss(whole.loss)
@@ -63,28 +63,19 @@ class ReplicaSteps(ShardSteps):
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
 
-    @contextlib.contextmanager
-    def on_several_devices(self, name: str) -> Iterator[None]:
+    def on_several_devices(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
-        from kerasdp.keras_compat.own_steps import losses_by_thread
-        from kerasdp.portability.own_steps import joined_steps
-        from kerasdp.portability.row_search import row_axes_of
+        from kerasdp.keras_compat.layers import all_layers
+        from kerasdp.keras_compat.models import losses_by_thread
+        from kerasdp.portability.own_steps import join_steps
 
-        adding = row_axes_of(self.model).adding.values()
         if self.strategy.num_replicas == 1:
-            yield
-        elif name in self.own:
-            with joined_steps(self.model):
-                yield
-        else:
-            with_losses = [*self.penalties.regularized, *(each.layer for each in adding)]
-            with self.penalties.active(adding), losses_by_thread(with_losses):
-                yield
+            return contextlib.nullcontext()
+        return join_steps(self.model) if name in self.own else losses_by_thread(all_layers(self.model))
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
-        from kerasdp.keras_compat.models import losses_of_whole_batch
-        from kerasdp.keras_compat.own_steps import as_keras_gives
+        from kerasdp.keras_compat.models import as_keras_gives, losses_of_whole_batch
         from kerasdp.portability.own_steps import run_on_shard
 
         model, context = self.model, self.context(batch, name)
@@ -133,13 +124,12 @@ def taking_dense() -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
     from kerasdp.keras_compat.optimizers import wrapped_apply
 
-    def of_dense(apply: Callable[..., None]) -> Callable[..., None]:
-        def apply_dense(optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None) -> None:
-            apply(optimizer, dense(list(grads)), trainable_variables)
+    def apply_dense(
+        apply: Callable[..., None], optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None
+    ) -> None:
+        apply(optimizer, dense(list(grads)), trainable_variables)
 
-        return apply_dense
-
-    return wrapped_apply(of_dense)
+    return wrapped_apply(apply_dense)
 
 
 def update_at_once(model: Any, update: Callable[[], None]) -> None:
@@ -196,8 +186,8 @@ def can_update_at_once(model: Any) -> bool:
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which `tf.clip_by_global_norm` sees means; `mean`: as with torch."""
 
-    def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda t_list, *args, **kwargs: clip(mean(dense(list(t_list))), *args, **kwargs)
+    def of_means(clip: Callable[..., Any], t_list: Any, *args: Any, **kwargs: Any) -> Any:
+        return clip(mean(dense(list(t_list))), *args, **kwargs)
 
     return wrapped(tf, clip_by_global_norm=of_means)
 

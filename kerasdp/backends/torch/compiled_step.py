@@ -175,7 +175,7 @@ class CompiledTraining(CompiledStep):
         """See `CompiledStep`."""
         import keras
 
-        from kerasdp.backends.observer import forward_pass, observed, watched_layers
+        from kerasdp.backends.observer import forward_pass, observed
         from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 
         model, strategy = self.model, self.strategy
@@ -190,8 +190,8 @@ class CompiledTraining(CompiledStep):
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
             context = self.steps.context(batch)
-            with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-                outputs = self.steps.forward(model, batch.inputs, context, training=True)
+            with use(context), forward_pass(detail, model, batch.inputs) as found:
+                outputs = self.steps.forward(model, batch.inputs, training=True)
             whole = self.steps.global_batch(batch, outputs, context, training=True)
             scaled_loss = model.optimizer.scale_loss(whole.loss)
         with torch.no_grad():

@@ -137,12 +137,9 @@ class DataParallel(TorchStrategy):
     @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
         """Runs a forward pass of training on this process's replica; no variable changes."""
-        from kerasdp.backends.observer import watched_layers
-
         if self.num_replicas == 1:
             return []
-        with watched_layers(Detail.EVERYTHING, model):
-            layers, outputs, loss = RankSteps(self, model).shard_pass(batch)
+        layers, outputs, loss = RankSteps(self, model).shard_pass(batch)
         own = self.split.replicas(len(batch.indices))[self.processes.rank]
         return [ShardPass(layers, outputs, loss, *own)]
 

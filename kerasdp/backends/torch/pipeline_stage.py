@@ -9,7 +9,7 @@ from torch.distributed import pipelining
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, gather_statistics
-from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.portability.replica_context import ReplicaContext, alone, use
 
 
 class PipelineStep:
@@ -37,15 +37,15 @@ class PipelineStep:
         several, group = pipeline.num_pipelines > 1, pipeline.replica_group
         # Without padding, and with nothing to join, batch norm may be torch's own, which is faster and keeps less.
         as_torch = pipeline.plan.is_whole_model and not several and whole >= pipeline.size
-        return ReplicaContext.of_shard(
-            whole,
-            pipeline.pipeline_index,
-            pipeline.num_pipelines,
-            pipeline.size,
+        first = pipeline.pipeline_index * pipeline.size
+        return ReplicaContext(
+            num_replicas=pipeline.num_pipelines,
+            num_rows=min(max(whole - first, 0), pipeline.size),
+            rows=pipeline.size,
+            first_row=rows.start + first,
             row_axes=row_axes_of(pipeline.model),
-            first_row=rows.start,
             total_rows=self.micro_batches.num_rows,
-            gather=None if as_torch else lambda own: gather_statistics(own, group) if several else own[None],
+            gather=None if as_torch else lambda own: gather_statistics(own, group) if several else alone(own),
             gather_rows=lambda own: (gather_rows(own, group, 1) if several else own)[
                 : whole * (len(own) // pipeline.size)
             ],
@@ -142,12 +142,10 @@ class StageModule(torch.nn.Module):
 
     def __init__(self, pipeline: Any, stage: Any, number: int):
         from kerasdp.keras_compat.layers import seed_variables
-        from kerasdp.portability.added_losses import WholeBatchPenalties
 
         super().__init__()
         self.pipeline, self.keras_stage, self.model, self.number = pipeline, stage, stage.model, number
         self.is_last = number == len(pipeline.plan.stages) - 1
-        self.penalties = WholeBatchPenalties(stage.model)
         self.seeds = seed_variables(stage.model)
         self.micro_batch = 0
 
@@ -184,7 +182,7 @@ class StageModule(torch.nn.Module):
         if step.training:
             for seed, value in zip(self.seeds, step.seeds[self.number]):
                 seed.assign(value)  # so that a micro-batch draws what its rows draw in the whole batch
-        with use(context), self.penalties.active():
+        with use(context):
             outputs = self.keras_stage(list(inputs), training=step.training)
         # Keras' convolutions and poolings on torch give views with the axes in another order, which cannot be sent.
         outputs = [output.contiguous() for output in outputs]

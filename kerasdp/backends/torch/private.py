@@ -57,14 +57,11 @@ def foreach_add_of_tensors() -> contextlib.AbstractContextManager[None]:
     and Adadelta give it the learning rate. No public name.
     """
 
-    def of_tensors(add: Callable[..., None]) -> Callable[..., None]:
-        def add_(tensors: Any, others: Any, *, alpha: Any = 1) -> None:
-            if isinstance(alpha, torch.Tensor):
-                others, alpha = torch._foreach_mul(others, alpha), 1
-            # Only of lists there is an `alpha`.
-            add(tensors, others, alpha=alpha) if isinstance(others, (list, tuple)) else add(tensors, others)
-
-        return add_
+    def of_tensors(add: Callable[..., None], tensors: Any, others: Any, *, alpha: Any = 1) -> None:
+        if isinstance(alpha, torch.Tensor):
+            others, alpha = torch._foreach_mul(others, alpha), 1
+        # Only of lists there is an `alpha`.
+        add(tensors, others, alpha=alpha) if isinstance(others, (list, tuple)) else add(tensors, others)
 
     return wrapped(torch, _foreach_add_=of_tensors)
 

@@ -33,13 +33,13 @@ class RankSteps(ShardSteps):
             batch: this rank's rows, with padding (1).
             detail: what to record.
         """
-        from kerasdp.backends.observer import forward_pass, observed, watched_layers
+        from kerasdp.backends.observer import forward_pass, observed
 
         model, strategy = self.model, self.strategy
         variables, context = model.trainable_weights[:], self.context(batch)
         # The forward pass on the shard; batch norms exchange their statistics (5), layers know their rows (6).
-        with use(context), watched_layers(detail, model), forward_pass(detail, batch.inputs) as found:
-            outputs = self.forward(parallel, batch.inputs, context, training=True)
+        with use(context), forward_pass(detail, model, batch.inputs) as found:
+            outputs = self.forward(parallel, batch.inputs, training=True)
         for variable in variables:  # Keras' (3.15) `zero_grad` knows one of the weights that share a path
             variable.value.grad = None
         # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
@@ -67,11 +67,6 @@ class RankSteps(ShardSteps):
                 model.optimizer.apply(gradients, variables)
             return Trained(loss, rate, whole.update_metrics(loss), seen)
 
-    def forward(self, module: Any, inputs: Any, context: ReplicaContext | None, training: bool) -> Any:
-        """See `ShardSteps`. `module`: the model, maybe in DistributedDataParallel."""
-        with contextlib.nullcontext() if context is None else self.penalties.active(context.adding()):
-            return super().forward(module, inputs, context, training)
-
     def rank(self) -> int:
         """See `ShardSteps`."""
         return self.strategy.processes.rank
@@ -95,14 +90,14 @@ class RankSteps(ShardSteps):
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
-        from kerasdp.keras_compat.own_steps import as_keras_gives
-        from kerasdp.portability.own_steps import joined_steps, run_on_shard
+        from kerasdp.keras_compat.models import as_keras_gives
+        from kerasdp.portability.own_steps import join_steps, run_on_shard
 
         model, strategy, context = self.model, self.strategy, self.context(batch, name)
         if context is None:
             return getattr(model, name)(as_keras_gives(batch[:3])), []
         add_up = sum_over_ranks if strategy.host_sums is None else strategy.host_sums.sum
-        with contextlib.nullcontext() if is_trial else joined_steps(model):
+        with contextlib.nullcontext() if is_trial else join_steps(model):
             return run_on_shard(model, name, batch[:3], context, add_up, strategy.build_optimizer, is_trial)
 
     def distributed(self, batch: DeviceBatch) -> Any:
@@ -143,7 +138,7 @@ class RankSteps(ShardSteps):
         # Penalties of weights want the values by themselves (Keras 3.15).
         with keras.StatelessScope(values, collect_losses=True):
             with use(context):
-                outputs = self.forward(module, batch.inputs, context, training=True)
+                outputs = self.forward(module, batch.inputs, training=True)
             return self.global_batch(batch, outputs, context, training=True).loss
 
     def _used_weights(self, batch: DeviceBatch) -> list[Any]:
@@ -193,14 +188,11 @@ def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.Abstrac
     `mean`: of gradients, over the ranks, where a step wants that.
     """
 
-    def of_means(clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clip_means(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            for weight, gradient in zip(weights, mean([weight.grad for weight in weights])):
-                weight.grad = gradient
-            return clip(weights, *args, **kwargs)
-
-        return clip_means
+    def of_means(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        weights = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for weight, gradient in zip(weights, mean([weight.grad for weight in weights])):
+            weight.grad = gradient
+        return clip(weights, *args, **kwargs)
 
     return wrapped(torch.nn.utils, clip_grad_norm_=of_means, clip_grad_value_=of_means)
 
