@@ -64,7 +64,7 @@ def warn(text: str) -> None:
 
 
 def say(*lines: str) -> None:
-    """Prints lines of a training, which goes on when the program that read them has ended, as `head -1` does."""
+    """Prints lines of a training, which continues when the program that read them has ended, as `head -1` does."""
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
