@@ -94,7 +94,7 @@ def _server(backend: str) -> socket.socket:
 
     def end() -> None:
         mine.shutdown(socket.SHUT_RDWR)
-        server.wait(20)
+        server.wait(120)
 
     atexit.register(end)
     return mine

@@ -5,8 +5,9 @@ import pytest
 from tests.helpers import PROGRAMS, all_but, result_of, run
 
 
+@pytest.mark.proof
 @all_but("jax", "tensorflow")
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("count", [1, 2])
 def test_the_losses_are_the_same(backend, count):
     found = result_of(run(PROGRAMS / "deterministic.py", backend, count, backend=backend))
     assert len(found["True"]) == 10

@@ -25,16 +25,17 @@ def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
 
 
 @all_but("torch", "jax")
-def test_losses_of_probabilities_and_masked_attention(backend):
-    """Clipped probabilities; attention whose keys are all masked; zeros; products that damage memory; variables."""
-    assert_same_numbers(backend, {})
+def test_losses_of_probabilities_zeros_and_masks(backend):
+    assert_same_numbers(backend, {}, "probabilities", "zeros", "masked_and_weighted")
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("ways", [{"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "strategy": "pipeline"}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "ways", [{}, {"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "strategy": "pipeline"}], ids=str
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_other_ways(backend, ways):
+def test_all_in_each_way(backend, ways):
+    """Also attention whose keys are all masked, products that damage memory, and variables."""
     assert_same_numbers(backend, ways)
 
 
