@@ -315,8 +315,8 @@ def _refuse_code_of_runs(arguments: list[str], values: flags.FlagValues) -> None
             continue
         path = os.path.expanduser((value or "".join(arguments[number + 1 : number + 2])).strip())  # as absl reads it
         folder = pathlib.Path(os.path.abspath(path)).parent
-        beside = (folder / "config.json", folder.parent / "config.json")
-        if not (beside[0].exists() or (beside[1].exists() and (folder.parent / "checkpoints").exists())):
+        is_in_run = all((folder.parent / name).exists() for name in ("config.json", "checkpoints"))
+        if not (is_in_run or (folder / "config.json").exists()):
             continue
         try:
             found = values.read_flags_from_files([f"--flagfile={path}"])

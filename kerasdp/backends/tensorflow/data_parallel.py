@@ -106,12 +106,11 @@ class DataParallel(TensorFlowStrategy):
         """Makes train, test and predict functions that run on all replicas."""
         steps = ReplicaSteps(self, model)
         test, predict = (
-            self._function(model, self._on_all(model, steps, name, step))
+            self._function(model, self._on_all(steps, name, step))
             for name, step in (("test_step", steps.test), ("predict_step", steps.predict))
         )
         train_step = {
-            detail: self._on_all(model, steps, "train_step", functools.partial(steps.train, detail), detail)
-            for detail in Detail
+            detail: self._on_all(steps, "train_step", functools.partial(steps.train, detail)) for detail in Detail
         }
         train = {detail: self._function(model, step) for detail, step in train_step.items()}
         train_several = self._function(model, several(self.mirrored, train_step[Detail.NOTHING]))
@@ -122,14 +121,7 @@ class DataParallel(TensorFlowStrategy):
             predict=predict,
         )
 
-    def _on_all(
-        self,
-        model: "keras.Model",
-        steps: ReplicaSteps,
-        name: str,
-        step: Callable[..., Any],
-        detail: Detail = Detail.NOTHING,
-    ) -> Callable[..., Any]:
+    def _on_all(self, steps: ReplicaSteps, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """Runs the step on all replicas, and returns what the first one returned: it is the same on all.
 
         `name`: of the model's method that it stands for.
