@@ -312,8 +312,11 @@ class Strategy(Protocol):
         For strategies that split batches. Each replica has its rows of the batch, and waits for no other.
         """
 
-    def diverged_variables(self, model: "keras.Model") -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
+    def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
+        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas.
+
+        `state_only`: of those alone that are not trained.
+        """
 
     def gather_variables(self, model: "keras.Model") -> None:
         """Gives each process the values of all variables, where it computes only some of them."""

@@ -106,14 +106,24 @@ def forward_pass(detail: Detail, model: keras.Model, inputs: Any) -> Iterator[di
 def shard_outputs(model: keras.Model) -> Iterator[dict[str, Any]]:
     """Records what each layer of a model gives for this replica's rows in a forward pass.
 
-    At its end also what layers have added to the loss, in a scope that collects that.
+    At its end also what layers have added to the loss, in a scope that collects that, and what they have assigned.
     """
     outputs: dict[str, Any] = {}
     with _recording(model, outputs, lambda tensor: tensor):
         yield outputs
-    adding = row_axes_of(model).adding.values()
-    for name, loss in [(each.layer.name, loss) for each in adding for loss in added_losses(each.layer)]:
-        outputs[f"{len(outputs):0{_PLACE - 1}d} {name}, in what it adds to the loss"] = ops.stop_gradient(loss)
+    axes = row_axes_of(model)
+    added = [
+        (f"{each.layer.name}, in what it adds to the loss", loss)
+        for each in axes.adding.values()
+        for loss in added_losses(each.layer)
+    ]
+    assigned = [
+        (f"{layer.name}, in what it assigns to {variable.path}", variable.value)
+        for layer, variables in axes.assigning
+        for variable in variables
+    ]
+    for name, tensor in added + assigned:
+        outputs[f"{len(outputs):0{_PLACE - 1}d} {name}"] = ops.stop_gradient(tensor)
 
 
 def layer_name(recorded: str) -> str:

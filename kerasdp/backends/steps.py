@@ -45,6 +45,11 @@ def all_variables(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
+def compared_variables(model: Any, state_only: bool) -> list[Any]:
+    """Returns the variables of a model that all replicas have; `state_only`: those that are not trained."""
+    return model.non_trainable_variables if state_only else model.variables
+
+
 class TrainedWeights:
     """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
 

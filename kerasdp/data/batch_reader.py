@@ -220,10 +220,18 @@ class IndexedReader(BatchReader):
         )
         self.num_batches, self.num_threads = self._order.num_batches, max(1, batches.workers)
         self._pool: ProcessPoolExecutor | None = None
+        # Batch 0, read ahead of its turn: a data set that draws its own numbers would give another one the next time.
+        self._held: Any = None
+        self._is_begun = False
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self.batches.on_epoch_begin()
+        self._is_begun = True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Callable[[], Batch | None]]:
         """See `BatchReader`."""
-        self.batches.on_epoch_begin()
+        self._begin()
         indices: Iterator[int] = (int(index) for (index,) in self._order.batches(epoch, start))
         if self.batches.num_batches is None:  # each batch has a number of its own
             indices = itertools.count(epoch * self._order.num_batches + start)
@@ -238,22 +246,31 @@ class IndexedReader(BatchReader):
     def resume_at(self, epoch: int, batch: int = 0, saved: dict[str, Any] | None = None) -> None:
         """See `BatchReader`."""
         for _ in range(epoch):
-            self.batches.on_epoch_begin()
+            self._begin()
             self.batches.on_epoch_end()
+            self._held, self._is_begun = None, False
 
     def end_epoch(self, number: int) -> None:
         """See `BatchReader`."""
         super().end_epoch(number)
+        self._held, self._is_begun = None, False
         if self._pool is not None:
             self._pool.shutdown()
         if number == self.num_batches:  # not before its last batch was read: it may shuffle
             self.batches.on_epoch_end()
 
     def _look(self) -> Any:
-        return self.batches[0]
+        self._begin()
+        if self._held is None:
+            self._held = self.batches[0]
+        return self._held
 
     def _read(self, index: int, number: int) -> Batch | None:
         def read() -> Any:
+            held = self._held
+            if index == 0 and held is not None:
+                self._held = None
+                return held
             return self.batches[index] if self._pool is None else self._pool.submit(_batch, index).result()
 
         def cut(data: Any) -> list[Batch]:

@@ -2,12 +2,12 @@
 
 Random layers draw portably; what a step records is told. On several replicas, the losses that layers add (`add_loss`)
 become those of the global batch, as on one device: what is a mean over the rows is averaged over the replicas, where
-these have equally many. Anything else (a sum; the product of two means by which experts are balanced; an uneven batch)
-is computed of the whole batch: the layer is called once more, on the gathered arguments of its call, for that loss
-alone. Activity regularizers see the gathered outputs.
+these have equally many. A layer that adds anything else (a sum; the product of two means by which experts are balanced;
+an uneven batch), or that assigns to a variable what it sees of the rows (a running maximum, a codebook of averages), is
+called on all rows: its arguments are gathered, and of its outputs the replica takes its own rows. Activity regularizers
+see the gathered outputs.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ import keras
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import hook_add_loss, hook_calls
-from kerasdp.keras_compat.patches import current_step, step_with
+from kerasdp.keras_compat.layers import hook_add_loss, hook_calls, seed_variables
+from kerasdp.keras_compat.patches import current_step
 from kerasdp.keras_compat.random import draws_portably, given_seed_generator
 from kerasdp.portability.random import portable_draws
-from kerasdp.portability.replica_context import Adding, ReplicaContext, use
+from kerasdp.portability.replica_context import ReplicaContext, RowAxes, use
 
 # The call of a layer, and what Keras' `add_loss` of a layer does with a loss.
 Call = Callable[..., Any]
@@ -30,40 +30,70 @@ Add = Callable[[Any], None]
 class AddedLosses:
     """Takes what layers add in a forward pass of one replica: `ReplicaContext.adds`."""
 
-    def __init__(self, known: dict[int, Adding]):
-        """`known`: the layers that add losses, by `id`."""
-        self.known = known
-        self.left: list[keras.layers.Layer] = []  # of whose call the losses are to be computed of the whole batch
+    def __init__(self, axes: RowAxes):
+        """`axes`: know the layers that add losses, and those that keep something of the batch."""
+        self.axes = axes
 
-    def is_exact(self, layer: keras.layers.Layer, context: ReplicaContext) -> bool:
-        """Returns whether the mean over the replicas is what a layer adds, if it adds anything."""
-        adding = self.known.get(id(layer))
-        return adding is None or (adding.is_mean and context.is_even)
+    def needs_whole(self, layer: keras.layers.Layer, context: ReplicaContext) -> bool:
+        """Returns whether a layer is to be called with the rows of all replicas."""
+        if not context.replicas:  # it is called by one that is
+            return False
+        adding = self.axes.adding.get(id(layer))
+        is_exact = adding is None or (adding.is_mean and context.is_even)
+        return not is_exact or id(layer) in self.axes.keeping
 
     def __call__(self, context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
         """Takes a loss; see `_take_added_loss`."""
-        if id(layer) not in self.known:
+        if id(layer) not in self.axes.adding:
             raise UserError(
                 f"layer {layer.name} adds a loss that it did not add when the model was first called, in training, on "
                 "a few rows: let it add one in each call in training, zero maybe, or train on one device"
             )
-        if self.is_exact(layer, context):
-            add(keras.tree.map_structure(functools.partial(_mean_of_replicas, context), loss))
-        elif layer not in self.left:
-            self.left.append(layer)
+        add(keras.tree.map_structure(functools.partial(_mean_of_replicas, context), loss))
 
 
-class FoundAdding:
-    """Finds the layers that add losses, in trials: `ReplicaContext.adds`."""
+class Found:
+    """Finds, in trials, the layers that add losses, and those that assign to variables: `ReplicaContext.adds`.
+
+    Attributes:
+        adding: layers by `id`.
+        assigning: layers by `id`, each with the variables of the model to which it, and no layer within it, assigns.
+        arguments: of the first call of each of `known`, by `id`.
+        known: the layers, by `id`, that are asked where the rows are in their arguments and outputs.
+        scope: of the trial: its current values are what was assigned.
+    """
 
     def __init__(self) -> None:
-        self.layers: dict[int, keras.layers.Layer] = {}
-        self.known: set[int] = set()  # those of earlier trials, by `id`
-        self.arguments: dict[int, Any] = {}  # of their first calls
+        self.adding: dict[int, keras.layers.Layer] = {}
+        self.assigning: dict[int, tuple[keras.layers.Layer, dict[int, keras.Variable]]] = {}
+        self.arguments: dict[int, Any] = {}
+        self.known: set[int] = set()
+        self.scope = keras.StatelessScope()
+        self._assigned: dict[int, Any] = {}
 
     def __call__(self, context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
         """Takes a loss; see `_take_added_loss`."""
-        self.layers.setdefault(id(layer), layer)
+        self.adding.setdefault(id(layer), layer)
+
+    def call(
+        self, call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Calls a layer, and notes what it does."""
+        if id(layer) in self.known:
+            _row_axes_in("arguments", layer, context, (args, kwargs))
+            self.arguments.setdefault(id(layer), (args, kwargs))
+        seeds = {id(variable) for variable in seed_variables(layer)}
+        variables = [variable for variable in layer.variables if id(variable) not in seeds]
+        before = [self.scope.get_current_value(variable) for variable in variables]
+        outputs = call(*args, **kwargs)
+        for variable, old in zip(variables, before):
+            new = self.scope.get_current_value(variable)
+            if new is not old and new is not self._assigned.get(id(variable)):
+                self._assigned[id(variable)] = new
+                self.assigning.setdefault(id(layer), (layer, {}))[1][id(variable)] = variable
+        if id(layer) in self.known:
+            _row_axes_in("outputs", layer, context, outputs)
+        return outputs
 
 
 def keep(context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
@@ -116,59 +146,38 @@ def _call_with_portable_draws(call: Call, layer: Any, *args: Any, **kwargs: Any)
 def _call_on_replica(
     call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a layer on this replica's rows, and once more on all rows for what it adds, if that is needed."""
+    """Calls a layer on this replica's rows; on all rows where what it adds or keeps is of all of them."""
     adds = context.adds
-    if isinstance(adds, FoundAdding) and id(layer) in adds.known:
-        _row_axes_of(layer, context, (args, kwargs))
-        adds.arguments.setdefault(id(layer), (args, kwargs))
-    if not isinstance(adds, AddedLosses) or adds.is_exact(layer, context):
+    if isinstance(adds, Found):
+        return adds.call(call, layer, context, args, kwargs)
+    if not isinstance(adds, AddedLosses) or not adds.needs_whole(layer, context):
         return call(*args, **kwargs)
-    axes, numbers = _row_axes_of(layer, context, (args, kwargs)), context.numbers_of_calls()
-    # What the call changes, the second one is to find as it was: seeds, say.
-    changing = [(variable, ops.copy(variable.value)) for variable in layer.non_trainable_variables]
-    begun = changing + [(variable, ops.convert_to_tensor(variable)) for variable in layer.trainable_variables]
-    outputs = call(*args, **kwargs)
-    if layer in adds.left:
-        adds.left.remove(layer)
-        leaves = keras.tree.flatten((args, kwargs))
-        whole = [leaf if axis is None else context.whole(leaf, axis) for leaf, axis in zip(leaves, axes)]
-        args, kwargs = keras.tree.pack_sequence_as((args, kwargs), whole)
-        found = losses_of(layer, lambda: call(*args, **kwargs), context.of_repeat(numbers), begun)
-        with use(None):
-            layer.add_loss(found)
-    return outputs
+
+    def each(function: Callable[[Any, Any], Any], kind: str, tensors: Any) -> Any:
+        axes = _row_axes_in(kind, layer, context, tensors)
+        leaves = [
+            leaf if axis is None else function(leaf, axis) for leaf, axis in zip(keras.tree.flatten(tensors), axes)
+        ]
+        return keras.tree.pack_sequence_as(tensors, leaves)
+
+    gather = functools.partial(context.whole, gather_rows=context.rows_of_all)
+    args, kwargs = each(gather, "arguments", (args, kwargs))
+    with use(context.of_whole()):
+        outputs = call(*args, **kwargs)
+    for variable in adds.axes.keeping.get(id(layer), ()):
+        if context.gather is not None and "float" in keras.backend.standardize_dtype(variable.dtype):
+            # All replicas computed it, on GPUs with sums in any order.
+            variable.assign(context.gather(ops.stop_gradient(ops.convert_to_tensor(variable)))[0])
+    return each(context.own_part, "outputs", outputs)
 
 
-def _row_axes_of(layer: keras.layers.Layer, context: ReplicaContext, arguments: Any) -> list[Any]:
-    """Returns where the rows are in each leaf of a call's arguments; None if nowhere."""
+def _row_axes_in(kind: str, layer: keras.layers.Layer, context: ReplicaContext, tensors: Any) -> list[Any]:
+    """Returns where the rows are in each leaf of a layer's arguments or outputs, its `kind`; None if nowhere."""
     name = f"the call of layer {layer.name}"
     return [
-        context.row_axis(("added", id(layer)), leaf, name) if ops.is_tensor(leaf) else None
-        for leaf in keras.tree.flatten(arguments)
+        context.row_axis((kind, id(layer)), leaf, name) if ops.is_tensor(leaf) else None
+        for leaf in keras.tree.flatten(tensors)
     ]
-
-
-def losses_of(
-    layer: keras.layers.Layer, call: Callable[[], Any], context: ReplicaContext, values: list[tuple[Any, Any]]
-) -> list[Any]:
-    """Calls a layer, and returns what it adds itself; no variable changes.
-
-    Args:
-        layer: that `call` calls.
-        call: its call.
-        context: of the call.
-        values: of the layer's variables.
-    """
-    found: list[Any] = []
-
-    def take(_: ReplicaContext, adding: keras.layers.Layer, loss: Any, add: Add) -> None:
-        if adding is layer:
-            found.extend(keras.tree.flatten(loss))
-
-    repeat = dataclasses.replace(context, adds=take, is_repeat=True, calling=[layer])
-    with step_with(replica=repeat, record=None), keras.StatelessScope(values):
-        call()
-    return found
 
 
 def _mean_of_replicas(context: ReplicaContext, loss: Any) -> Any:

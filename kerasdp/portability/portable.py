@@ -83,12 +83,6 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
                 f"layer {layer.name}: {type(layer).__name__} differs from backend to backend: so will the training",
                 stacklevel=2,
             )
-    for layer in foreign_batch_norms(model):
-        warnings.warn(
-            f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization: its statistics stay "
-            "those of the backend, over the global batch with jax, over each replica's shard elsewhere",
-            stacklevel=2,
-        )
     if seed is not None:
         _draw_initial_weights(model, seed)
     return model
@@ -97,11 +91,6 @@ def portable(model: keras.Model, batch_norm: str = "sync", seed: int | None = No
 def batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers that are Keras' batch norm, or derive from it."""
     return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-
-
-def foreign_batch_norms(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns those of `batch_norms` that are not `kerasdp.layers.BatchNormalization`."""
-    return [layer for layer in batch_norms(model) if not isinstance(layer, layers.BatchNormalization)]
 
 
 def _draws(layer: keras.layers.Layer) -> bool:

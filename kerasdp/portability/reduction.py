@@ -27,7 +27,7 @@ from kerasdp.keras_compat.models import (
     reducing_losses,
     update_compiled_metrics,
 )
-from kerasdp.portability.layer_calls import losses_of
+from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.replica_context import FIRST, ReplicaContext, RowAxes
 
 
@@ -335,7 +335,7 @@ def is_mean_over_rows(layer: keras.layers.Layer, arguments: Any, axes: RowAxes) 
         arguments: of a call, for their shapes and sizes.
         axes: where the rows are in them.
     """
-    known = iter(axes.of(("added", id(layer))))
+    known = iter(axes.of(("arguments", id(layer))))
     places = [next(known) if ops.is_tensor(leaf) else None for leaf in keras.tree.flatten(arguments)]
     if any(place not in (None, FIRST) for place in places) or any(map(has_mask, keras.tree.flatten(arguments))):
         return False
@@ -372,10 +372,19 @@ def _is_mean_in_trial(layer: keras.layers.Layer, arguments: Any, axes: list[Any]
         own = [leaf if axis is None else leaf[first:end] for leaf, axis in zip(leaves, axes)]
         args, kwargs = keras.tree.pack_sequence_as(arguments, own)
         size = end - first
+        found: list[Any] = []
+
+        def take(_: ReplicaContext, adding: keras.layers.Layer, loss: Any, add: Any) -> None:
+            if adding is layer:
+                found.extend(keras.tree.flatten(loss))
+
         context = ReplicaContext(
-            num_replicas=1, num_rows=size, rows=size, first_row=first, total_rows=_TRIAL_ROWS, is_trial=True
-        )
-        return losses_of(layer, lambda: keras.Operation.__call__(layer, *args, **kwargs), context, values)
+            num_replicas=1, num_rows=size, rows=size, first_row=first, total_rows=_TRIAL_ROWS, is_trial=True,
+            adds=take, is_whole=True, calling=[layer],
+        )  # fmt: skip
+        with step_with(replica=context, record=None), keras.StatelessScope(values):
+            keras.Operation.__call__(layer, *args, **kwargs)
+        return found
 
     half = _TRIAL_ROWS // 2
     parts = losses(0, _TRIAL_ROWS), losses(0, half), losses(half, _TRIAL_ROWS)

@@ -94,12 +94,16 @@ class RowAxes:
 
     Attributes:
         adding: the layers that add losses, by `id`.
+        keeping: by `id`, of each layer that assigns to variables what it sees of the rows, these variables.
+        assigning: the layers that assign to variables, each with these, whatever they assign.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, list[RowAxis | None]] = {}
         self.adding: dict[int, Adding] = {}
+        self.keeping: dict[int, list[Any]] = {}
+        self.assigning: list[tuple[Any, list[Any]]] = []
         self.outputs: Any = None
 
     def find(self, key: Any, number: int, shape: tuple[int, ...], tensor: Any, name: str) -> RowAxis | None:
@@ -157,7 +161,7 @@ class ReplicaContext:
         penalties: of activities of micro-batches, which layers found on the way, to be added to the model's loss.
         adds: takes the losses that layers add: this context, the layer, the loss, and what Keras does with it. None:
             that is refused.
-        is_repeat: whether this pass only repeats a layer, on the global batch.
+        is_whole: whether this is the call of a layer on the global batch.
         calling: the layers that are being called, the innermost one last.
         regularized: by `id` of a layer that was just called, what Keras is to add for its activity regularizer.
         moving: what batch norms with statistics of each replica leave to be summed over the replicas once the pass
@@ -178,7 +182,7 @@ class ReplicaContext:
     everywhere: Callable[[Any], Any] | None = None
     penalties: list[Any] = dataclasses.field(default_factory=list)
     adds: Callable[[Any, Any, Any, Callable[[Any], None]], None] | None = None
-    is_repeat: bool = False
+    is_whole: bool = False
     calling: list[Any] = dataclasses.field(default_factory=list)
     regularized: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     moving: list[tuple[Any, Any]] | None = None
@@ -214,24 +218,19 @@ class ReplicaContext:
         self._calls[key] = number + 1
         return self.row_axes.find(key, number, shape, tensor, name)
 
-    def numbers_of_calls(self) -> dict[Any, int]:
-        """Returns how often each has asked `row_axis` so far."""
-        return dict(self._calls)
-
-    def of_repeat(self, numbers: dict[Any, int]) -> "ReplicaContext":
-        """Returns the context in which a layer is called again, on the global batch.
-
-        `numbers`: `numbers_of_calls` before its first call.
-        """
-        rows, row_axes = self.total_rows, self.row_axes or RowAxes()
-        return ReplicaContext(
+    def of_whole(self) -> "ReplicaContext":
+        """Returns the context in which a layer of this pass is called on the global batch."""
+        return dataclasses.replace(
+            self,
             num_replicas=1,
-            num_rows=rows,
-            rows=rows,
-            total_rows=rows,
-            row_axes=row_axes,
+            num_rows=self.total_rows,
+            rows=self.total_rows,
+            first_row=0,
+            replicas=(),
             gather=alone,
-            _calls=dict(numbers),
+            gather_rows=None,
+            is_whole=True,
+            moving=None,
         )
 
     def of_tensor(self, axis: RowAxis | None, num_rows: int) -> "ReplicaContext":
@@ -266,11 +265,36 @@ class ReplicaContext:
     def _output_axis(self, number: int, output: Any) -> RowAxis | None:
         return self.row_axis(("output", number), output, f"output {number} of the model")
 
-    def whole(self, tensor: Any, axis: RowAxis | None) -> Any:
-        """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one."""
+    def rows_of_all(self, rows: Any) -> Any:
+        """Gathers rows, whose gradient is the sum of those that all replicas have for them.
+
+        `rows`: a tensor with one or several entries a row on axis 0.
+        """
+        import keras
+        from keras import ops
+
+        others, largest = rows.shape[0] // cast(int, self.rows), max(each.size for each in self.replicas)
+        rows = ops.convert_to_tensor(rows)
+        name = keras.backend.standardize_dtype(rows.dtype)
+        if "float" not in name:  # without a gradient
+            if self.gather_rows is None:
+                return rows
+            # With equal shards `gather_rows` takes shards of that size; the last one may have fewer rows here.
+            is_even = len({each.size for each in self.replicas}) == 1
+            return self.gather_rows(_pad_to(rows, largest * others) if is_even else rows)
+        wide = ops.cast(rows, keras.backend.result_type(name, "float32"))  # TensorFlow (2.21) sums no others on the CPU
+        whole = cast(Any, self.gather)(_pad_to(wide, largest * others))
+        whole = ops.reshape(whole, (self.num_replicas * largest * others, *rows.shape[1:]))
+        return ops.cast(_without_padding(whole, self.replicas, others), name)
+
+    def whole(self, tensor: Any, axis: RowAxis | None, gather_rows: Callable[[Any], Any] | None = None) -> Any:
+        """Gathers the tensor of the global batch from the replicas' shards of it, with its mask if it carries one.
+
+        `gather_rows`: None: its gradient is right for a loss of the global batch, which each replica computes.
+        """
         from kerasdp.keras_compat.layers import with_mask
 
-        gather_rows, rows = self.gather_rows, self.rows
+        gather_rows, rows = gather_rows or self.gather_rows, self.rows
         if axis is None or gather_rows is None or rows is None:
             return tensor
 
@@ -280,6 +304,20 @@ class ReplicaContext:
             return axis.rows_back(whole, whole.shape[0] // (own.shape[0] // rows))
 
         return with_mask(gather, tensor)
+
+    def own_part(self, whole: Any, axis: RowAxis) -> Any:
+        """Returns this replica's shard of a tensor of the global batch, with its mask; padding repeats the last row."""
+        from keras import ops
+
+        from kerasdp.keras_compat.layers import with_mask
+
+        rows, total = self.rows or 0, self.total_rows or 0
+
+        def take(tensor: Any) -> Any:
+            size = tensor.shape[axis.axis] // total * rows
+            return ops.take(tensor, axis.indices(size, rows, self.first_row, total), axis=axis.axis)
+
+        return with_mask(take, whole)
 
 
 def alone(statistics: Any) -> Any:
@@ -316,35 +354,20 @@ def all_rows(rows: Any) -> Any:
     Raises:
         UserError: if axis 0 is not the samples, or there are micro-batches.
     """
-    import keras
-    from keras import ops
-
     context = current()
-    if context is None or context.rows is None or context.gather is None or context.is_trial or context.is_repeat:
+    if context is None or context.rows is None or context.gather is None or context.is_trial or context.is_whole:
         return rows
     if context.adds is None:
         raise UserError(
             "all_rows: a micro-batch does not know the rows of the others: train with --strategy=data and without "
             "--accumulate"
         )
-    own, replicas = context.rows, context.replicas
-    if not len(rows.shape) or rows.shape[0] != own:
+    if not len(rows.shape) or rows.shape[0] != context.rows:
         raise UserError(
-            f"all_rows: expected a tensor whose axis 0 is the {own} samples of this device. Received: shape "
+            f"all_rows: expected a tensor whose axis 0 is the {context.rows} samples of this device. Received: shape "
             f"{tuple(rows.shape)}; give it one entry a sample, each of several views by itself"
         )
-    largest = max(each.size for each in replicas)
-    rows = ops.convert_to_tensor(rows)
-    name = keras.backend.standardize_dtype(rows.dtype)
-    if "float" not in name:  # without a gradient
-        if context.gather_rows is None:
-            return rows
-        # With equal shards `gather_rows` takes shards of that size; the last one may have fewer rows here.
-        return context.gather_rows(_pad_to(rows, largest) if len({each.size for each in replicas}) == 1 else rows)
-    wide = ops.cast(rows, keras.backend.result_type(name, "float32"))  # TensorFlow (2.21) sums no others on the CPU
-    whole = context.gather(_pad_to(wide, largest))
-    whole = ops.reshape(whole, (context.num_replicas * largest, *rows.shape[1:]))
-    return ops.cast(_without_padding(whole, replicas), name)
+    return context.rows_of_all(rows)
 
 
 def _without_padding(whole: Any, replicas: tuple[ReplicaRows, ...], others: int = 1) -> Any:

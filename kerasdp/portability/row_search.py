@@ -17,7 +17,7 @@ from keras import ops
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers
-from kerasdp.portability.layer_calls import AddedLosses, FoundAdding, hook_layers, keep
+from kerasdp.portability.layer_calls import AddedLosses, Found, hook_layers, keep
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.reduction import is_mean_over_rows
 from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
@@ -74,7 +74,7 @@ def context_of(
         gather=gather,
         gather_rows=gather_rows,
         moving=[],
-        adds=AddedLosses(row_axes.adding) if step == "call" else keep,
+        adds=AddedLosses(row_axes) if step == "call" else keep,
     )
 
 
@@ -195,28 +195,78 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
         UserError: if that cannot be known, since the model mixes the samples of a batch.
     """
 
-    found, outputs = FoundAdding(), None
+    found, outputs = Found(), None
+    keeping: dict[int, list[keras.Variable]] = {}
 
-    def call(axes: RowAxes, rows: slice) -> None:
+    def call(axes: RowAxes, rows: slice, inputs: Any = inputs) -> None:
         nonlocal outputs
-        found.known = set(found.layers)
         with trial(model, axes, rows, found) as context:
             outputs = call_in_training(model, rows_of(inputs, rows))
             context.whole_outputs(outputs)
 
-    def call_again_if_losses_are_added(axes: RowAxes, rows: slice) -> None:
+    def call_again_if_some_need_all_rows(axes: RowAxes, rows: slice) -> None:
         call(axes, rows)
-        if isinstance(axes, Whole) and len(found.layers) > len(found.known):  # where are the rows in their arguments?
+        if isinstance(axes, Whole) and (found.adding or found.assigning):  # where are the rows in their arguments?
+            if found.assigning:
+                keeping.update(_keeping(inputs, found, call))
+            found.known = {*found.adding, *keeping}
             axes.tensors.clear()
             call(axes, rows)
 
-    find_row_axes_of(model, "call", call_again_if_losses_are_added)
+    find_row_axes_of(model, "call", call_again_if_some_need_all_rows)
     axes = row_axes_of(model)
     axes.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
-    for key, layer in found.layers.items():
+    axes.keeping = keeping
+    axes.assigning = [(layer, list(variables.values())) for layer, variables in found.assigning.values()]
+    for key, layer in found.adding.items():
         arguments = found.arguments.get(key)
         is_mean = arguments is not None and is_mean_over_rows(layer, arguments, axes)
         axes.adding[key] = Adding(layer, is_mean)
+
+
+# By how much the numbers of inputs are multiplied in the trials that tell what a layer keeps of them.
+_SCALES = (1.0, 100.0, 0.01)
+
+
+def _keeping(inputs: Any, found: Found, call: Callable[..., None]) -> dict[int, list[keras.Variable]]:
+    """Returns, by the `id` of layers, the variables to which they assign what depends on the rows.
+
+    All others (a counter of steps, what comes of the weights alone) get the same values, bit for bit, from other rows,
+    from fewer, and from random numbers of several sizes.
+
+    Args:
+        inputs: `NUM_ROWS` samples.
+        found: of a trial with these.
+        call: does a trial: gets where the rows are, which of them there are, and samples.
+    """
+    numbers = np.random.RandomState(0)
+
+    def others(scale: float) -> Any:
+        def draw(leaf: np.ndarray) -> np.ndarray:
+            if leaf.dtype.kind == "f":
+                return (numbers.normal(size=leaf.shape) * scale).astype(leaf.dtype)
+            return numbers.permutation(leaf.reshape(-1)).reshape(leaf.shape)
+
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else draw(np.asarray(leaf)), inputs)
+
+    def values() -> dict[int, bytes]:
+        variables = [each for _, own in found.assigning.values() for each in own.values()]
+        current = {id(variable): found.scope.get_current_value(variable) for variable in variables}
+        return {key: b"" if value is None else to_array(value).tobytes() for key, value in current.items()}
+
+    known, differing = values(), set[int]()
+    trials = [(SHARD, inputs), (slice(0, SHARD.start), inputs)]
+    for rows, samples in trials + [(slice(0, NUM_ROWS), others(scale)) for scale in _SCALES]:
+        try:
+            call(Whole(), rows, samples)
+        except Exception:  # user-defined, on numbers that it may not expect
+            differing.update(known)
+        differing |= {key for key, value in values().items() if known.get(key) != value}
+    return {
+        key: kept
+        for key, (_, own) in found.assigning.items()
+        if (kept := [variable for variable in own.values() if id(variable) in differing])
+    }
 
 
 def find_row_axes_of(
@@ -247,7 +297,9 @@ def trial(
     context = trial_context(axes, rows, adds)
     hook_layers()
     # No draws but those that layers make portable.
-    with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)):
+    with use(context), portable_draws("a layer"), keras.StatelessScope(fixed_values(model)) as scope:
+        if isinstance(adds, Found):
+            adds.scope = scope
         yield context
 
 

@@ -261,8 +261,6 @@ def _size(expected: Any, received: Any) -> str:
 
 def _reason(model: keras.Model, name: str) -> str:
     layer = next((layer for own, layer in layers_within(model) if f"layer {own}" == name), None)
-    if layer is not None and isinstance(layer, keras.layers.BatchNormalization):
-        return "its statistics are not those of the whole batch"
     if layer is not None and any(has_seed_generators(part) for part in all_layers(layer)):
         return "it draws other random numbers for them, or mixes the samples of a batch"
     return "it, or what comes just before it, mixes the samples of a batch (a mean over axis 0, a product of samples)"

@@ -13,7 +13,7 @@ from keras.callbacks import CallbackList
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
 from kerasdp.backends.steps import DeviceScalar, TrainedWeights, all_variables
 from kerasdp.data.feed import Feed
-from kerasdp.errors import UserError
+from kerasdp.errors import ReplicasDifferError, UserError
 from kerasdp.keras_compat.models import made_by_compile, restored_epoch
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.portability.random import UNNAMED, portable_draws
@@ -37,6 +37,7 @@ class Loop:
         """`functions` are those of the model; `state` knows where a resumed run begins, and is told of each step."""
         self.model, self.strategy, self.state, self.functions = model, strategy, state, functions
         self._compiled = model.compiled and (model.optimizer, *made_by_compile(model))
+        self._is_state_checked = False
 
     def fit(
         self,
@@ -59,6 +60,7 @@ class Loop:
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             logs = self._train_epoch(feed, callbacks)
+            self._check_state()
             if validation is not None and _is_due(epoch, validation_freq):
                 logs |= {f"val_{name}": value for name, value in self.evaluate(validation, callbacks).items()}
             callbacks.on_epoch_end(epoch, logs)
@@ -82,6 +84,8 @@ class Loop:
             callbacks.on_train_batch_begin(num_done)
             self._refuse_new_compile()
             logs = self._train(batches[: self.state.steps_left()])
+            if not self._is_state_checked:
+                self._check_state()
             num_done += len(batches)
             # Keras' number of a call's last step, also where the data ends before it.
             callbacks.on_train_batch_end(num_done - 1 + -num_done % model.steps_per_execution, logs)
@@ -91,6 +95,12 @@ class Loop:
             self._warn_if_short(feed, num_done)
         self.strategy.set_training(model, False)
         return self._epoch_logs(logs)
+
+    def _check_state(self) -> None:
+        """Compares the replicas after the first step and each epoch: of all else there is one, or it comes of sums."""
+        self._is_state_checked = True
+        if self.strategy.splits_batches:
+            require_equal_replicas(self.model, self.strategy, state_only=True)
 
     def _train(self, batches: list[DeviceBatch]) -> Logs:
         """Trains on the batches of one call, in one program if that can be; returns Keras' logs after the last."""
@@ -186,6 +196,17 @@ def _is_due(epoch: int, validation_freq: int | list[int]) -> bool:
     if hasattr(validation_freq, "__contains__"):
         return epoch + 1 in validation_freq
     return (epoch + 1) % validation_freq == 0
+
+
+def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only: bool = False) -> None:
+    """Raises `ReplicasDifferError` unless all replicas hold bit-equal values; `state_only`: of what is not trained."""
+    different = strategy.diverged_variables(model, state_only)
+    if different:
+        raise ReplicasDifferError(
+            f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
+            f"{different[0]}: a layer, a loss or a callback changed it on one device but not on the others, or gave it "
+            "what it saw of one device's samples"
+        )
 
 
 class ModelSteps:

@@ -21,7 +21,7 @@ from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat.layers import all_layers, living_variables
 from kerasdp.keras_compat.models import build_compiled, has_call, made_by_compile, own_steps, symbols_of
 from kerasdp.portability.own_steps import find_rows_of_step
-from kerasdp.portability.portable import batch_norms, foreign_batch_norms, portable
+from kerasdp.portability.portable import batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.reduction import coupling_metrics, random_outputs, reasons_to_gather, try_losses, try_metrics
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
@@ -118,12 +118,22 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
             find_rows_of_step(model, step, data, strategy.in_replicas, strategy.build_optimizer, will_be_checked)
     elif not is_known(model):
         find_row_axes(model, reader.sample(NUM_ROWS)[0])
-        repeated = [each.layer.name for each in row_axes_of(model).adding.values() if not each.is_mean]
-        if repeated and strategy.splits_batches and strategy.processes.rank == 0:
-            others = f" (and {len(repeated) - 1} more)" if repeated[1:] else ""
+        axes = row_axes_of(model)
+        for layer, variables in axes.assigning if strategy.stages is not None else ():
+            raise UserError(
+                f"layer {layer.name} assigns to {variables[0].path} in its call, which here sees one micro-batch "
+                "after the other: train with --strategy=data and without --accumulate"
+            )
+        called = {layer.name: "keeps what it sees of" for layer, _ in axes.assigning if id(layer) in axes.keeping}
+        called |= {
+            each.layer.name: "adds a loss that is no mean over" for each in axes.adding.values() if not each.is_mean
+        }
+        if called and strategy.splits_batches and strategy.processes.rank == 0:
+            name, reason = next(iter(called.items()))
+            others = f" (and {len(called) - 1} more)" if len(called) > 1 else ""
             report.warn(
-                f"layer {repeated[0]}{others} of {model.name} adds a loss that is no mean over the samples: each "
-                "device computes it for the whole batch, which takes time"
+                f"layer {name}{others} of {model.name} {reason} the samples: each device computes it for the whole "
+                "batch, which takes time"
             )
 
 
@@ -177,13 +187,6 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
 
 def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strategy) -> None:
     """Raises `UserError` for layers that change in a forward pass of training what would not be kept as it should."""
-    for layer in foreign_batch_norms(model) if strategy.splits_batches else ():
-        # The check of the first step covers layers whose `call` uses no statistics of the batch.
-        if layer.trainable and config.check == "off":
-            raise UserError(
-                f"layer {layer.name} is a {type(layer).__name__}, a subclass of BatchNormalization, whose statistics "
-                "would diverge between the devices; use keras.layers.BatchNormalization, one device, or --backend=jax"
-            )
     for layer in all_layers(model) if config.backend == "jax" else ():
         if isinstance(layer, keras.layers.SpectralNormalization):
             # Keras 3.15: its stateless step takes back what a call assigns to trainable weights, the others keep it.

@@ -12,7 +12,7 @@ from kerasdp.config import Config
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
-from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError, UserError
+from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
@@ -31,7 +31,7 @@ from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
 from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.loop import Loop, ModelSteps
+from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, make_reader, open_feed
@@ -268,12 +268,7 @@ class Runner:
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
-        different = self.strategy.diverged_variables(model)
-        if different:
-            raise ReplicasDifferError(
-                f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
-                f"{different[0]}: a layer or callback changed a weight on one device but not on the others"
-            )
+        require_equal_replicas(model, self.strategy)
 
     def _reader(self, x: Any, y: Any, sample_weight: Any, batch_size: int, **options: Any) -> Reader:
         options["known_streams"] = self._known_streams

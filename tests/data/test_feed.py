@@ -55,6 +55,36 @@ def test_indexed_batches_are_shuffled_by_seed_and_epoch():
     assert sorted(epoch(5, 1)) == sorted(epoch(None, 0))
 
 
+def test_a_batch_is_read_once_whoever_looks_at_it():
+    """A data set that draws random numbers gives another one each time; one may shuffle when an epoch begins."""
+
+    class Drawing(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            self.calls.append(index)
+            return X[:3], np.full(3, len(self.calls))
+
+        def on_epoch_begin(self):
+            self.calls.append("begin")
+
+    data = Drawing()
+    reader = IndexedReader(data, Split(1), (0, 1))
+    first, (_, sample, _) = reader.first(), reader.sample(5)
+    assert first.targets.tolist() == [2, 2, 2]
+    assert sample.tolist() == [2] * 5
+    epochs = [[read().targets[0] for read in reader.epoch(0)]]
+    reader.end_epoch(4)
+    epochs.append([read().targets[0] for read in reader.epoch(1)])
+    assert data.calls == ["begin", 0, 1, 2, 3, "begin", 0, 1, 2, 3]
+    assert epochs == [[2, 3, 4, 5], [7, 8, 9, 10]]
+
+
 def test_a_generator_loses_nothing_to_the_first_look():
     reader = StreamReader(((X[i : i + 4], Y[i : i + 4]) for i in range(0, 11, 4)), Split(2), (0, 1))
     assert reader.num_batches is None

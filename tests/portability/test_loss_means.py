@@ -58,7 +58,7 @@ def test_sure_means(case):
     rows = keras.random.normal((4, 5), seed=1)
     layer(rows)
     axes = RowAxes()
-    axes.add(("added", id(layer)), FIRST)
+    axes.add(("arguments", id(layer)), FIRST)
     assert is_mean_over_rows(layer, ((rows,), {}), axes) == (case in MEANS)
 
 
@@ -73,8 +73,8 @@ def test_padding_that_the_sample_does_not_have(dtype):
     layer, rows, mask = OfReal(None), keras.random.normal((4, 5), seed=1), ops.ones((4,), dtype)
     layer(rows, mask=mask)
     axes = RowAxes()
-    axes.add(("added", id(layer)), FIRST)
-    axes.add(("added", id(layer)), FIRST)
+    axes.add(("arguments", id(layer)), FIRST)
+    axes.add(("arguments", id(layer)), FIRST)
     assert not is_mean_over_rows(layer, ((rows,), {"mask": mask}), axes)
 
 
@@ -83,5 +83,5 @@ def test_rows_elsewhere():
     rows = keras.random.normal((4, 5), seed=1)
     layer(rows)
     axes = RowAxes()
-    axes.add(("added", id(layer)), RowAxis(1))
+    axes.add(("arguments", id(layer)), RowAxis(1))
     assert not is_mean_over_rows(layer, ((rows,), {}), axes)

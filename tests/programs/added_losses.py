@@ -1,4 +1,4 @@
-"""Trains models whose layers add losses (`add_loss`), in Keras' own steps, on several devices.
+"""Trains models whose layers add losses (`add_loss`), or keep what they see, in Keras' own steps, on several devices.
 
 python added_losses.py BACKEND NUM_DEVICES CASE... [SETTINGS]
 """
@@ -141,6 +141,98 @@ def one_sided(runner):
     return evaluated(runner, model, x * np.linspace(0, 3, ROWS)[:, None], numbers(1, ROWS, 1))
 
 
+def kept(runner):
+    """Layers that assign what they see of the rows to variables, before they use them or after."""
+    import keras
+    from keras import layers, ops
+
+    class Range(layers.Layer):
+        """A running maximum, as observers of quantization keep it; in evaluation, too."""
+
+        def build(self, shape):
+            self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False, name="largest")
+
+        def call(self, x):
+            outputs = x / (1 + self.largest)
+            self.largest.assign(ops.maximum(self.largest, ops.ceil(4 * ops.max(ops.abs(x)))))
+            return outputs
+
+    class Codebook(layers.Layer):
+        """Codes that follow the rows by averages, and are used at once; adds a loss as well."""
+
+        def build(self, shape):
+            self.codes = self.add_weight(shape=(8, shape[-1]), trainable=False, name="codes")
+            self.counts = self.add_weight(shape=(8,), initializer="ones", trainable=False, name="counts")
+
+        def call(self, x, training=False):
+            apart = ops.sum(ops.square(x[:, None] - self.codes[None]), -1)
+            chosen = ops.one_hot(ops.argmin(apart, -1), 8, dtype=x.dtype)
+            if training:
+                self.counts.assign(0.9 * self.counts + 0.1 * ops.sum(chosen, 0))
+                sums = ops.matmul(ops.transpose(chosen), ops.stop_gradient(x))
+                self.codes.assign(0.9 * self.codes + 0.1 * sums / self.counts[:, None])
+            code = ops.matmul(chosen, self.codes)
+            self.add_loss(0.1 * ops.mean(ops.square(ops.stop_gradient(code) - x)))
+            return x + ops.stop_gradient(code - x)
+
+    class Queue(layers.Layer):
+        """Rows of batches before, and a counter of steps, which no rows change."""
+
+        def build(self, shape):
+            self.rows = self.add_weight(shape=(20, shape[-1]), initializer="zeros", trainable=False, name="rows")
+            self.number = self.add_weight(shape=(), initializer="zeros", trainable=False, name="number")
+
+        def call(self, x, training=False):
+            outputs = x + 0.1 * ops.mean(self.rows, 0) + 0.01 * self.number
+            if training:
+                self.rows.assign(ops.concatenate([x, self.rows], 0)[:20])
+                self.number.assign_add(1.0)
+            return outputs
+
+    class Centred(layers.BatchNormalization):
+        """As batch norm, but without a variance: a batch norm of the user's own."""
+
+        def call(self, x, training=None, mask=None):
+            mean = ops.mean(x, 0)
+            if training:
+                self.moving_mean.assign(0.9 * self.moving_mean + 0.1 * mean)
+            return x - (mean if training else self.moving_mean)
+
+    with runner.scope():
+        inputs = keras.Input((6,))
+        x = Range(name="range")(layers.Dense(8, "tanh")(inputs))
+        x = Queue(name="queue")(Codebook(name="codebook")(x))
+        x = layers.Dropout(0.2)(Centred(name="centred", center=False, scale=False)(x))
+        model = keras.Model(inputs, layers.Dense(3)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return evaluated(runner, model, numbers(0, ROWS, 6), np.arange(ROWS) % 3)
+
+
+def counted(runner):
+    """A model that counts its steps, for a weight of its loss, in `call`: each device sees its own rows alone."""
+    import keras
+    from keras import layers, ops
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.last = layers.Dense(1, name="last")
+            self.number = self.add_weight(shape=(), initializer="zeros", trainable=False, name="number")
+
+        def call(self, x, training=False):
+            if training:
+                self.number.assign_add(1.0)
+            outputs = self.last(x)
+            self.add_loss(ops.mean(ops.square(outputs)) / (1 + self.number))
+            return outputs
+
+    with runner.scope():
+        model = Model()
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    return evaluated(runner, model, numbers(0, ROWS, 4), numbers(1, ROWS, 1))
+
+
 def evaluated(runner, model, x, y=None):
     result = fitted(runner, model, x, y)
     found = runner.evaluate(model, x, y, batch_size=BATCH, return_dict=True, verbose=0)
@@ -149,7 +241,7 @@ def evaluated(runner, model, x, y=None):
     return result
 
 
-CASES = {case.__name__: case for case in (vae, experts, sums, one_sided)}
+CASES = {case.__name__: case for case in (vae, experts, sums, one_sided, kept, counted)}
 
 
 if __name__ == "__main__":

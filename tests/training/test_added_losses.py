@@ -1,4 +1,4 @@
-"""Losses that layers add are those of the global batch, in Keras' own steps, on several devices."""
+"""What layers add and keep is that of the global batch, in Keras' own steps, on several devices."""
 
 import functools
 import itertools
@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-CASES = ("vae", "experts", "sums", "one_sided")
-USUAL = {("torch", 2): CASES}
-OTHERS = (("torch", 4), ("tensorflow", 1), ("tensorflow", 2), ("tensorflow", 4), ("jax", 1), ("jax", 2), ("jax", 4))
+CASES = ("vae", "experts", "sums", "one_sided", "kept", "counted")
+USUAL = {("torch", 2): CASES, ("tensorflow", 2): ("kept",)}
+OTHERS = (("torch", 4), ("tensorflow", 1), ("tensorflow", 4), ("jax", 1), ("jax", 2), ("jax", 4))
 WAYS = [
     pytest.param(*way, case, marks=[] if case in USUAL.get(way, ()) else pytest.mark.proof)
     for way in (*USUAL, *OTHERS)
@@ -71,17 +71,20 @@ def test_losses_of_halves_are_added(backend, count, precision):
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
 def test_what_is_no_mean_is_said_once():
-    """Each layer of the VAE adds a mean; one of the others is named for each model."""
-    lines = [line for line in outcomes("torch", 2, CASES)[1].splitlines() if "no mean over the samples" in line]
-    assert [line.split()[2] for line in lines] == ["first", "regularized", "hinge"], lines
+    """Each layer of the VAE adds a mean; one of the others is named for each model, none where a model counts."""
+    lines = [line for line in outcomes("torch", 2, CASES)[1].splitlines() if "computes it for the whole batch" in line]
+    assert [line.split()[2] for line in lines] == ["first", "regularized", "hinge", "range"], lines
 
 
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "torch")) for name in BACKENDS if name != "jax"]
 )
 def test_micro_batches_are_refused(backend):
-    """A loss of micro-batches is another one."""
-    settings = json.dumps({"accumulate": 2})
-    done = run(PROGRAMS / "added_losses.py", backend, 1, "one_sided", settings, backend=backend)
-    assert done.returncode
-    assert "layer hinge calls add_loss, with which it would count only one micro-batch" in done.stderr, done.stderr
+    """A loss of micro-batches is another one, and so is what is kept of them."""
+    for case, said in {
+        "one_sided": "layer hinge calls add_loss, with which it would count only one micro-batch",
+        "kept": "layer range assigns to range/largest in its call, which here sees one micro-batch after the other",
+    }.items():
+        done = run(PROGRAMS / "added_losses.py", backend, 1, case, json.dumps({"accumulate": 2}), backend=backend)
+        assert done.returncode
+        assert said in done.stderr, done.stderr

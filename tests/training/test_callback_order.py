@@ -29,7 +29,7 @@ NUM_BATCHES, EPOCHS = 5, 3
 class OneDevice:
     """As much of a `Strategy` as callbacks ask for."""
 
-    processes, stages, num_devices, split = SingleProcess(), None, 1, Split(1)
+    processes, stages, num_devices, split, splits_batches = SingleProcess(), None, 1, Split(1), False
 
     def gather_variables(self, model):
         pass

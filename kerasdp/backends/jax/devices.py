@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import Strategy, Tensor, places_of_processes, processes_of, reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
+from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime import addresses
@@ -146,18 +147,19 @@ class JaxStrategy(Strategy):
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices, self.devices = devices.count, start_jax(devices, config)
 
-    def diverged_variables(self, model: "keras.Model") -> list[str]:
+    def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
 
         def values_of(variable: "keras.Variable") -> set[tuple[str, bytes]]:
             shards = variable.value.addressable_shards
             return {(str(shard.index), hashlib.sha256(np.asarray(shard.data).tobytes()).digest()) for shard in shards}
 
-        own = [values_of(variable) for variable in model.variables]
+        variables = compared_variables(model, state_only)
+        own = [values_of(variable) for variable in variables]
         joined = [set().union(*values) for values in zip(*self.processes.all_gather_object(own), strict=True)]
         return [
             variable.path
-            for variable, values in zip(model.variables, joined)
+            for variable, values in zip(variables, joined)
             if len(values) > len({shard for shard, _ in values})
         ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Structure, Trained
-from kerasdp.backends.steps import TrainedWeights, all_variables, median_seconds
+from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, median_seconds
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
     TensorFlowStrategy,
@@ -245,17 +245,18 @@ class DataParallel(TensorFlowStrategy):
         kind = tf.distribute.DistributedValues
         return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kind)]
 
-    def diverged_variables(self, model: "keras.Model") -> list[str]:
+    def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas of all processes."""
 
         def digests(variable: "keras.Variable") -> set[bytes]:
             copies = self.mirrored.experimental_local_results(variable.value)
             return {hashlib.sha256(copy.numpy().tobytes()).digest() for copy in copies}
 
-        gathered = self.processes.all_gather_object([digests(variable) for variable in model.variables])
+        variables = compared_variables(model, state_only)
+        gathered = self.processes.all_gather_object([digests(variable) for variable in variables])
         return [
             variable.path
-            for variable, *copies in zip(model.variables, *gathered, strict=True)
+            for variable, *copies in zip(variables, *gathered, strict=True)
             if len(set().union(*copies)) > 1
         ]
 

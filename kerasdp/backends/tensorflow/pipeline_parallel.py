@@ -80,7 +80,7 @@ class PipelineParallel(TensorFlowStrategy):
         graphs = Graphs(self.must_be_deterministic)
         return step if model.run_eagerly else lambda batch: graphs.run(kind_of(batch), step, [batch], jit_compile)
 
-    def diverged_variables(self, model: "keras.Model") -> list[str]:
+    def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns none: each weight exists once."""
         return []
 

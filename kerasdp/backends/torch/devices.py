@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.base import DeviceBatch, SingleProcess, Strategy, Structure
+from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.elastic import start_elastic_workers
 from kerasdp.config import HANG_TIMEOUT, Config
@@ -198,14 +199,16 @@ class TorchStrategy(Strategy):
         """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
         model.train(is_training)
 
-    def diverged_variables(self, model: Any) -> list[str]:
+    def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all ranks that have them."""
 
         def digest(variable: "keras.Variable") -> bytes:
             array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
             return hashlib.sha256(array.tobytes()).digest()
 
-        own = model.variables if self.stages is None else self.stages.engine_of(model).own_variables()
+        own = compared_variables(model, state_only)
+        if self.stages is not None:
+            own = self.stages.engine_of(model).own_variables()
         found: dict[tuple[str, int], set[bytes]] = {}
         for of_rank in self.processes.all_gather_object([(variable.path, digest(variable)) for variable in own]):
             seen = collections.Counter[str]()
