@@ -155,7 +155,7 @@ def is_of_keras(kind: type) -> bool:
 
     Keras 3.15: all of its classes are defined in `keras.src`. The public modules do not list those that a backend adds.
     """
-    return kind.__module__.startswith("keras.src.")
+    return getattr(kind, "__module__", "").startswith("keras.src.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import has_mask, is_of_keras
+from kerasdp.keras_compat.layers import has_mask, is_of_keras, living_variables
 from kerasdp.keras_compat.models import (
     compiled_loss,
     compiled_metrics,
@@ -96,6 +96,11 @@ def reduction_of(loss: keras.losses.Loss) -> Reduction:
         if function in BY_ROWS and options.get("axis", -1) == -1:
             return Reduction.BY_ROWS
     return _found_losses.get(loss, Reduction.UNKNOWN)
+
+
+def is_loss_of_keras(loss: keras.losses.Loss) -> bool:
+    """Returns whether class and function of a loss are Keras' own."""
+    return is_of_keras(type(loss)) and is_of_keras(getattr(loss, "fn", type(loss)))
 
 
 def divides_by_what_is_left(loss: keras.losses.Loss) -> bool:
@@ -223,6 +228,24 @@ def _reduction_in_trial(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Re
 
 def _are_equal(received: Any, expected: Any) -> bool:
     return np.shape(received) == np.shape(expected) and bool(np.allclose(received, expected, rtol=1e-5, atol=1e-6))
+
+
+def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[keras.Variable]:
+    """Returns the variables to which user-defined losses of `compile` assign; they are no model's.
+
+    Args:
+        model: as in `try_losses`; so are `targets` and `symbols`.
+    """
+
+    def assigned() -> set[int]:
+        with contextlib.suppress(Exception), keras.StatelessScope() as scope:  # on outputs that they may not expect
+            cast(Any, compiled_loss(model))(targets, random_outputs(symbols, np.random.RandomState(0)))
+            return set(scope.state_mapping)
+        return set()
+
+    with ThreadPoolExecutor(1) as thread:  # as above
+        found = thread.submit(assigned).result() - set(map(id, compiled_variables(model)[0]))
+    return [variable for variable in living_variables() if id(variable) in found] if found else []
 
 
 # What trials have found out about other metrics: whether their variables are sums over the rows.

@@ -19,11 +19,26 @@ from kerasdp.data.batch import Batch
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat.layers import all_layers, living_variables
-from kerasdp.keras_compat.models import build_compiled, has_call, made_by_compile, own_steps, symbols_of
+from kerasdp.keras_compat.models import (
+    build_compiled,
+    has_call,
+    made_by_compile,
+    output_losses,
+    own_steps,
+    symbols_of,
+)
 from kerasdp.portability.own_steps import find_rows_of_step
 from kerasdp.portability.portable import batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
-from kerasdp.portability.reduction import coupling_metrics, random_outputs, reasons_to_gather, try_losses, try_metrics
+from kerasdp.portability.reduction import (
+    coupling_metrics,
+    is_loss_of_keras,
+    random_outputs,
+    reasons_to_gather,
+    state_of_losses,
+    try_losses,
+    try_metrics,
+)
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache
@@ -101,6 +116,8 @@ def prepare(
     if step == "train_step":
         _refuse_lost_statistics(model, config, strategy)
     find_rows(model, reader, config, strategy, step)
+    if with_targets:
+        _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
     if with_targets and step not in own_steps(model):
         find_sums(model, reader, batch, strategy)
     if step == "train_step" and config.keeps_checkpoints and step in own_steps(model):
@@ -194,6 +211,24 @@ def _refuse_lost_statistics(model: keras.Model, config: Config, strategy: Strate
                 f"layer {layer.name}: SpectralNormalization changes its layer's kernel in each call, which Keras loses "
                 "on jax; train it with --backend=torch or --backend=tensorflow"
             )
+
+
+def _refuse_state_of_losses(
+    model: keras.Model, reader: Reader, inputs: Any, config: Config, strategy: Strategy
+) -> None:
+    """Raises `UserError` for a loss that keeps a variable, which Keras knows nothing of, where it would be lost."""
+    if all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
+        return
+    if config.backend != "jax" and strategy.num_devices == 1 and not config.keeps_checkpoints:
+        return
+    outputs = row_axes_of(model).outputs
+    outputs = model.compute_output_spec(inputs) if outputs is None else outputs
+    for variable in state_of_losses(model, reader.sample(NUM_ROWS_TRIED)[1], outputs):
+        raise UserError(
+            f"a loss of {model.name} assigns to the variable {variable.path}, which is in no checkpoint, and which "
+            "several devices, or jax, would lose: keep it in a layer of the model that calls add_loss, or train on one "
+            "device with --backend=torch or --backend=tensorflow and --checkpoint_every=never"
+        )
 
 
 def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy, with_targets: bool) -> None:

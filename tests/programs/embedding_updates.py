@@ -7,7 +7,7 @@ import json
 import sys
 
 import numpy as np
-from optimizers import NOW_AND_THEN, OPTIMIZERS
+from optimizers import OPTIMIZERS
 
 import kerasdp
 
@@ -55,7 +55,7 @@ def train(runner):
         runner.fit(model, x, y, epochs=2, callbacks=[losses])
         return {"losses": losses.values, "weights": [weight.tolist() for weight in model.get_weights()]}
 
-    settings_of = {name: values for name, values in OPTIMIZERS.items() if name not in NOW_AND_THEN} | OTHERS
+    settings_of = OPTIMIZERS | OTHERS
     names = sys.argv[3:] or settings_of
     # Stages and `accumulate` refuse a train_step of the model's own.
     is_plain = runner.config.strategy == "data" and runner.config.accumulate == 1

@@ -43,13 +43,15 @@ class Own(keras.optimizers.SGD):
 
 
 POSSIBLE = {
+    "accumulated": lambda: keras.optimizers.Adam(
+        0.1, gradient_accumulation_steps=2, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2
+    ),
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adamw": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 5), clipnorm=0.5),
 }
 IMPOSSIBLE = {
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
     "own": lambda: Own(0.1),
-    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "nadam": lambda: keras.optimizers.Nadam(0.1),
 }
 

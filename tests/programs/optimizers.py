@@ -33,8 +33,6 @@ OPTIMIZERS = {
     "Lamb": {},
     "Muon": {},
 }
-# Keras' own (3.15) cannot be in a graph on several devices: they meet the other replicas in one of two branches.
-NOW_AND_THEN = ("SGD ema now and then", "SGD accumulating")
 
 
 def train(runner, names):
@@ -68,8 +66,6 @@ def train(runner, names):
     weights("Counting", {}, run_eagerly=True)
     found = {"calls": Counting.calls}
     for name in names or OPTIMIZERS:
-        if runner.num_replicas > 1 and name in NOW_AND_THEN:
-            continue
         settings = OPTIMIZERS[name]
         pairs = zip(*(weights(name, settings, run_eagerly=is_eager) for is_eager in (False, True)), strict=True)
         found[name] = max(float(np.abs(ours - theirs).max()) for ours, theirs in pairs)

@@ -14,7 +14,7 @@ X, Y = np.random.RandomState(0).randn(24, 4).astype("float32"), np.arange(24) % 
 
 
 def train(runner):
-    cases = (own_train_step, add_loss, own_batch_norm, layer_made_before, batches, recompiled, plain)
+    cases = (own_train_step, add_loss, own_batch_norm, layer_made_before, batches, recompiled, plain, own_loss)
     return {case.__name__: outcome(case, runner) for case in cases}
 
 
@@ -53,6 +53,27 @@ def own_train_step(runner):
             return super().train_step(*args)
 
     return fit(runner, compiled(runner, lambda: Model([keras.Input((4,)), keras.layers.Dense(3)])), X, Y)
+
+
+def own_loss(runner):
+    """A loss that keeps a variable of its own, as the centre of DINO."""
+    import keras
+    from keras import ops
+
+    class Centred(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.centre = keras.Variable(np.zeros(3, "float32"), trainable=False, name="centre")
+
+        def call(self, y_true, y_pred):
+            loss = ops.mean(ops.square(y_pred - self.centre), -1)
+            self.centre.assign(0.9 * self.centre + 0.1 * ops.mean(y_pred, 0))
+            return loss
+
+    with runner.scope():
+        model = dense()
+        model.compile(keras.optimizers.SGD(0.1), Centred())
+    return fit(runner, model, X, Y)
 
 
 def add_loss(runner):

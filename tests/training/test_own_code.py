@@ -39,6 +39,14 @@ def test_always_works(outcomes, case):
     assert_all_equal(numbers)
 
 
+def test_a_loss_that_keeps_a_variable_is_refused_where_it_would_be_lost(outcomes):
+    for (backend, count), found in {key: part["own_loss"] for key, part in outcomes.items()}.items():
+        is_lost = backend == "jax" or count > 1
+        assert isinstance(found, str) == is_lost, (backend, count, found)
+        assert not is_lost or "assigns to the variable centre, which is in no checkpoint" in found
+    assert_all_equal(numbers_of(outcomes, "own_loss"))
+
+
 @all_but("tensorflow")
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_keras_imported_at_the_top(backend, count):

@@ -12,6 +12,7 @@ from kerasdp.backends.tensorflow import collectives
 from kerasdp.backends.tensorflow.devices import give_back_memory, require_deterministic
 from kerasdp.backends.tensorflow.xla import compiled
 from kerasdp.data.sampling import ReplicaRows
+from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import wrapped
 from kerasdp.portability.replica_context import gather_shards, use
 from kerasdp.runtime.run_state import Detail
@@ -26,6 +27,7 @@ class ReplicaSteps(ShardSteps):
         `batch` is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
         """
         from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.keras_compat.optimizers import has_branches
 
         model, strategy = self.model, self.strategy
         if "train_step" in self.own:
@@ -58,6 +60,12 @@ class ReplicaSteps(ShardSteps):
         # The update, the same on each replica; loss and metrics of the global batch (3).
         if can_update_at_once(model):
             update_at_once(model, update)
+        elif strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
+            # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
+            raise UserError(
+                "gradient_accumulation_steps and ema_overwrite_frequency: TensorFlow cannot do that with this "
+                f"{type(model.optimizer).__name__} on several devices; use --accumulate, or one device"
+            )
         else:
             update()
         loss = whole.take(sums)
@@ -163,8 +171,7 @@ def update_at_once(model: Any, update: Callable[[], None]) -> None:
 def can_update_at_once(model: Any) -> bool:
     """Returns whether the update can be compiled.
 
-    Not with user-defined Python or loss scaling, nor where Keras assigns in one of two branches, nor (Nadam) where a
-    class extends what would be taken back.
+    Not with user-defined Python or loss scaling, nor (Nadam) where a class extends what would be taken back.
     """
     from kerasdp.keras_compat.layers import is_of_keras
     from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule, overrides_nothing_of_tensorflow
@@ -176,8 +183,6 @@ def can_update_at_once(model: Any) -> bool:
     parts += [variable.constraint for variable in model.trainable_weights]
     return (
         all(part is None or is_of_keras(type(part)) for part in parts)
-        and not optimizer.gradient_accumulation_steps
-        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
         and overrides_nothing_of_tensorflow(optimizer)
         and not tf.executing_eagerly()
     )
