@@ -40,7 +40,7 @@ class AddedLosses:
             return False
         adding = self.axes.adding.get(id(layer))
         is_exact = adding is None or (adding.is_mean and context.is_even)
-        return not is_exact or id(layer) in self.axes.keeping
+        return not is_exact or id(layer) in self.axes.keeping or any(layer is each for each in self.axes.mixing)
 
     def __call__(self, context: ReplicaContext, layer: keras.layers.Layer, loss: Any, add: Add) -> None:
         """Takes a loss; see `_take_added_loss`."""

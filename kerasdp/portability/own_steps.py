@@ -127,6 +127,7 @@ def run_on_shard(
     share = Share(
         rows=context.num_rows, total_rows=context.total_rows or 0, add_up=add_up, build=build, is_trial=is_trial
     )
+    context.calling.append(model)
     with use(context):
         logs = run(model, name, data, share)
     return logs, share.found

@@ -95,6 +95,7 @@ class RowAxes:
     Attributes:
         adding: the layers that add losses, by `id`.
         keeping: by `id`, of each layer that assigns to variables what it sees of the rows, these variables.
+        mixing: layers that mix the samples of a batch.
         assigning: the layers that assign to variables, each with these, whatever they assign.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
@@ -103,6 +104,7 @@ class RowAxes:
         self._known: dict[Any, list[RowAxis | None]] = {}
         self.adding: dict[int, Adding] = {}
         self.keeping: dict[int, list[Any]] = {}
+        self.mixing: list[Any] = []
         self.assigning: list[tuple[Any, list[Any]]] = []
         self.outputs: Any = None
 
@@ -318,6 +320,21 @@ class ReplicaContext:
             return ops.take(tensor, axis.indices(size, rows, self.first_row, total), axis=axis.axis)
 
         return with_mask(take, whole)
+
+
+@contextlib.contextmanager
+def attributes_kept() -> Iterator[None]:
+    """Gives the layers that are being called the attributes back that they had.
+
+    For where this replica waits while others, in threads of their own, call the same layers: some keep lists or tensors
+    of a call in attributes (keras-tcn 3.5 its skip connections).
+    """
+    context = current()
+    layers = () if context is None else tuple(context.calling)
+    kept = [dict(vars(layer)) for layer in layers]
+    yield
+    for layer, attributes in zip(layers, kept):
+        vars(layer).update(attributes)  # past Keras, which would track them anew
 
 
 def alone(statistics: Any) -> Any:

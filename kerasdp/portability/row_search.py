@@ -127,7 +127,12 @@ def _row_axis(
     if whole_shape == shape:
         if own is None or tuple(own.shape) != shape or is_close(to_array(whole), to_array(own), tolerance_of(own)):
             return None
-    elif len(whole_shape) == len(shape) and axis is not None and whole_shape[axis] * num_rows == shape[axis] * NUM_ROWS:
+    elif (
+        len(whole_shape) == len(shape)
+        and axis is not None
+        and whole_shape[axis] * num_rows == shape[axis] * NUM_ROWS
+        and shape[axis] % num_rows == 0
+    ):
         if shape[axis] == num_rows:
             return RowAxis(axis)
         if own is None and will_be_checked:
@@ -184,12 +189,13 @@ def _largest(numbers: np.ndarray) -> float:
     return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0))
 
 
-def find_row_axes(model: keras.Model, inputs: Any) -> None:
+def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | None = None) -> None:
     """Finds where the rows are in all that a model computes in training; `row_axes_of` gives it. No variable changes.
 
     Args:
         model: built and made `portable`.
         inputs: `NUM_ROWS` samples, as `model` takes them, in NumPy.
+        mixing: a layer that mixes the samples, and is to be called with all of them; besides those known before.
 
     Raises:
         UserError: if that cannot be known, since the model mixes the samples of a batch.
@@ -197,6 +203,7 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
 
     found, outputs = Found(), None
     keeping: dict[int, list[keras.Variable]] = {}
+    known = row_axes_of(model).mixing + ([] if mixing is None else [mixing])
 
     def call(axes: RowAxes, rows: slice, inputs: Any = inputs) -> None:
         nonlocal outputs
@@ -206,17 +213,19 @@ def find_row_axes(model: keras.Model, inputs: Any) -> None:
 
     def call_again_if_some_need_all_rows(axes: RowAxes, rows: slice) -> None:
         call(axes, rows)
-        if isinstance(axes, Whole) and (found.adding or found.assigning):  # where are the rows in their arguments?
+        if isinstance(axes, Whole) and (
+            found.adding or found.assigning or known
+        ):  # where are the rows in what they get?
             if found.assigning:
                 keeping.update(_keeping(inputs, found, call))
-            found.known = {*found.adding, *keeping}
+            found.known = {*found.adding, *keeping, *map(id, known)}
             axes.tensors.clear()
             call(axes, rows)
 
     find_row_axes_of(model, "call", call_again_if_some_need_all_rows)
     axes = row_axes_of(model)
     axes.outputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), outputs)
-    axes.keeping = keeping
+    axes.keeping, axes.mixing = keeping, known
     axes.assigning = [(layer, list(variables.values())) for layer, variables in found.assigning.values()]
     for key, layer in found.adding.items():
         arguments = found.arguments.get(key)

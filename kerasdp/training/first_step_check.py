@@ -25,6 +25,7 @@ from kerasdp.portability.row_search import (
     NUM_ROWS,
     SHARD,
     call_in_training,
+    find_row_axes,
     fixed_values,
     is_close,
     row_axes_of,
@@ -33,6 +34,7 @@ from kerasdp.portability.row_search import (
     tolerance_of,
     trial,
 )
+from kerasdp.reporting import report
 
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6
@@ -53,13 +55,34 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
         reader: of the training data.
 
     Raises:
-        UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does.
+        UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does; a layer for
+            which that can be mended is called with the rows of all devices from now on.
     """
     if config.check == "off" or not (strategy.splits_batches or strategy.stages):
         return
     if "train_step" in own_steps(model):
         _check_own_step(model, strategy, reader)
         return
+    name, text, num_rows = _first_of_all(model, strategy, reader)
+    while text and strategy.splits_batches and _calls_with_all_rows(model, name, reader, strategy):
+        mixing, (name, text, num_rows) = name, _first_of_all(model, strategy, reader)
+        if name == mixing:
+            break
+        if strategy.processes.rank == 0:
+            report.warn(
+                f"{mixing} of {model.name} mixes the samples of a batch: each device computes it for the whole batch, "
+                "which takes time"
+            )
+    if text:
+        raise UserError(
+            f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
+            f"({text}, of {num_rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
+            "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
+        )
+
+
+def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader) -> tuple[str, str, int]:
+    """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     if strategy.stages is not None:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
         noisy = None  # batch norm, which amplifies round-off, takes its moving statistics
@@ -75,14 +98,20 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
                 else None
             )
     found = [_first_difference(whole, shard, noisy) for shard in shards]
-    # The earliest of all ranks, which all of them report.
     _, name, text = min(itertools.chain(*strategy.processes.all_gather_object(found)))
-    if text:
-        raise UserError(
-            f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
-            f"({text}, of {whole.rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
-            "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
-        )
+    return name, text, whole.rows
+
+
+def _calls_with_all_rows(model: keras.Model, name: str, reader: Reader, strategy: Strategy) -> bool:
+    """Lets each device call the layer of that name with the rows of all; returns whether that can be."""
+    layer = next((layer for own, layer in layers_within(model) if f"layer {own}" == name), None)
+    if layer is None:
+        return False
+    try:
+        find_row_axes(model, reader.sample(NUM_ROWS)[0], layer)
+    except UserError:  # where the rows are in what it gets or gives is not known
+        return False
+    return True
 
 
 def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
@@ -237,7 +266,7 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
     (axis,) = differing
     others = own.shape[axis] // shard.rows
     if whole.shape[axis] != others * total_rows or own.shape[axis] != others * shard.rows:
-        return False
+        return _is_part(np.moveaxis(whole, axis, 0), np.moveaxis(own, axis, 0), shard, tolerance)
     size = others * shard.num_rows
 
     def is_at(place: RowAxis) -> bool:
@@ -249,6 +278,26 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
         return is_close(expected, received, tolerance)
 
     return any(is_at(RowAxis(axis, is_inner)) for is_inner in (False, True))
+
+
+def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: float) -> bool:
+    """Returns whether one tensor is a part of another, where rows of several lengths are laid one after the other.
+
+    Whole numbers may be counted from the part's first entry (nodes, rows). Padding is at the end, after the last row.
+    """
+
+    def is_at(place: int) -> bool:
+        size = min(len(own), len(whole) - place)
+        expected, received = whole[place : place + size], own[:size]
+        if whole.dtype.kind in "iu" and (expected - received == (expected - received).flat[0]).all():
+            return True
+        return is_close(expected, received, tolerance)
+
+    is_padded = shard.num_rows < shard.rows
+    if not len(own) or (len(own) > len(whole) and not is_padded):
+        return False
+    places = range(len(whole)) if is_padded else range(len(whole) - len(own) + 1)
+    return any(is_at(place) for place in places if not is_padded or place + len(own) >= len(whole))
 
 
 def _size(expected: Any, received: Any) -> str:

@@ -8,7 +8,7 @@ from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 NAMES = (
     "table", "views", "windows", "time first", "time distributed", "activity", "time first outputs",
-    "noise of a fixed seed", "noise without a seed",
+    "noise of a fixed seed", "noise without a seed", "mix", "ragged",
 )  # fmt: skip
 WAYS = [
     pytest.param((backend, 2), marks=() if backend == "torch" else pytest.mark.proof, id=backend)
@@ -21,8 +21,12 @@ def trained(backend, num_devices):
     return result_of(run(PROGRAMS / "row_axes.py", backend, num_devices, backend=backend))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    # jax has no tensors whose size the data tells
+    [pytest.param(*way.values, name, marks=way.marks, id=f"{way.id}-{name}") for way in WAYS for name in NAMES
+     if (way.id, name) != ("jax", "ragged")],
+)  # fmt: skip
 def test_rows_are_found_wherever_they_are(way, name):
     expected, received = trained("torch", 1)[name], trained(*way)[name]
     assert len(expected) == 4
@@ -30,15 +34,14 @@ def test_rows_are_found_wherever_they_are(way, name):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_that_mix_rows_are_refused(way):
-    received = trained(*way)["mix"]
+def test_what_mixes_rows_outside_of_layers_is_refused(way):
+    received = trained(*way)["mix of operations"]
     if way[0] == "jax":  # one program sees the whole batch
-        assert_same(trained("torch", 1)["mix"], received, 1e-5)
+        assert_same(trained("torch", 1)["mix of operations"], received, 1e-5)
         return
     assert received.startswith(
-        "mixes computes something else for some samples of a batch than for all of it, first in "
+        "mixes computes something else for some samples of a batch than for all of it, first in layer flatten"
     )
-    assert "layer mix (largest number" in received
     assert received.endswith('or, all the same, with check="off"')
 
 

@@ -189,6 +189,24 @@ def kept(runner):
                 self.number.assign_add(1.0)
             return outputs
 
+    class Skips(layers.Layer):
+        """Keeps what a call makes in an attribute, and exchanges statistics in the middle of it."""
+
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.norms = [layers.BatchNormalization(name=f"norm_{number}") for number in range(2)]
+
+        def build(self, shape):
+            for norm in self.norms:
+                norm.build(shape)
+
+        def call(self, x, training=False):
+            self.parts = []
+            for norm in self.norms:
+                x = ops.tanh(norm(x, training=training))
+                self.parts.append(x)
+            return sum(self.parts)
+
     class Centred(layers.BatchNormalization):
         """As batch norm, but without a variance: a batch norm of the user's own."""
 
@@ -201,7 +219,7 @@ def kept(runner):
     with runner.scope():
         inputs = keras.Input((6,))
         x = Range(name="range")(layers.Dense(8, "tanh")(inputs))
-        x = Queue(name="queue")(Codebook(name="codebook")(x))
+        x = Queue(name="queue")(Codebook(name="codebook")(Skips(name="skips")(x)))
         x = layers.Dropout(0.2)(Centred(name="centred", center=False, scale=False)(x))
         model = keras.Model(inputs, layers.Dense(3)(x))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from kerasdp.backends.tensorflow.devices import HostGroup, group_of
 from kerasdp.errors import UserError
+from kerasdp.portability.replica_context import attributes_kept
 from kerasdp.runtime.devices import Devices
 
 # What NCCL sums and gathers for TensorFlow (2.21), whose operations also take bfloat16 and end in an error with it.
@@ -55,7 +56,8 @@ def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     group = group_of(context.strategy)
     if group is None:
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, tensor)
+        with attributes_kept():
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, tensor)
 
     @tf.custom_gradient
     def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -89,7 +91,8 @@ def _over_hosts(group: HostGroup, collective: Callable[..., tf.Tensor], tensor: 
             result = collective(strategy, group, tensors)
         return tf.distribute.ReductionToOneDevice().broadcast(result, tensors)
 
-    return tf.distribute.get_replica_context().merge_call(run, args=(tensor,))
+    with attributes_kept():
+        return tf.distribute.get_replica_context().merge_call(run, args=(tensor,))
 
 
 def _sum(strategy: tf.distribute.Strategy, group: HostGroup, tensors: Any) -> tf.Tensor:
@@ -115,7 +118,8 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
         are_few = rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
         if are_few or group_of(context.strategy):
             return _stacked(rows), gradient
-        return context.all_gather(rows, axis=0), gradient
+        with attributes_kept():
+            return context.all_gather(rows, axis=0), gradient
 
     return gather(rows)
 
