@@ -56,7 +56,7 @@ def test_the_default_command_learns(backend, count, epochs, least, tmp_path):
     assert lines[0] == f"{backend} on {devices} | lenet | batch 64{share} | learning rate 0.03 | float32"
     assert [line.partition(" ")[0] for line in lines[1:-1]] == ["epoch"] * epochs  # once, however many processes
     accuracy = float(
-        re.fullmatch(r"validation accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1]
+        re.fullmatch(r"validation accuracy (\S+), \S+ s/epoch, \S+ samples/s on .*; files in .*", lines[-1])[1]
     )
     assert accuracy >= least
     report = json.loads((tmp_path / "report.json").read_text())
