@@ -13,6 +13,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the API pages import Kera
 import kerasdp  # noqa: E402
 from kerasdp.cli import flags  # noqa: E402
 from kerasdp.config.choices import choices_of  # noqa: E402
+from kerasdp.runtime.devices import choose_backend  # noqa: E402
+
+os.environ["KERAS_BACKEND"] = choose_backend(None)  # without it Keras takes TensorFlow, installed or not
 
 project, author, release = "kerasdp", "the authors of kerasdp", kerasdp.__version__
 project_copyright = "the authors of kerasdp, Apache-2.0"
@@ -56,20 +59,47 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<!`)\*", "\\\\*", text)
 
 
+# The public names, as the page of the interface shows them.
+API = {
+    "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError"],
+    "Data": ["load_data", "Dataset", "ArraySource", "ColumnSource", "RecordSource", "ImageFolder", "Buckets", "Order"],
+    "Models and training": [
+        "build_model", "load_backbone", "make_optimizer", "make_loss", "make_callbacks", "portable", "layers",
+        "per_sample", "all_rows",
+    ],
+    "Trained models": ["inference", "export"],
+    "Many runs, and measuring": ["parity", "sweep", "ray", "benchmark", "pipeline"],
+    "Recipes": ["main"],
+}  # fmt: skip
+
+
 def _api() -> str:
-    """Returns a directive for each public name; what is a package has one for each of its public names."""
-    lines = []
-    for name in kerasdp.__all__:
-        value, path = getattr(kerasdp, name), f"kerasdp.{name}"
-        lines += [f"## {path}", "", "```{eval-rst}"]
-        if inspect.ismodule(value):
-            lines += [f".. automodule:: {value.__name__}", ""]
-            for inner in getattr(value, "__all__", [n for n in vars(value) if not n.startswith("_")]):
-                lines += _directive(f"{value.__name__}.{inner}", getattr(value, inner))
-        else:
-            lines += _directive(path, value)
-        lines += ["```", ""]
+    """Returns a table of the public names in their groups, then a directive for each of them."""
+    grouped = [name for names in API.values() for name in names]
+    if sorted(grouped) != sorted(kerasdp.__all__):
+        raise ValueError(f"API: expected each public name once. Differ: {set(grouped) ^ set(kerasdp.__all__)}")
+    lines = ["| | |", "|---|---|"]
+    for group, names in API.items():
+        lines.append(f"| **{group}** | |")
+        for name in names:
+            summary = str(inspect.getdoc(getattr(kerasdp, name))).partition("\n")[0].partition(". ")[0].rstrip(".")
+            lines.append(f"| [`{name}`](#kerasdp{name.lower()}) | {_cell(summary)} |")
+    for group, names in API.items():
+        lines += ["", f"## {group}"]
+        for name in names:
+            lines += ["", f"### kerasdp.{name}", "", "```{eval-rst}", *_directives(name), "```"]
     return "\n".join(lines)
+
+
+def _directives(name: str) -> list[str]:
+    """Returns the lines of a public name's directive; of a package those of its public names, too."""
+    value = getattr(kerasdp, name)
+    if not inspect.ismodule(value):
+        return _directive(f"kerasdp.{name}", value)
+    lines = [f".. automodule:: {value.__name__}", ""]
+    for inner in getattr(value, "__all__", [n for n in vars(value) if not n.startswith("_")]):
+        lines += _directive(f"{value.__name__}.{inner}", getattr(value, inner))
+    return lines
 
 
 def _directive(path: str, value: object) -> list[str]:

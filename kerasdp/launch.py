@@ -64,6 +64,8 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         cluster, settings, train = job = resolve(dataclasses.replace(settings or Config(), **changes), train)
         figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
         with _folders(cluster, settings), figures:
+            if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
+                print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
             result = _run(job)
     return result.received() if isinstance(result, SentResult) else result
 

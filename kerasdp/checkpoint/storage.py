@@ -114,7 +114,11 @@ class _LocalFolder:
         os.makedirs(self._path, exist_ok=True)
         temporary = self._at(_temporary(name))
         try:
+            with open(temporary, "wb") as file:
+                mode = os.stat(file.fileno()).st_mode  # as the umask says
             yield temporary
+            if os.stat(temporary).st_mode != mode:  # safetensors lets nobody else read its files
+                os.chmod(temporary, mode & 0o777)
             _sync(temporary)
             os.replace(temporary, self._at(name))
             _sync(self._path)

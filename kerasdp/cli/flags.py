@@ -186,10 +186,7 @@ RECIPES = {
     "from_scratch": Recipe(
         takes=[*_DEVICES, *_DATA, "workdir", "epochs", "learning_rate", "kernel_initializer", "seed", "precision"],
         reason="the lesson trains LeNet with plain SGD, and keeps its losses alone",
-        defaults={
-            "dataset": "fashion_mnist", "batch_size": 256, "epochs": 5, "learning_rate": 0.3,
-            "kernel_initializer": "random_normal(stddev=0.01)",
-        },
+        defaults={"batch_size": 48, "epochs": 8, "learning_rate": 0.05},
     ),
     "predict": Recipe(takes=[*_EVALUATION, "output"], reason=_NOT_TRAINED),
     "evaluate": Recipe(takes=_EVALUATION, reason=_NOT_TRAINED),

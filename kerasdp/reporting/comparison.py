@@ -95,13 +95,16 @@ def read_history(folder: str) -> list[dict[str, float]]:
 def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
     """Returns a row for each run: its name, choices, epochs, last metrics, seconds, images a second, what went wrong.
 
-    Seconds are those of all epochs; images a second the median without the first epoch, in which steps are compiled.
+    The best epoch has the lowest validation loss (else training loss). Seconds are those of all epochs; images a second
+    the median without the first epoch, in which steps are compiled.
     """
     rows = []
     for run in runs:
         last = run.history[-1] if run.history else {}
         rates = [row["images_per_second"] for row in run.history if "images_per_second" in row]
         row = {"run": run.name, **run.choices, "epochs": len(run.history)}
+        if run.history:
+            row["best_epoch"] = round(min(run.history, key=_loss).get("epoch", 0))
         row |= {name: value for name, value in last.items() if name not in _NOT_METRICS}
         row["seconds"] = sum(row.get("seconds", 0.0) for row in run.history)
         if rates:
@@ -111,8 +114,11 @@ def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns rows as text, in columns."""
-    return in_columns([[_shown(value) for value in line] for line in _lines(rows)])
+    """Returns rows as text, in columns; a metric of the training data has none where there is one of other data."""
+    names, *lines = _lines(rows)
+    kept = [number for number, name in enumerate(names) if f"val_{name}" not in names]
+    titles = ["samples/s" if name == "images_per_second" else name for name in names]
+    return in_columns([[_shown(line[number]) for number in kept] for line in (titles, *lines)])
 
 
 def plain_cell(value: Any) -> Any:
@@ -137,8 +143,12 @@ def best_of(runs: list[Run]) -> Run | None:
 
 def score(run: Run) -> float:
     """Returns the last validation loss (else training loss) of a run; infinity if it has none, or NaN."""
-    last = run.history[-1] if run.history else {}
-    loss = last.get("val_loss", last.get("loss", math.inf))
+    return _loss(run.history[-1]) if run.history else math.inf
+
+
+def _loss(row: dict[str, float]) -> float:
+    """Returns the validation loss (else training loss) of a row; infinity if it has none, or NaN."""
+    loss = row.get("val_loss", row.get("loss", math.inf))
     return math.inf if math.isnan(loss) else loss
 
 
@@ -187,7 +197,10 @@ def _settings(folder: str) -> dict[str, Any]:
         raise UserError(f"expected the folder of a run, with a config.json. Received: {folder!r} ({error})") from error
     known = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
     with known, open(os.path.join(folder, "report.json")) as file:
-        settings["num_devices"] = json.load(file)["num_devices"]  # those that there were, where none were asked for
+        report = json.load(file)
+        settings["num_devices"] = report["num_devices"]  # those that there were, where none were asked for
+        if settings.get("learning_rate") is None and report["schedule"] == "constant":
+            settings["learning_rate"] = report["learning_rate"]  # the optimizer's
     return settings
 
 
@@ -207,5 +220,5 @@ def _is_number(text: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return "".join(letter if letter.isprintable() else "?" for letter in text)  # what moves a terminal's cursor

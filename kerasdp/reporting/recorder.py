@@ -126,7 +126,7 @@ class Recorder(keras.callbacks.Callback):
 
     def _write_lines(self, last_step: int) -> None:
         """Writes the lines up to this step; steps that were done when the last line was written share its speed."""
-        lines = [(step, self._read_losses(step), float(rate)) for step, rate in self._due if step <= last_step]
+        lines = [(step, self._read_losses(step), _as_written(rate)) for step, rate in self._due if step <= last_step]
         if not lines:
             return
         del self._due[: len(lines)]
@@ -160,19 +160,24 @@ class Recorder(keras.callbacks.Callback):
         return last
 
     def _learning_rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return _as_written(self.model.optimizer.learning_rate)
 
     def _update_rule(self) -> dict[str, Any]:
         """Returns the optimizer's name, the rate of the first update, and the name of the schedule."""
         optimizer = inner_optimizer(self.model.optimizer)
         schedule = learning_rate_schedule(optimizer)
-        first = self._learning_rate() if schedule is None else float(keras.ops.convert_to_numpy(schedule(0)))
+        first = self._learning_rate() if schedule is None else _as_written(schedule(0))
         name = "constant" if schedule is None else type(schedule).__name__
         return {"optimizer": type(optimizer).__name__, "learning_rate": first, "schedule": name}
 
 
+def _as_written(rate: Any) -> float:
+    """Returns a rate in the fewest digits that tell it from others of its precision: 0.03, not 0.029999999329447746."""
+    return float(str(keras.ops.convert_to_numpy(rate)))
+
+
 class Progress(keras.callbacks.Callback):
-    """Shows a progress bar with loss, metrics and images a second, or prints a line an epoch."""
+    """Shows a progress bar with loss, metrics and, at the end, samples a second; or prints a line an epoch."""
 
     seconds_between_updates = 0.1
 
@@ -195,21 +200,23 @@ class Progress(keras.callbacks.Callback):
         now = time.perf_counter()
         if self.bar and now - self._last_update > self.seconds_between_updates:
             self._last_update = now
-            self._draw(batch + 1, logs, self.run_state.epoch_images / (now - self._start), finalize=False)
+            self._draw(batch + 1, logs, finalize=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends the bar, or prints the line."""
         seconds, rate = self.run_state.epoch_seconds[-1], self.run_state.epoch_rates[-1]
         if self.bar:
-            self._draw(self.run_state.num_batches, logs, rate, finalize=True)
+            # Not in the bars before, which would be wider than a terminal and leave a line each time.
+            self._progress.unit_name = f"step, {rate:,.0f} samples/s"
+            self._draw(self.run_state.num_batches, logs, finalize=True)
         else:
             report.say(report.epoch_line(epoch, self.run_state.epochs, report.plain(logs), seconds, rate))
 
-    def _draw(self, step: int | None, logs: dict[str, Any] | None, rate: float, *, finalize: bool) -> None:
+    def _draw(self, step: int | None, logs: dict[str, Any] | None, *, finalize: bool) -> None:
         values = [(name, value) for name, value in report.plain(as_numbers(logs)).items() if isinstance(value, float)]
         # The values are already those of the epoch so far: shown as they are, not averaged again.
-        self._progress.stateful_metrics = {name for name, _ in values} | {"images/s"}
-        self._progress.update(step or 0, [*values, ("images/s", round(rate))], finalize=finalize)
+        self._progress.stateful_metrics = {name for name, _ in values}
+        self._progress.update(step or 0, values, finalize=finalize)
 
 
 def as_numbers(logs: dict[str, Any] | None) -> dict[str, Any]:

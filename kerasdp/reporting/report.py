@@ -115,7 +115,7 @@ def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: boo
 def epoch_line(epoch: int, epochs: int, logs: dict[str, Any], seconds: float, rate: float) -> str:
     """Formats the line of a finished epoch."""
     values = " - ".join(f"{name} {value:.4f}" for name, value in logs.items() if isinstance(value, float))
-    return f"epoch {epoch + 1}/{epochs} - {seconds:.1f} s - {rate:,.0f} images/s - {values}"
+    return f"epoch {epoch + 1}/{epochs} - {seconds:.1f} s - {rate:,.0f} samples/s - {values}"
 
 
 def result(
@@ -158,6 +158,6 @@ def end_line(facts: Facts, result: dict[str, Any]) -> str:
     words = {"val_accuracy": "validation accuracy", "accuracy": "training accuracy", "val_loss": "validation loss"}
     score = f"{words.get(name, name)} {final[name]:.4f}, " if name else ""
     return (
-        f"{score}{result['seconds_per_epoch']:.2f} s/epoch, {result['images_per_second']:,.0f} images/s "
+        f"{score}{result['seconds_per_epoch']:.2f} s/epoch, {result['images_per_second']:,.0f} samples/s "
         f"on {facts.devices}" + (f"; files in {facts.folder}" if facts.folder else "")
     )

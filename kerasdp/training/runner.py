@@ -9,6 +9,7 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
+from kerasdp.data.batch import SampleReader
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
@@ -22,7 +23,7 @@ from kerasdp.keras_compat.settings import (
     set_seed,
 )
 from kerasdp.portability import initial_weights
-from kerasdp.reporting.report import Facts, say
+from kerasdp.reporting.report import Facts, say, warn
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
@@ -183,6 +184,11 @@ class Runner:
         verbose: str | int,
     ) -> RunCallbacks:
         """Sets state and stages to the begin of a `fit`, and makes its callbacks, which may resume a former one."""
+        if self.is_chief and num_rows < batch_size and isinstance(reader, SampleReader):
+            warn(
+                f"the global batch of {batch_size:,} samples is larger than the data, {num_rows:,} samples: each pass "
+                "over them is one update"
+            )
         self.state.begin_fit(
             batch_size=num_rows,
             num_batches=reader.num_batches,

@@ -44,6 +44,16 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert os.listdir(tmp_path / "new") == ["step-00000007.safetensors"]
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_others_may_read_it_as_the_umask_says(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        checkpoint.save(str(tmp_path / "some.safetensors"), some())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "some.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 @pytest.fixture
 def content(tmp_path):
     path = tmp_path / "whole.safetensors"

@@ -149,8 +149,8 @@ def test_runs_of_a_folder(tmp_path, capsys):
             csv.writer(file).writerows([["epoch", "loss", "seconds", "images_per_second"], [1, 2 * rate, 3.0, 50.0]])
     assert call("runs", str(tmp_path), f"--csv={tmp_path}/table.csv") == 0
     header, *rows = capsys.readouterr().out.splitlines()[:3]
-    assert header.split() == ["run", "learning_rate", "epochs", "loss", "seconds", "images_per_second"]
-    assert [row.split()[1:4] for row in rows] == [["0.1", "1", "0.2"], ["0.2", "1", "0.4"]]
+    assert header.split() == ["run", "learning_rate", "epochs", "best_epoch", "loss", "seconds", "samples/s"]
+    assert [row.split()[1:5] for row in rows] == [["0.1", "1", "1", "0.2"], ["0.2", "1", "1", "0.4"]]
     assert (tmp_path / "runs.png").stat().st_size > 5000
     assert (tmp_path / "table.csv").read_text().count("\n") == 3
 

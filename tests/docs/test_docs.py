@@ -5,14 +5,19 @@ import importlib.util
 import os
 import re
 import shlex
+import tomllib
 
+import pytest
+
+import kerasdp
 from kerasdp.cli import main
 from kerasdp.cli.flags import CHOICES
 from kerasdp.errors import UserError
+from kerasdp.runtime.devices import choose_backend
 from tests.helpers import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.S | re.M)
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.S | re.M)
 
 
 def without_code(text):
@@ -117,11 +122,18 @@ def test_every_page_is_in_the_navigation():
     assert listed == set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "index.md"}
 
 
-def test_the_table_of_flags():
-    """The site has a row for each flag, with its default, zeros as well, and the recipes of those that few have."""
+@pytest.fixture
+def conf(monkeypatch):
+    """The settings of the site."""
+    monkeypatch.setenv("KERAS_BACKEND", "")  # and put back
     spec = importlib.util.spec_from_file_location("conf_of_docs", ROOT / "docs" / "conf.py")
     conf = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conf)
+    return conf
+
+
+def test_the_table_of_flags(conf):
+    """The site has a row for each flag, with its default, zeros as well, and the recipes of those that few have."""
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \| (.*) \|$", conf._flags(), re.M)
     assert len(rows) == len(CHOICES)
     cells = {names: (default, meaning) for names, default, meaning in rows}
@@ -142,3 +154,25 @@ def test_the_settings_of_the_site():
     for name, place in (("command-line.md", "<!-- flags -->"), ("api.md", "<!-- api -->")):
         assert place in (ROOT / "docs" / name).read_text()
     assert "python -m sphinx -W" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_site_is_built_with_any_backend(conf):
+    """Keras alone would take TensorFlow, which need not be installed; `.[docs]` brings a backend."""
+    assert os.environ["KERAS_BACKEND"] == choose_backend(None)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "kerasdp[jax]" in extras["docs"]
+
+
+def test_the_interface_in_groups(conf):
+    """Each public name is in a group, with a heading to which the table leads; `launch` comes first."""
+    text = conf._api()
+    linked = re.findall(r"^\| \[`(\w+)`\]\(#kerasdp(\w+)\) \| \w.*\|$", text, re.M)
+    headings = re.findall(r"^### kerasdp\.(\w+)$", text, re.M)
+    assert [name for name, _ in linked] == headings and sorted(headings) == sorted(kerasdp.__all__)
+    assert all(anchor == name.lower() for name, anchor in linked) and headings[0] == "launch"
+
+
+@pytest.mark.parametrize("words", ["mixed precision", "gradient clipping"])
+def test_the_search_finds(words):
+    """What people search for is a heading somewhere."""
+    assert [page for page in PAGES if re.search(rf"^#+ .*{words}", page.read_text(), re.M | re.I)]

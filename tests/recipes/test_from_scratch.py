@@ -1,8 +1,9 @@
-"""The lesson: data parallelism by hand learns what recipes/train.py learns, on one device and on several."""
+"""The lesson: data parallelism by hand learns what recipes/train.py learns, on one device and on several; its page."""
 
 import importlib.util
 import json
 import re
+import sys
 
 import keras
 import numpy as np
@@ -14,16 +15,22 @@ from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2, so
 
 # 1,437 digits in twice 15 batches of 96, the last one of 93, which divides neither by two nor by four.
 DIGITS = ("--dataset=digits", "--batch_size=96", "--epochs=2", "--learning_rate=0.03")
-GLOROT = "--kernel_initializer=glorot_uniform"
+
+
+PAGE = (ROOT / "docs" / "from-scratch.md").read_text()
+
+
+def module_in(folder, name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def lesson():
     """The recipe as a module."""
-    spec = importlib.util.spec_from_file_location("from_scratch", ROOT / "recipes" / "from_scratch.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_in("recipes", "from_scratch")
 
 
 def losses_in(workdir):
@@ -46,7 +53,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(BACKENDS[0], 2)]))
 def test_the_losses_of_the_main_recipe(backend, count, trained, tmp_path):
-    done = follow(f"--gpus={count}", *DIGITS, GLOROT, f"--workdir={tmp_path}", backend=backend)
+    done = follow(f"--gpus={count}", *DIGITS, f"--workdir={tmp_path}", backend=backend)
     assert done.returncode == 0, done.stderr
     losses, accuracy = trained
     assert len(losses) == 30 and losses[-1] < 0.95 * losses[0]
@@ -89,6 +96,37 @@ def test_shards_of_a_batch(lesson):
         lesson.split_and_load(np.zeros((4, 4)), ["cpu:0"] * 3)
 
 
+def test_the_answers_of_the_exercises(lesson, monkeypatch):
+    """They run one after the other, as a reader runs them; each checks itself."""
+    monkeypatch.setitem(sys.modules, "from_scratch", lesson)
+    setup, *answers = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
+    assert len(answers) == len(re.findall(r"^\*\*\d\. ", PAGE, re.M)) == PAGE.count("<details>") == 5
+    exec(compile(setup, "setup", "exec"), names := {})
+    for number, answer in enumerate(answers, 1):
+        assert "\nassert " in answer or "    assert " in answer
+        exec(compile(answer, f"answer {number}", "exec"), dict(names))
+
+
+def test_the_page_shows_functions_of_the_recipe(lesson):
+    shown = re.findall(
+        r"```{literalinclude} \.\./recipes/from_scratch\.py\n:language: python\n:pyobject: (\w+)\n```", PAGE
+    )
+    assert len(shown) == PAGE.count("literalinclude") == 9
+    assert all(callable(getattr(lesson, name)) for name in shown)
+
+
+def test_the_picture_of_the_ring(lesson):
+    """It is what its program draws: after half of the steps one sum is ready on each device, in the end all are."""
+    ring = module_in("docs", "ring")
+    assert (ROOT / "docs" / "ring.svg").read_text() == ring.drawing()
+    found, count = list(ring.states()), ring.COUNT
+    everybody = set(range(count))
+    assert sum(piece == everybody for own in found[count - 1][0] for piece in own) == count
+    assert all(piece == everybody for own in found[-1][0] for piece in own)
+    _, sent = lesson.ring_allreduce([np.ones(count)] * count, ["cpu:0"] * count)
+    assert sent == [len(found) - 1] * count  # a piece a step
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_device_and_two_in_float64(backend, tmp_path):
@@ -96,7 +134,7 @@ def test_one_device_and_two_in_float64(backend, tmp_path):
     losses = []
     for count in (1, 2):
         workdir = tmp_path / str(count)
-        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=48", "--epochs=4", "--precision=float64", GLOROT)
+        flags = (f"--gpus={count}", "--dataset=digits", "--batch_size=48", "--epochs=4", "--precision=float64")
         done = follow(*flags, "--learning_rate=0.1", f"--workdir={workdir}", backend=backend)
         assert done.returncode == 0, done.stderr
         losses.append(losses_in(workdir))
@@ -113,7 +151,8 @@ def test_one_device_and_two_in_float64(backend, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_published_runs(backend, flags, tmp_path):
     """Fashion-MNIST, 5 epochs, from weights of N(0, 0.01)."""
-    done = follow(*flags, f"--workdir={tmp_path}", backend=backend, timeout=890)
+    named = f"--flagfile={ROOT}/flags/lesson_fashion.flags"
+    done = follow(named, *flags, f"--workdir={tmp_path}", backend=backend, timeout=890)
     assert done.returncode == 0, done.stderr
     print(backend, *flags, *done.stdout.splitlines()[-6:], sep="\n  ")
     accuracy = float(re.search(r"^epoch 5: .*test accuracy ([\d.]+)$", done.stdout, re.M)[1])

@@ -56,7 +56,7 @@ def test_the_default_command_learns(backend, count, epochs, least, tmp_path):
     assert lines[0] == f"{backend} on {devices} | lenet | batch 64{share} | learning rate 0.03 | float32"
     assert [line.partition(" ")[0] for line in lines[1:-1]] == ["epoch"] * epochs  # once, however many processes
     accuracy = float(
-        re.fullmatch(r"validation accuracy (\S+), \S+ s/epoch, \S+ images/s on .*; files in .*", lines[-1])[1]
+        re.fullmatch(r"validation accuracy (\S+), \S+ s/epoch, \S+ samples/s on .*; files in .*", lines[-1])[1]
     )
     assert accuracy >= least
     report = json.loads((tmp_path / "report.json").read_text())
@@ -195,6 +195,17 @@ def test_wrong_choices_in_a_worker(backend, tmp_path):
     done = train(f"--backend={backend}", "--gpus=2", "--device=cpu", "--optimizer=sgdd", workdir)
     assert_one_line_and_exit_code_2(done, "--optimizer: expected one of .* Received: 'sgdd'")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_is_larger_than_the_data(tmp_path):
+    """Said once, however many processes."""
+    flags = ("--gpus=2", "--device=cpu", "--model=mlp", "--dataset=synthetic(num_samples=60)", "--epochs=1")
+    done = train(f"--backend={BACKENDS[0]}", *flags, "--batch_size=1000000", f"--workdir={tmp_path}")
+    text = (
+        "the global batch of 1,000,000 samples is larger than the data, 60 samples: each pass over them is one update"
+    )
+    assert done.returncode == 0 and done.stderr == f"warning: {text}\n"
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 1
 
 
 def test_a_backend_that_is_missing_is_named(tmp_path):

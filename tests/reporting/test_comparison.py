@@ -39,17 +39,39 @@ def test_runs_in_folders(tmp_path):
     ]
     rows = rows_of(runs)
     assert rows[0] == {
-        "run": "a", "num_devices": 2, "batch_size": 32, "learning_rate": None, "epochs": 3, "loss": 0.4,
-        "seconds": 6.0, "images_per_second": 250.0,  # without the first epoch
+        "run": "a", "num_devices": 2, "batch_size": 32, "learning_rate": None, "epochs": 3, "best_epoch": 3,
+        "loss": 0.4, "seconds": 6.0, "images_per_second": 250.0,  # without the first epoch
     }  # fmt: skip
     assert rows[2]["error"] == "not finished" and rows[2]["learning_rate"] == 0.1
     lines = table(rows).splitlines()
-    assert lines[0].split()[-2:] == ["images_per_second", "error"] and lines[3].endswith("not finished")
+    assert lines[0].split()[-2:] == ["samples/s", "error"] and lines[3].endswith("not finished")
     write_csv(rows, str(tmp_path / "runs.csv"))
     with open(tmp_path / "runs.csv") as file:
         assert [row["loss"] for row in csv.DictReader(file)] == ["0.4", "0.3", "0.7"]
     assert best_of(runs).name == "a/fit-2"
     assert read_runs(folders[:1])[0].choices == {}
+
+
+def test_the_rate_of_the_optimizer_is_known(tmp_path):
+    """The report has it; of a schedule it has the first rate alone, which is not the one that was chosen."""
+    for name, rate, schedule in (("a", 0.03, "constant"), ("b", 0.0003, "WarmedUp"), ("c", 0.001, "constant")):
+        leave_run(tmp_path / name, [0.5], learning_rate=0.1 if name == "c" else None)
+        report = {"num_devices": 1, "learning_rate": rate, "schedule": schedule}
+        (tmp_path / name / "report.json").write_text(json.dumps(report))
+    assert [run.choices["learning_rate"] for run in read_runs(find_runs(str(tmp_path)))] == [0.03, None, 0.1]
+
+
+def test_the_table_shows_the_best_epoch_and_what_was_validated(tmp_path):
+    leave_run(tmp_path / "a", [])
+    rows = [[1, 0.9, 0.8, 0.7, 0.6], [2, 0.4, 0.9, 0.3, 0.8], [3, 0.2, 1.0, 0.5, 0.7]]
+    with open(tmp_path / "a" / "history.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["epoch", "loss", "accuracy", "val_loss", "val_accuracy"], *rows])
+    rows = rows_of(read_runs([str(tmp_path / "a")]))
+    assert rows[0]["best_epoch"] == 2 and rows[0]["loss"] == 0.2  # which a CSV file has
+    assert [line.split() for line in table(rows).splitlines()] == [
+        ["run", "epochs", "best_epoch", "val_loss", "val_accuracy", "seconds"],
+        ["a", "3", "2", "0.5", "0.7", "0"],
+    ]
 
 
 def test_a_picture_of_many_runs_names_the_best(tmp_path):

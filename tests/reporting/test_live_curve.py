@@ -5,10 +5,12 @@ import os
 import pty
 import sys
 
+import keras
 import nbclient
 import nbformat
 import pytest
 
+import kerasdp
 from kerasdp.config import Config
 from kerasdp.reporting.recorder import LiveCurve, curve_line
 from kerasdp.reporting.report import Facts
@@ -56,6 +58,22 @@ def test_only_a_terminal_gets_it(is_terminal, monkeypatch):
         while not received.endswith(b"end"):
             received += os.read(ours, 100)
     assert received.decode() == ("loss 3 █▁ 1\r\nend" if is_terminal else "end")
+
+
+@pytest.mark.parametrize("verbose", [None, 0])
+def test_a_terminal_says_at_once_what_starts(verbose, monkeypatch):
+    """The frameworks take ten seconds or more to start; a file of errors does not get the line."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert kerasdp.launch(lambda runner: 3, device="cpu", verbose=verbose) == 3
+        stderr.write("end")
+        stderr.flush()
+        received = b""
+        while not received.endswith(b"end"):
+            received += os.read(ours, 100)
+    os.close(ours)
+    assert received.decode() == ("" if verbose == 0 else f"starting {keras.config.backend()} ...\r\n") + "end"
 
 
 # torch on two devices trains in other processes than the kernel's, jax in the kernel's own.

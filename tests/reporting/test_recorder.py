@@ -1,6 +1,7 @@
 """What a run records: lines, rows, and the first loss that is not a number."""
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from kerasdp.config import Config
 from kerasdp.errors import NonFiniteLossError
 from kerasdp.reporting import recorder as recorder_module
-from kerasdp.reporting.recorder import Recorder
+from kerasdp.reporting.recorder import Progress, Recorder
 from kerasdp.reporting.report import Facts
 from kerasdp.runtime.run_state import Position, RunState
 
@@ -201,3 +202,40 @@ def test_a_closed_recorder_hears_nothing(tmp_path):
     recorder.close()
     state.after_step(float("nan"), np.arange(4), {}, 0.5)
     recorder.catch_up()  # would raise
+
+
+def test_rates_have_no_digits_of_round_off(tmp_path):
+    """0.03 in float32 is 0.029999999329447746 in Python."""
+    state, recorder = recorder_for(tmp_path, log_every=1)
+    recorder.model.optimizer.learning_rate = 0.03
+    for rate in (None, keras.ops.convert_to_tensor(0.003, "float32")):
+        state.after_step(1.0, np.arange(4), {}, rate)
+        recorder.on_train_batch_end(0)
+    state.end_epoch()
+    recorder.on_epoch_end(0, {})
+    recorder.catch_up()
+    recorder.on_train_end()
+    recorder.close()
+    assert [line["learning_rate"] for line in lines(tmp_path)] == [0.03, 0.003]
+    assert json.loads((tmp_path / "report.json").read_text())["learning_rate"] == 0.03
+
+
+def test_the_bar_fits_into_a_terminal(capsys):
+    """A bar that is wider than 80 columns leaves a line each time that it is drawn. The last one may be."""
+    state = RunState()
+    state.begin_fit(batch_size=4, num_batches=1000, epochs=1)
+    state.begin_epoch(0)
+    progress = Progress(state, bar=True)
+    progress.seconds_between_updates = 0.0
+    progress.on_epoch_begin(0)
+    logs = {"accuracy": 0.9876, "loss": 0.1234}
+    for batch in (0, 98, 999):
+        state.after_step(0.1, np.arange(4), {}, 0.5)
+        progress._progress._last_update = 0.0  # at most twenty times a second, else
+        progress.on_train_batch_end(batch, logs)
+    state.end_epoch()
+    progress.on_epoch_end(0, logs | {"val_accuracy": 0.9, "val_loss": 0.2})
+    text = re.sub(r"\x1b\[\d+m|\x08", "", capsys.readouterr().out)
+    *drawn, last = [bar for bar in text.partition("\n")[2].split("\r") if "loss" in bar]
+    assert len(drawn) == 3 and max(len(bar.rstrip()) for bar in drawn) < 80
+    assert re.search(r"1000/1000 .*/step, [\d,]+ samples/s - accuracy: 0.9876 - loss: 0.1234 - val_acc", last), last

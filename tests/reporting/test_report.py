@@ -45,13 +45,13 @@ def test_lines(tmp_path):
     # The stages of a pipeline share the batch, but cut it by themselves.
     assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
     assert report.end_line(of, result(of)) == (
-        "validation accuracy 0.6250, 2.00 s/epoch, 200 images/s on 2 virtual CPU devices (no GPU found); "
+        "validation accuracy 0.6250, 2.00 s/epoch, 200 samples/s on 2 virtual CPU devices (no GPU found); "
         "files in X/fit-2"
     )
     assert report.end_line(facts(tmp_path, folder=None), result(of)).endswith("(no GPU found)")
     assert of.title == "lenet | jax on 2 virtual CPU devices (no GPU found) | batch 61"
     assert facts(tmp_path, data="digits").title.startswith("lenet on digits | jax on ")
-    assert report.epoch_line(0, 3, {"loss": 0.5}, 1.5, 2000.0) == "epoch 1/3 - 1.5 s - 2,000 images/s - loss 0.5000"
+    assert report.epoch_line(0, 3, {"loss": 0.5}, 1.5, 2000.0) == "epoch 1/3 - 1.5 s - 2,000 samples/s - loss 0.5000"
 
 
 def test_files(tmp_path):

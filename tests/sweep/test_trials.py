@@ -54,8 +54,8 @@ def test_table_and_picture(tmp_path, capsys):
     trials = [trial(0.1, 0.9, 0.5), trial(0.2, 0.8, 0.25), trial(9.0, 0.1, error="the loss became nan"), trial(0.3)]
     write_results(trials, str(tmp_path))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["learning_rate", "epochs", "loss", "val_loss", "accuracy", "seconds", "error"]
-    assert lines[2].split() == ["0.2", "2", "0.25", "0.5", "0.75", "1"]
+    assert lines[0].split() == ["learning_rate", "epochs", "best_epoch", "val_loss", "accuracy", "seconds", "error"]
+    assert lines[2].split() == ["0.2", "2", "2", "0.5", "0.75", "1"]
     assert lines[3].endswith("the loss became nan")
     assert lines[5] == f"best: learning_rate=0.2; files in {tmp_path}/0.2"
     with open(tmp_path / "sweep.csv") as file:
