@@ -23,7 +23,8 @@ from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, clash_of_cuda_packages, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.linked_processes import current_link, ending_together
-from kerasdp.runtime.sending import SentFunction, SentResult
+from kerasdp.runtime.returning import SentResult
+from kerasdp.runtime.sending import SentFunction
 from kerasdp.runtime.watch import judging
 from kerasdp.runtime.workers import supervise
 
@@ -263,11 +264,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             result = train(runner)
         if outcome.place() is None:
             return result
-        if not runner.is_chief:
-            return None
-        if hasattr(result, "set_model"):
-            result.set_model(None)  # a Keras `History` holds its model
-        return SentResult(result)
+        return SentResult(result, settings.workdir) if runner.is_chief else None
 
 
 _is_training = False

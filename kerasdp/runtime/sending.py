@@ -61,7 +61,7 @@ class SentFunction:
                 mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             buffers = [mapped[begin : begin + length] for begin, length in self._places]
         unpickler = pickle.Unpickler(io.BytesIO(self._pickled), buffers=buffers)
-        with _without_tensorflow(_OF_KERAS in self._pickled):
+        with without_tensorflow_for(self._pickled):
             main, texts, settings = unpickler.load()
             linecache.cache.update(texts)  # for tracebacks and inspect.getsource
             names, registered = unpickler.load()
@@ -70,32 +70,6 @@ class SentFunction:
                 _set_keras(settings, registered)
             function: Callable[..., Any] = unpickler.load()
         return function
-
-
-class SentResult:
-    """What a function returned, on its way back from a worker process.
-
-    Args:
-        result: the value.
-
-    Raises:
-        UserError: if it cannot be sent.
-    """
-
-    def __init__(self, result: Any):
-        try:
-            with _without_tensorflow("keras" in sys.modules):
-                self._pickled = cloudpickle.dumps(result)
-        except Exception as error:
-            raise UserError(
-                f"train returned a {type(result).__name__}, which cannot be sent from a worker process "
-                f"({first_line(error)}): return numbers, arrays or a History"
-            ) from error
-
-    def received(self) -> Any:
-        """Returns the value, in the process that started the workers."""
-        with _without_tensorflow(_OF_KERAS in self._pickled):
-            return pickle.loads(self._pickled)
 
 
 @contextlib.contextmanager
@@ -113,7 +87,7 @@ def sent(function: Callable[..., Any], to_other_machines: bool = False) -> Itera
         yield function
         return
     large: list[memoryview] | None = None if to_other_machines else []
-    with _without_tensorflow("keras" in sys.modules):
+    with without_tensorflow_for():
         try:
             pickled = _pickled(function, large)
         except Exception as error:
@@ -257,9 +231,12 @@ def _those_of(known: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if any(value is kind for kind in kinds)}
 
 
-def _without_tensorflow(uses_keras: bool) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer."""
-    if not uses_keras:
+def without_tensorflow_for(pickled: bytes | None = None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer.
+
+    `pickled`: what is to be loaded; None: something is to be pickled.
+    """
+    if "keras" not in sys.modules if pickled is None else _OF_KERAS not in pickled:
         return contextlib.nullcontext()
     from kerasdp.keras_compat.settings import without_tensorflow
 

@@ -14,6 +14,7 @@ from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, ReplicasDifferError, RunError, UserError
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are
+from kerasdp.keras_compat.saving import arguments_in_configs
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
@@ -82,7 +83,10 @@ class Runner:
     @contextlib.contextmanager
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
-        with self._scope(), model_calls_through(self), metrics_of_ranks_as_they_are(), kept_by_clear_session():
+        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
+        with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
+            for context in as_in_keras:
+                stack.enter_context(context)
             yield
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kerasdp.errors import UserError
-from kerasdp.runtime.sending import SentResult, sent
+from kerasdp.runtime.sending import sent
 from kerasdp.runtime.workers import call_in_new_process
 from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
@@ -147,8 +147,3 @@ def test_nothing_starts_when_train_cannot_be_sent():
     )
     done = run("-c", code)
     assert done.stdout.startswith("lock, which the lambda refers to, is a lock and cannot be sent"), done.stderr
-
-
-def test_a_result_that_cannot_be_sent_is_named():
-    with pytest.raises(UserError, match="train returned a lock, which cannot be sent from a worker process"):
-        SentResult(threading.Lock())
