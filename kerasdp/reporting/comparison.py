@@ -187,7 +187,10 @@ def _settings(folder: str) -> dict[str, Any]:
         raise UserError(f"expected the folder of a run, with a config.json. Received: {folder!r} ({error})") from error
     known = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
     with known, open(os.path.join(folder, "report.json")) as file:
-        settings["num_devices"] = json.load(file)["num_devices"]  # those that there were, where none were asked for
+        report = json.load(file)
+        # What there was where nothing was asked for. A user-defined optimizer has a rate of its own.
+        names = ["num_devices", *(name for name in ("model", "dataset", "optimizer") if settings.get(name) is None)]
+        settings |= {name: report[name] for name in names + ["learning_rate"] * ("optimizer" in names)}
     return settings
 
 

@@ -33,7 +33,7 @@ class RunFiles:
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
             with self._tolerated(name), contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(name))
-        self._settings = facts.config.as_dict() | {"versions": versions()}
+        self._settings = facts.choices | {"versions": versions()}
         self._write_json("config.json", self._settings)
         with self._tolerated("steps.jsonl"):
             path = self._path("steps.jsonl")
@@ -239,7 +239,7 @@ class _WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=facts.title,
             dir=folder,
-            config=facts.config.as_dict(),
+            config=facts.choices,
             id=known,
             resume="allow",
             settings=wandb.Settings(silent=True),
@@ -268,7 +268,7 @@ class _MLflow:
         self._run = _saved(folder, "mlflow", last_step)
         if self._run is None:
             self._run = self._client.create_run(experiment, run_name=facts.title).info.run_id
-            settings = facts.config.as_dict().items()
+            settings = facts.choices.items()
             self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in settings])
         _save(folder, "mlflow", self._run)
 
