@@ -25,6 +25,7 @@ from kerasdp.keras_compat.settings import (
     set_seed,
 )
 from kerasdp.portability import initial_weights
+from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.reporting.report import Facts, say
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
@@ -94,6 +95,7 @@ class Runner:
     @contextlib.contextmanager
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
+        hook_layers()
         as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
         with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
             for context in as_in_keras:
