@@ -21,12 +21,14 @@ class RunFiles:
 
     Attributes:
         history: the rows of history.csv.
+        unwritten: the files that lack something, each with the reason.
     """
 
     def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
         self.workdir, self._title = workdir, facts.title
         self.history = list(history or [])
+        self.unwritten: dict[str, str] = {}
         self._reported: set[str] = set()
         self._steps: TextIO | None = None
         os.makedirs(workdir, exist_ok=True)
@@ -106,10 +108,12 @@ class RunFiles:
         """Says once that a file cannot be written, and lets the training continue."""
         try:
             yield
+            if name != "steps.jsonl":  # the others are written anew, and are whole then
+                self.unwritten.pop(self._path(name), None)
         except OSError as error:
+            self.unwritten[self._path(name)] = reason = str(error.strerror or error)
             if name not in self._reported:
                 self._reported.add(name)
-                reason = error.strerror or error
                 warn(f"cannot write {self._path(name)} ({reason}); training continues")
 
 
