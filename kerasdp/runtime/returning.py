@@ -34,7 +34,7 @@ class SentResult:
             with without_tensorflow_for():
                 _Pickler(file).dump(result)
         except Exception as error:
-            raise _unsent(result, error, "sent from a worker process", self._folder) from error
+            raise _unsent(result, error, "which cannot be sent from a worker process", self._folder) from error
         self._pickled = file.getvalue()
 
     def received(self) -> Any:
@@ -44,7 +44,7 @@ class SentResult:
                 return pickle.loads(self._pickled)
         except Exception as error:
             result = _WithoutModels(io.BytesIO(self._pickled)).load()
-            raise _unsent(result, error, "made anew in this process", self._folder) from error
+            raise _unsent(result, error, "which cannot be made anew in this process", self._folder) from error
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -87,7 +87,7 @@ def _unsent(result: Any, error: Exception, words: str, folder: str) -> UserError
     files = ", ".join(_save(list(_parts_of(result, set())), folder))
     reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
     return UserError(
-        f"train returned a {type(result).__name__}, which cannot be {words} ({reason:.300}): "
+        f"train returned a {type(result).__name__}, {words} ({reason:.300}): "
         f"{files and f'what was trained is in {files}; '}return numbers, arrays or a History"
     )
 

@@ -146,6 +146,9 @@ class _Pickler(cloudpickle.Pickler):
             way = super().reducer_override(obj)
             if way is not NotImplemented:
                 self.by_code.append(obj)
+                if isinstance(obj, types.FunctionType):
+                    # cloudpickle (3.1) overlooks the names in bodies of classes, which are loaded otherwise.
+                    way[2][1]["__globals__"].update(_globals_known(obj))
             return way
         if "keras" in sys.modules and isinstance(obj, _kinds_with_variables()):
             _require_no_variables(obj)
@@ -340,14 +343,35 @@ def _references(holder: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # nothing is in it yet
                 yield name, cell.cell_contents
-        for name in _globals_of(holder.__code__):
-            if name in holder.__globals__:
-                yield name, holder.__globals__[name]
+        yield from _globals_known(holder).items()
+
+
+def tf_data_of(holder: Any, seen: set[int] | None = None) -> str | None:
+    """Returns by which name a function, or one that it calls, refers to a tf.data data set; None if none does."""
+    seen = {id(holder)} if seen is None else seen
+    for name, value in _references(holder):
+        if type(value).__module__.startswith("tensorflow.") and hasattr(value, "cardinality"):
+            return name
+        if isinstance(value, (types.FunctionType, functools.partial)) and id(value) not in seen:
+            seen.add(id(value))
+            if (found := tf_data_of(value, seen)) is not None:
+                return found
+    return None
+
+
+def _globals_known(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the global variables that a function, and code within it, load."""
+    known = function.__globals__
+    return {name: known[name] for name in _globals_of(function.__code__) if name in known}
+
+
+# In functions; in bodies of classes; in scopes of annotations (Python 3.12).
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def _globals_of(code: types.CodeType) -> list[str]:
     """Returns the global names that code, and functions within it, load."""
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in _LOADS]
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
             names += _globals_of(part)
