@@ -20,7 +20,6 @@ from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UserError, addressed, end_in_a_line
 from kerasdp.reporting.figure import live_figures
-from kerasdp.reporting.report import warn
 from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, clash_of_cuda_packages, set_backend
@@ -291,6 +290,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         with signals.delayed():  # only now may Keras be imported
+            from kerasdp.reporting.report import warn
             from kerasdp.training.runner import Runner
 
         if isinstance(train, SentFunction):
