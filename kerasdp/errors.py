@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import sys
+import types
 from collections.abc import Iterator
 
 # Flags that are named otherwise than their field of `Config`. Of two names the last one stands in messages.
@@ -125,6 +127,30 @@ class CheckpointError(RunError):
 
 class WorkerError(RunError):
     """A worker process died or raised; the text holds that worker's error."""
+
+
+def last_line_of(error: RunError) -> str:
+    """Returns what a program that an error ends says last."""
+    return str(error) if isinstance(error, PreemptedError) else f"error: {error}"
+
+
+def end_in_a_line() -> None:
+    """Lets Python show a `RunError` that nobody catches as its message alone, without frames, from now on.
+
+    A program can only say so to `sys.excepthook`, which gets what has ended it; what catches the error is as ever.
+    With KERASDP_TRACEBACK=1 in the environment the frames are shown.
+    """
+    former = sys.excepthook
+    if os.environ.get("KERASDP_TRACEBACK") == "1" or getattr(former, "__module__", None) == __name__:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
+        if isinstance(error, RunError):
+            print(last_line_of(error), file=sys.stderr, flush=True)
+        else:
+            former(kind, error, frames)
+
+    sys.excepthook = show
 
 
 def shared(message: str) -> UserError:

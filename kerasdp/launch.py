@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
+import itertools
 import os
 import re
 import sys
@@ -16,14 +18,15 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
 from kerasdp.config.validation import check_installed
-from kerasdp.errors import RunError, UserError
+from kerasdp.errors import RunError, UserError, addressed, end_in_a_line
 from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, clash_of_cuda_packages, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.linked_processes import current_link, ending_together
-from kerasdp.runtime.sending import SentFunction, SentResult
+from kerasdp.runtime.returning import SentResult
+from kerasdp.runtime.sending import SentFunction, name_of, tf_data_of
 from kerasdp.runtime.watch import judging
 from kerasdp.runtime.workers import supervise
 
@@ -56,18 +59,46 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
-    if _is_training:
-        raise UserError("launch: the function of another launch runs in this process; call it when that has returned")
-    for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
-        raise UserError(_unknown(unknown, changes[unknown]))
-    with signals.noticed():
+    with _explained_end(settings, changes), signals.noticed():
+        if _is_training:
+            raise UserError(
+                "launch: the function of another launch runs in this process; call it when that has returned"
+            )
+        for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
+            raise UserError(_unknown(unknown, changes[unknown]))
         cluster, settings, train = job = resolve(dataclasses.replace(settings or Config(), **changes), train)
         figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
         with _folders(cluster, settings), figures:
             if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
                 print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
             result = _run(job)
-    return result.received() if isinstance(result, SentResult) else result
+        return result.received() if isinstance(result, SentResult) else result
+
+
+@contextlib.contextmanager
+def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator[None]:
+    """Lets Ctrl-C say how to resume, and an error that nobody catches be a line, as in a recipe."""
+    try:
+        yield
+    except KeyboardInterrupt as end:
+        end.add_note(addressed(_how_to_resume(dataclasses.replace(settings or Config(), **changes))))
+        raise
+    except RunError:
+        end_in_a_line()
+        raise
+
+
+def _how_to_resume(settings: Config) -> str:
+    from kerasdp.checkpoint.files import paths_in
+
+    if not settings.keeps_checkpoints:
+        return "it kept no checkpoints: add --workdir, and no --checkpoint_every=never"
+    of_fits = (paths_in(str(settings.checkpoints_of_fit(number))) for number in itertools.count(1))
+    try:
+        paths = list(itertools.takewhile(bool, of_fits))
+    except OSError as error:
+        return f"its checkpoints cannot be looked at ({error})"
+    return f"the newest checkpoint is {paths[-1][0]}; resume with --resume" if paths else "there is no checkpoint yet"
 
 
 class Job(NamedTuple):
@@ -86,6 +117,7 @@ class Job(NamedTuple):
 
 def resolve(settings: Config, train: Callable[..., Any]) -> Job:
     """Returns what is to run: where this process stands, with which backend. Raises `UserError` as `launch`."""
+    _check_takes_runner(train)
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     check_installed(settings)
     if settings.dry_run:
@@ -93,6 +125,20 @@ def resolve(settings: Config, train: Callable[..., Any]) -> Job:
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
     return Job(cluster, settings if cluster else settings.with_devices_for_stages(), train)
+
+
+def _check_takes_runner(train: Callable[..., Any]) -> None:
+    try:
+        taken = inspect.signature(train)
+    except ValueError:  # a function of C, which does not say
+        return
+    try:
+        taken.bind(None)
+    except TypeError as error:
+        received = f"{name_of(train)}{taken}"
+        raise UserError(
+            f"launch: expected a function of one argument, as train(runner). Received: {received}"
+        ) from error
 
 
 def _dry(settings: Config, train: Callable[..., Any]) -> Job:
@@ -246,10 +292,16 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
         with signals.delayed():  # only now may Keras be imported
+            from kerasdp.reporting.report import warn
             from kerasdp.training.runner import Runner
 
         if isinstance(train, SentFunction):
             train = train.received()
+        elif (name := tf_data_of(train)) is not None:
+            warn(
+                f"{name}, which {name_of(train)} refers to, is a tf.data.Dataset made before kerasdp.launch: if it "
+                f"shuffles, its order is not that of the run's seed; make it in {name_of(train)}"
+            )
         processes, link = strategy.processes, getattr(strategy.processes, "link", None)
         if link is not None:
             given = link.all_gather_object((settings.workdir, settings.resume))
@@ -265,11 +317,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             result = train(runner)
         if outcome.place() is None:
             return result
-        if not runner.is_chief:
-            return None
-        if hasattr(result, "set_model"):
-            result.set_model(None)  # a Keras `History` holds its model
-        return SentResult(result)
+        return SentResult(result, settings.workdir) if runner.is_chief else None
 
 
 _is_training = False

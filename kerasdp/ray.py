@@ -19,7 +19,8 @@ from kerasdp.config import Config, prepared_workdir
 from kerasdp.errors import UserError, WorkerError, from_command_line, is_from_command_line
 from kerasdp.launch import launch
 from kerasdp.runtime.devices import choose_backend
-from kerasdp.runtime.sending import SentFunction, SentResult, sent
+from kerasdp.runtime.returning import SentResult
+from kerasdp.runtime.sending import SentFunction, sent
 from kerasdp.sweep import Trial, finished, in_own_process, trials_of, write_results
 
 __all__ = ["run", "sweep"]

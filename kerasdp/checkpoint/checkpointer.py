@@ -206,6 +206,11 @@ class Checkpointer:
             self.writer.close()
 
     @property
+    def unwritten(self) -> str | None:
+        """Returns which checkpoint is missing at the end, and why, on rank 0; None if none is."""
+        return self.writer.unwritten if self.writer else None
+
+    @property
     def last_good(self) -> str | None:
         """Returns the newest checkpoint that was written, on rank 0."""
         return self.writer.last_good if self.writer else None

@@ -147,6 +147,8 @@ class Writer:
         """
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
+        # Why the newest checkpoint is missing.
+        self.unwritten: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
         self._reported: set[str] = set()
@@ -196,7 +198,7 @@ class Writer:
             if self._marker is not None:
                 self._marker.check()
             save(path, checkpoint)
-            self.last_good = path
+            self.last_good, self.unwritten = path, None
             folder = folder_at(self.folder)
             if is_best:
                 folder.copy(os.path.basename(path), "best.safetensors")
@@ -205,6 +207,7 @@ class Writer:
         except OSError as error:
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
             reason = error.strerror or str(error)
+            self.unwritten = f"the checkpoint of step {checkpoint.state['step']} ({reason}), {kept}"
             text = f"cannot write checkpoints into {self.folder} ({reason}); training continues, {kept}"
             self._report_once(text, "writing")  # the reason may name a temporary file, each time another
 

@@ -29,6 +29,8 @@ from kerasdp.keras_compat.saving import safe_deserialization
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
+# Of what is in the identity of a run as a digest.
+_DIGESTS = ("model", "first batch of the data")
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
 
@@ -124,10 +126,19 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raises `UserError` if two identities differ, with the first difference."""
     for name in dict.fromkeys((*saved, *own)):
         if saved.get(name) != own.get(name):
+            expected, received = saved.get(name), own.get(name)
+            if name == "--learning_rate" and None in (expected, received):  # the optimizer's
+                expected, received = (_rate_in_words(each.get("learning rate")) for each in (saved, own))
+            kind = "the digest " if name in _DIGESTS else ""
             raise UserError(
-                f"--resume: this run differs from the one in the workdir in {name}: expected {saved.get(name)!s:.300}. "
-                f"Received: {own.get(name)!s:.300}; backend, devices and precision may change, this may not"
+                f"--resume: this run differs from the one in the workdir in {name}: expected {kind}{expected!s:.300}. "
+                f"Received: {received!s:.300}; backend, devices and precision may change, this may not; a new run can "
+                "begin with its weights, which recipes/export.py writes"
             )
+
+
+def _rate_in_words(rate: Any) -> str:
+    return f"{rate:.6g}" if isinstance(rate, float) else str(rate)  # a schedule is an object
 
 
 def _architecture(model: keras.Model) -> str:

@@ -90,8 +90,9 @@ class Config:
         "measures first.", "equal shards",
         only=[Only(None, NOT_JAX, ["data"], "XLA gives each device equally many rows")])
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
-        "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: in runs "
-        "with 1,000 of its kind or more. What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
+        "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
+        "1,000 of its kind or more are to come, in a resumed run too (with --deterministic, if the whole run has "
+        "them). What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
         "do as the model's jit_compile says.",
         only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
     check: str = choice("first", DEVICES, one_of("first", "off"),
@@ -176,8 +177,9 @@ class Config:
     seed: int = choice(0, TRAINING, Range("a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32),
         "Seed of initial weights, sample order and dropout.")
     deterministic: bool = choice(False, TRAINING, SWITCH,
-        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it always is on the "
-        "CPU; slower. What the backend cannot do so ends the run.")
+        "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it is on the CPU "
+        "(where --compile=auto may decide otherwise for the rest of a run); slower. What the backend cannot do so ends "
+        "the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
         "a new one in runs/; from Python none", convert=path_as_text)

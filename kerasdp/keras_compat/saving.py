@@ -1,14 +1,17 @@
 """Makes Keras save the kit's classes, and its own backends', under public names."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 from keras.src import api_export
-from keras.src.saving import serialization_lib
+from keras.src.saving import object_registration, serialization_lib
 
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import is_of_keras
 from kerasdp.keras_compat.optimizers import inner_optimizer
+from kerasdp.keras_compat.patches import wrapped
 
 
 def saved_as_keras(layer_class: type) -> type:
@@ -31,6 +34,41 @@ def safe_deserialization() -> contextlib.AbstractContextManager[None]:
     """
     scope: contextlib.AbstractContextManager[None] = serialization_lib.SafeModeScope(True)
     return scope
+
+
+@contextlib.contextmanager
+def classes_saved() -> Iterator[dict[str, Any]]:
+    """Yields the classes and functions, but Keras', that Keras finds in what it saves meanwhile, by their names there.
+
+    Keras 3.15: finds none of them again, also in a module that can be imported, unless it is registered, or given as
+    `custom_objects`. `object_registration.get_registered_name` is asked for the name of each; no public way.
+
+    Raises:
+        UserError: where two have one name.
+    """
+    found: dict[str, Any] = {}
+
+    def record(name_of: Callable[[Any], str], kind: Any) -> str:
+        name = name_of(kind)
+        if not is_of_keras(kind) and kind.__module__ != "builtins" and found.setdefault(name, kind) is not kind:
+            raise UserError(f"two classes or functions have the name {name}")
+        return name
+
+    with wrapped(object_registration, get_registered_name=record):
+        yield found
+
+
+def arguments_in_configs() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a model without a `get_config` of its own has in its config how it was made.
+
+    Keras 3.15: `Model.__new__` leaves the arguments out, so that the config has the defaults of `__init__` in their
+    place, and such a model comes back as another one. `Layer.__new__`, as for layers, keeps them; no public way.
+    """
+
+    def make(new: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        return (new if cls is keras.Model else keras.Layer.__new__)(cls, *args, **kwargs)
+
+    return wrapped(keras.Model, __new__=make)
 
 
 @contextlib.contextmanager

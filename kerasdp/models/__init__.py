@@ -8,6 +8,7 @@ from typing import Any
 
 from kerasdp.config import Config, spec
 from kerasdp.errors import UserError
+from kerasdp.runtime.model_cache import made_of_choices
 
 
 def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) -> Any:
@@ -50,7 +51,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], num_classes: int) 
         raise UserError(f"--model: {name} cannot be built for inputs of shape {input_shape}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"--model: expected {name} to return a Keras model. Received: {type(model).__name__}")
-    return classifiers.augmented(model, config, input_shape)
+    return made_of_choices(classifiers.augmented(model, config, input_shape))
 
 
 def _initializer(text: str) -> Any:

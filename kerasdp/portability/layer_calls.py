@@ -9,13 +9,15 @@ see the gathered outputs.
 """
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops
 
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import hook_add_loss, hook_calls, seed_variables
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.keras_compat.random import draws_portably, given_seed_generator
@@ -109,6 +111,37 @@ def hook_layers() -> None:
 
 def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     """Makes the call of a layer, or of another operation; `make`: what Keras does."""
+    try:
+        return _make_known_call(make, layer, *args, **kwargs)
+    except Exception as error:
+        other = None if isinstance(error, RunError) else _other_framework_of(layer)
+        if other is None:
+            raise
+        raise UserError(
+            f"layer {layer.name} calls {other} in a run of {keras.backend.backend()}; use keras.ops, which is the same "
+            "on every backend"
+        ) from error
+
+
+_FRAMEWORKS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+
+
+def _other_framework_of(layer: Any) -> str | None:
+    """Returns the name of a framework, other than the backend, that the `call` of a user-defined layer refers to."""
+    function = inspect.unwrap(getattr(layer, "function", getattr(type(layer), "call", None)) or len)
+    if not isinstance(function, types.FunctionType) or function.__module__.startswith(("keras.", "kerasdp.")):
+        return None
+    known = inspect.getclosurevars(function)
+    values = [*known.nonlocals.values(), *known.globals.values()]
+    names = [
+        getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "") for value in values
+    ]
+    imported = {str(name).partition(".")[0] for name in (*names, *function.__code__.co_names)}
+    others = sorted(_FRAMEWORKS[name] for name in _FRAMEWORKS.keys() & imported - {keras.backend.backend()})
+    return " and ".join(others) or None
+
+
+def _make_known_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
     step = current_step()
     context: ReplicaContext | None = step.replica
     is_drawing = draws_portably(layer)

@@ -198,9 +198,11 @@ def _settings(folder: str) -> dict[str, Any]:
     known = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
     with known, open(os.path.join(folder, "report.json")) as file:
         report = json.load(file)
-        settings["num_devices"] = report["num_devices"]  # those that there were, where none were asked for
-        if settings.get("learning_rate") is None and report["schedule"] == "constant":
-            settings["learning_rate"] = report["learning_rate"]  # the optimizer's
+        # What there was where nothing was asked for. A user-defined optimizer has a rate of its own.
+        names = ["num_devices", *(name for name in ("model", "dataset", "optimizer") if settings.get(name) is None)]
+        settings |= {name: report[name] for name in names}
+        if "optimizer" in names or (settings.get("learning_rate") is None and report["schedule"] == "constant"):
+            settings["learning_rate"] = report["learning_rate"]
     return settings
 
 

@@ -30,6 +30,7 @@ class Facts:
         global_batch_size: samples a step, over all devices.
         split: of a batch over the replicas; None: equal shards.
         data: name of the data set, if it has one.
+        unused: choices of which nothing was made: the model, the optimizer or the data are user-defined.
         folder: where the files of this `fit` go; None: there are none.
     """
 
@@ -43,6 +44,7 @@ class Facts:
     global_batch_size: int
     split: Split | None = None
     data: str = ""
+    unused: tuple[str, ...] = ()
     folder: str | None = None
 
     @property
@@ -50,6 +52,11 @@ class Facts:
         """Returns what a picture of the run is headed by: model, data, backend, devices, batch."""
         of = f" on {self.data}" if self.data else ""
         return f"{self.model}{of} | {self.config.backend} on {self.devices} | batch {self.global_batch_size}"
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Returns the choices of the run, in JSON; None for those of which nothing was made."""
+        return self.config.as_dict() | dict.fromkeys(self.unused)
 
 
 def plain(logs: dict[str, Any] | None) -> dict[str, Any]:
@@ -137,7 +144,7 @@ def result(
         "num_devices": facts.num_devices,
         "num_processes": facts.num_processes,
         "model": facts.model,
-        "dataset": config.dataset,
+        "dataset": facts.data or None,
         **update_rule,
         "global_batch_size": facts.global_batch_size,
         "device_shares": None if facts.split is None else facts.split.shares,

@@ -21,19 +21,21 @@ class RunFiles:
 
     Attributes:
         history: the rows of history.csv.
+        unwritten: the files that lack something, each with the reason.
     """
 
     def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
         self.workdir, self._title = workdir, facts.title
         self.history = list(history or [])
+        self.unwritten: dict[str, str] = {}
         self._reported: set[str] = set()
         self._steps: TextIO | None = None
         os.makedirs(workdir, exist_ok=True)
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
             with self._tolerated(name), contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(name))
-        self._settings = facts.config.as_dict() | {"versions": versions()}
+        self._settings = facts.choices | {"versions": versions()}
         self._write_json("config.json", self._settings)
         with self._tolerated("steps.jsonl"):
             path = self._path("steps.jsonl")
@@ -106,10 +108,12 @@ class RunFiles:
         """Says once that a file cannot be written, and lets the training continue."""
         try:
             yield
+            if name != "steps.jsonl":  # the others are written anew, and are whole then
+                self.unwritten.pop(self._path(name), None)
         except OSError as error:
+            self.unwritten[self._path(name)] = reason = str(error.strerror or error)
             if name not in self._reported:
                 self._reported.add(name)
-                reason = error.strerror or error
                 warn(f"cannot write {self._path(name)} ({reason}); training continues")
 
 
@@ -239,7 +243,7 @@ class _WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=facts.title,
             dir=folder,
-            config=facts.config.as_dict(),
+            config=facts.choices,
             id=known,
             resume="allow",
             settings=wandb.Settings(silent=True),
@@ -268,7 +272,7 @@ class _MLflow:
         self._run = _saved(folder, "mlflow", last_step)
         if self._run is None:
             self._run = self._client.create_run(experiment, run_name=facts.title).info.run_id
-            settings = facts.config.as_dict().items()
+            settings = facts.choices.items()
             self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in settings])
         _save(folder, "mlflow", self._run)
 

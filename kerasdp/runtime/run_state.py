@@ -58,6 +58,7 @@ class RunState:
         observer: records the steps, if there is one.
         evaluated: by the running call of `fit`, `evaluate` or `predict`; None: nothing.
         step: updates made.
+        first_step: those of the run that is resumed.
         epoch: the current one, from 0.
         batch: batches of the current epoch that are trained, those before a resume point included.
         num_batches: of an epoch; None if that is not known.
@@ -88,7 +89,7 @@ class RunState:
     ) -> None:
         """Resets everything but observer, listeners and `evaluated`. Arguments: see the attributes."""
         self.batch_size, self.num_batches, self.epochs, self.max_steps = batch_size, num_batches, epochs, max_steps
-        self.step = self.epoch = self.batch = self.epoch_images = 0
+        self.step = self.first_step = self.epoch = self.batch = self.epoch_images = 0
         self.epoch_seconds: list[float] = []
         self.epoch_rates: list[float] = []
         self.is_epoch_cut = self.was_over = False
@@ -120,7 +121,8 @@ class RunState:
             images: of the epoch in which it was saved, up to there.
             seconds: likewise.
         """
-        self.step, self._resume_point, self.epoch = step, position, position.epoch
+        self.step = self.first_step = step
+        self._resume_point, self.epoch = position, position.epoch
         self.epoch_seconds, self.epoch_rates = list(epoch_seconds), list(epoch_rates)
         self._resume_images, self._resume_seconds = images, seconds
         is_at_end = was_stopped or position.epoch >= self.epochs or self.is_at_last_step

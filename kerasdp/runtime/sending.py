@@ -61,7 +61,7 @@ class SentFunction:
                 mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             buffers = [mapped[begin : begin + length] for begin, length in self._places]
         unpickler = pickle.Unpickler(io.BytesIO(self._pickled), buffers=buffers)
-        with _without_tensorflow(_OF_KERAS in self._pickled):
+        with without_tensorflow_for(self._pickled):
             main, texts, settings = unpickler.load()
             linecache.cache.update(texts)  # for tracebacks and inspect.getsource
             names, registered = unpickler.load()
@@ -70,32 +70,6 @@ class SentFunction:
                 _set_keras(settings, registered)
             function: Callable[..., Any] = unpickler.load()
         return function
-
-
-class SentResult:
-    """What a function returned, on its way back from a worker process.
-
-    Args:
-        result: the value.
-
-    Raises:
-        UserError: if it cannot be sent.
-    """
-
-    def __init__(self, result: Any):
-        try:
-            with _without_tensorflow("keras" in sys.modules):
-                self._pickled = cloudpickle.dumps(result)
-        except Exception as error:
-            raise UserError(
-                f"train returned a {type(result).__name__}, which cannot be sent from a worker process "
-                f"({first_line(error)}): return numbers, arrays or a History"
-            ) from error
-
-    def received(self) -> Any:
-        """Returns the value, in the process that started the workers."""
-        with _without_tensorflow(_OF_KERAS in self._pickled):
-            return pickle.loads(self._pickled)
 
 
 @contextlib.contextmanager
@@ -113,7 +87,7 @@ def sent(function: Callable[..., Any], to_other_machines: bool = False) -> Itera
         yield function
         return
     large: list[memoryview] | None = None if to_other_machines else []
-    with _without_tensorflow("keras" in sys.modules):
+    with without_tensorflow_for():
         try:
             pickled = _pickled(function, large)
         except Exception as error:
@@ -172,6 +146,9 @@ class _Pickler(cloudpickle.Pickler):
             way = super().reducer_override(obj)
             if way is not NotImplemented:
                 self.by_code.append(obj)
+                if isinstance(obj, types.FunctionType):
+                    # cloudpickle (3.1) overlooks the names in bodies of classes, which are loaded otherwise.
+                    way[2][1]["__globals__"].update(_globals_known(obj))
             return way
         if "keras" in sys.modules and isinstance(obj, _kinds_with_variables()):
             _require_no_variables(obj)
@@ -257,9 +234,12 @@ def _those_of(known: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if any(value is kind for kind in kinds)}
 
 
-def _without_tensorflow(uses_keras: bool) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer."""
-    if not uses_keras:
+def without_tensorflow_for(pickled: bytes | None = None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Keras, where it is used, does not import TensorFlow to serialize a layer.
+
+    `pickled`: what is to be loaded; None: something is to be pickled.
+    """
+    if "keras" not in sys.modules if pickled is None else _OF_KERAS not in pickled:
         return contextlib.nullcontext()
     from kerasdp.keras_compat.settings import without_tensorflow
 
@@ -363,14 +343,35 @@ def _references(holder: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # nothing is in it yet
                 yield name, cell.cell_contents
-        for name in _globals_of(holder.__code__):
-            if name in holder.__globals__:
-                yield name, holder.__globals__[name]
+        yield from _globals_known(holder).items()
+
+
+def tf_data_of(holder: Any, seen: set[int] | None = None) -> str | None:
+    """Returns by which name a function, or one that it calls, refers to a tf.data data set; None if none does."""
+    seen = {id(holder)} if seen is None else seen
+    for name, value in _references(holder):
+        if type(value).__module__.startswith("tensorflow.") and hasattr(value, "cardinality"):
+            return name
+        if isinstance(value, (types.FunctionType, functools.partial)) and id(value) not in seen:
+            seen.add(id(value))
+            if (found := tf_data_of(value, seen)) is not None:
+                return found
+    return None
+
+
+def _globals_known(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the global variables that a function, and code within it, load."""
+    known = function.__globals__
+    return {name: known[name] for name in _globals_of(function.__code__) if name in known}
+
+
+# In functions; in bodies of classes; in scopes of annotations (Python 3.12).
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def _globals_of(code: types.CodeType) -> list[str]:
     """Returns the global names that code, and functions within it, load."""
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in _LOADS]
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
             names += _globals_of(part)

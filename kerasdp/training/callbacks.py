@@ -205,8 +205,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def close(self) -> None:
         """Closes the files, also of a run that failed."""
         self.recorder.close()
+        missing = self.recorder.files.unwritten.items() if self.recorder.files else ()
+        texts = [f"{path} ({reason})" for path, reason in missing]
         if self.checkpointer:
             self.checkpointer.close()
+            texts += filter(None, [self.checkpointer.unwritten])
+        if texts:
+            report.warn(f"could not be written: {'; '.join(texts)}")
 
 
 def _resume(state: RunState, reader: Reader, resumed: Checkpoint) -> None:

@@ -70,7 +70,7 @@ def check_data(
         UserError: also if the model is not compiled.
     """
     if with_targets and not model.compiled:
-        raise UserError(f"{model.name} is not compiled: call model.compile(...) within runner.scope() first")
+        raise UserError(f"{model.name} is not compiled: call model.compile(...) first")
     _check_inputs(model, batch.inputs)
     if is_validation:
         refuse_nan_inputs(model, reader, batch)

@@ -11,6 +11,7 @@ from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, Piecew
 from kerasdp.config import Config, spec
 from kerasdp.data.sources import Source
 from kerasdp.errors import UserError
+from kerasdp.runtime.model_cache import made_of_choices
 
 
 def make_optimizer(config: Config, train: Source | None = None) -> keras.optimizers.Optimizer:
@@ -37,8 +38,8 @@ def make_optimizer(config: Config, train: Source | None = None) -> keras.optimiz
     schedule = make_schedule(config, rate, None if train is None else train.num_samples)
     if isinstance(schedule, float):
         optimizer.learning_rate = schedule
-        return optimizer
-    return known[name.lower()](**(arguments | {"learning_rate": schedule}))
+        return made_of_choices(optimizer)
+    return made_of_choices(known[name.lower()](**(arguments | {"learning_rate": schedule})))
 
 
 def _optimizers() -> dict[str, Any]:
@@ -189,5 +190,5 @@ class SmoothedCrossentropy(keras.losses.Loss):
 def make_loss(config: Config) -> keras.losses.Loss:
     """Makes the crossentropy of integer labels and logits, smoothed as `config.label_smoothing` says."""
     if config.label_smoothing:
-        return SmoothedCrossentropy(config.label_smoothing)
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return made_of_choices(SmoothedCrossentropy(config.label_smoothing))
+    return made_of_choices(keras.losses.SparseCategoricalCrossentropy(from_logits=True))

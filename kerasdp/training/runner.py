@@ -10,11 +10,14 @@ import keras
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.batch import SampleReader
+from kerasdp.data.batch_reader import BatchReader
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are
+from kerasdp.keras_compat.optimizers import inner_optimizer
+from kerasdp.keras_compat.saving import arguments_in_configs
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
@@ -23,10 +26,12 @@ from kerasdp.keras_compat.settings import (
     set_seed,
 )
 from kerasdp.portability import initial_weights
+from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.reporting.report import Facts, say, warn
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.model_cache import is_made_of_choices
 from kerasdp.runtime.run_state import Evaluated, RunState
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
@@ -36,6 +41,14 @@ from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, make_reader, open_feed
+
+# The choices of which `build_model`, `make_optimizer`, `make_loss` and `load_data` make a part of the training.
+_OF_PARTS = {
+    "model": ("model", "kernel_initializer", "augment"),
+    "optimizer": ("optimizer", "learning_rate", "lr_base_batch", "schedule", "warmup", "ema"),
+    "loss": ("label_smoothing",),
+    "data": ("dataset", "data_dir"),
+}
 
 
 class Runner:
@@ -83,7 +96,11 @@ class Runner:
     @contextlib.contextmanager
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
-        with self._scope(), model_calls_through(self), metrics_of_ranks_as_they_are(), kept_by_clear_session():
+        hook_layers()
+        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
+        with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
+            for context in as_in_keras:
+                stack.enter_context(context)
             yield
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -198,6 +215,8 @@ class Runner:
         if self.strategy.stages is not None:
             with self.heartbeat.compiling():
                 self.strategy.stages.tune(model, reader.first, self._say)
+        if isinstance(reader, BatchReader):
+            batch_size = num_rows  # whatever it was told
         facts = Facts(
             # What is used, also where the arguments of `fit` say otherwise than the flags.
             config=dataclasses.replace(self.config, batch_size=batch_size, epochs=self.state.epochs),
@@ -210,6 +229,7 @@ class Runner:
             global_batch_size=batch_size,
             split=self.strategy.split,
             data=reader.name,
+            unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
@@ -318,3 +338,10 @@ class Runner:
                 kept = checkpointer.last_good
                 known = f"the last good checkpoint is {kept}" if kept else "there is no good checkpoint yet"
                 raise NonFiniteLossError(f"{error}; {known}") from None
+
+
+def _unused(model: keras.Model, reader: Reader) -> tuple[str, ...]:
+    """Returns the choices of which nothing that is trained was made: that part is user-defined."""
+    parts = {"model": model, "optimizer": inner_optimizer(model.optimizer), "loss": getattr(model, "loss", None)}
+    is_used = {name: is_made_of_choices(part) for name, part in parts.items()} | {"data": bool(reader.name)}
+    return tuple(choice for name, choices in _OF_PARTS.items() if not is_used[name] for choice in choices)

@@ -8,7 +8,7 @@ import pytest
 
 from kerasdp.backends.base import SingleProcess
 from kerasdp.config import Config
-from kerasdp.runtime.run_state import Detail
+from kerasdp.runtime.run_state import Detail, Position, RunState
 
 torch = pytest.importorskip("torch")
 if keras.backend.backend() != "torch":
@@ -194,3 +194,14 @@ def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, deterministic, 
     assert {name for name, is_on in options.items() if is_on} == expected
     known = torch._inductor.config.get_config_copy()
     assert options.keys() <= known.keys()
+
+
+@pytest.mark.parametrize(("deterministic", "expected"), [(False, 100), (True, 1100)])
+def test_a_resumed_run_compiles_for_the_steps_that_are_left(deterministic, expected):
+    from kerasdp.backends.torch.data_parallel import DataParallel
+
+    state = RunState()
+    state.begin_fit(num_batches=1100)
+    state.resume(1000, Position(0, 1000))
+    of_run = types.SimpleNamespace(config=Config(backend="torch", deterministic=deterministic))
+    assert DataParallel._steps_to_compile(of_run, state) == expected

@@ -188,6 +188,8 @@ def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(result_of(done)["history"]["loss"]) == 2
     assert done.stderr.count("cannot write checkpoints into") == 1
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("warning: could not be written: ") and "the checkpoint of step 20 (File too large)" in last
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 

@@ -177,6 +177,14 @@ def test_another_run_is_named(other, name):
         training_state.check_identity(identity(), other())
 
 
+def test_another_learning_rate_is_shown_where_the_flag_was_left_out():
+    saved, own = identity(), identity(build(optimizer=keras.optimizers.Adam(0.5)), config=Config(learning_rate=0.5))
+    with pytest.raises(UserError, match=r"--learning_rate: expected 0.001. Received: 0.5; .* begin with its"):
+        training_state.check_identity(saved, own)
+    with pytest.raises(UserError, match="in model: expected the digest "):
+        training_state.check_identity(identity(), identity(build(activation="gelu")))
+
+
 def model_of_lambdas(source, line, name):
     function = eval(compile("\n" * line + source, name, "eval"))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(function), keras.layers.Dense(1, function)])

@@ -37,6 +37,17 @@ def test_num_steps(max_steps, expected):
     assert state.num_steps == max_steps
 
 
+def test_a_resumed_run_knows_where_it_began():
+    state = RunState()
+    state.begin_fit(num_batches=3, epochs=2)
+    state.resume(4, Position(1, 1))
+    state.begin_epoch(1)
+    steps(state, 1)
+    assert (state.first_step, state.step, state.num_steps) == (4, 5, 6)
+    state.begin_fit(num_batches=3)
+    assert state.first_step == 0
+
+
 def test_max_steps_end_within_an_epoch():
     state = RunState()
     state.begin_fit(num_batches=3, epochs=2, max_steps=2)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kerasdp.errors import UserError
-from kerasdp.runtime.sending import SentResult, sent
+from kerasdp.runtime.sending import sent
 from kerasdp.runtime.workers import call_in_new_process
 from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
@@ -136,6 +136,29 @@ def test_what_cannot_be_sent_is_named(case):
     assert "\n" not in str(refused.value)
 
 
+def with_a_class(backend):
+    class Chosen:
+        if backend == UNITS_OF[0]:
+            units = UNITS_OF[1]
+
+    return Chosen.units
+
+
+UNITS_OF = ["torch", 3]
+
+
+def test_what_the_body_of_a_class_refers_to_comes_with_it():
+    assert call_in_new_process(operator.call, lambda: with_a_class("torch"), name="it") == 3
+
+
+def test_data_of_tensorflow_made_before_launch_is_told(tmp_path):
+    pytest.importorskip("tensorflow")
+    done = run(PROGRAMS / "data_before.py", backend="torch")
+    assert result_of(done) == [4.0]
+    line = "warning: data, which train refers to, is a tf.data.Dataset made before kerasdp.launch: "
+    assert [text.startswith(line) for text in done.stderr.splitlines() if text.startswith("warning")] == [True]
+
+
 def test_nothing_starts_when_train_cannot_be_sent():
     code = (
         "import threading, kerasdp, torch.multiprocessing as m\n"
@@ -147,8 +170,3 @@ def test_nothing_starts_when_train_cannot_be_sent():
     )
     done = run("-c", code)
     assert done.stdout.startswith("lock, which the lambda refers to, is a lock and cannot be sent"), done.stderr
-
-
-def test_a_result_that_cannot_be_sent_is_named():
-    with pytest.raises(UserError, match="train returned a lock, which cannot be sent from a worker process"):
-        SentResult(threading.Lock())

@@ -53,7 +53,7 @@ REFUSED = {
     "NaN in targets": "targets: " + NAN.format("nan", 21),
     "probabilities as logits": "layer head of m gives probabilities (softmax), " + LOGITS.format(SPARSE),
     "sigmoid as logits": "layer head of m gives probabilities (sigmoid), " + LOGITS.format("binary_crossentropy"),
-    "not compiled": "m is not compiled: call model.compile(...) within runner.scope() first",
+    "not compiled": "m is not compiled: call model.compile(...) first",
     "weights of another shape": "sample_weight: expected shape (samples,), that of the loss of each sample. Received: "
     "(samples, 3)",
     "weights of another length": LENGTHS + "24 in x, 24 in y, 23 in sample_weight",

@@ -593,6 +593,33 @@ def test_optimizers_are_saved_under_public_names():
     assert module().startswith("keras.src.backend.torch")
 
 
+def test_a_models_config_has_what_it_was_made_with():
+    class Own(keras.Model):
+        def __init__(self, units=1, **options):
+            super().__init__(**options)
+
+    assert Own(2).get_config()["units"] == 1
+    with saving.arguments_in_configs():
+        assert Own(2).get_config()["units"] == Own(units=2).get_config()["units"] == 2
+        assert Own.from_config(Own(2, name="it").get_config()).get_config()["units"] == 2
+        assert len(keras.Model(*[keras.Input((3,))] * 2).layers) == 1 and len(dense().layers) == 1
+        with pytest.raises(NotImplementedError, match="non-serializable"):
+            Own(keras.layers.Dense(1)).get_config()
+    assert Own(2).get_config()["units"] == 1
+
+
+def test_classes_of_a_model_are_found_again():
+    class Own(keras.layers.Dense):
+        pass
+
+    with saving.classes_saved() as classes:
+        config = keras.saving.serialize_keras_object(keras.Sequential([keras.Input((3,)), Own(2)]))
+    with pytest.raises(TypeError, match="Could not locate class 'Own'"):
+        keras.saving.deserialize_keras_object(config)
+    with keras.saving.custom_object_scope(classes):
+        assert classes == {"Own": Own} and type(keras.saving.deserialize_keras_object(config).layers[0]) is Own
+
+
 def test_models_are_compiled_anew_where_they_are_loaded():
     model = dense()
 

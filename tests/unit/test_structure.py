@@ -241,6 +241,7 @@ ASSIGNED_ELSEWHERE = {
     "checkpoint/state.py": ("setattr(callback", "a checkpoint gives a callback its state back"),
     "config/choices.py": (("record.__doc__", "object.__setattr__(record"), "the kit's own"),
     "data/datasets.py": ("data.", "the kit's own"),
+    "errors.py": ("sys.excepthook", "Python's own switch"),
     "portability/reduction.py": ("setattr(definition, _DECLARED", "a mark at what a decorator gets"),
     "portability/row_search.py": ("axes.outputs", "the kit's own"),
     "ray.py": ("sys.path", "Python's own switch"),

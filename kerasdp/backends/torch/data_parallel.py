@@ -82,7 +82,7 @@ class DataParallel(TorchStrategy):
                     logs, _ = steps.own_step("train_step", batch)
                 return Trained(to_host(logs.get("loss")), None, logs, {})
             done = None
-            if self._compiles(model, run_state.num_steps, len(batch.indices) == run_state.batch_size):
+            if self._compiles(model, self._steps_to_compile(run_state), len(batch.indices) == run_state.batch_size):
                 compiled = compiled or CompiledTraining(self, steps)
                 done = compiled(batch, detail)
             if done is None:
@@ -127,12 +127,20 @@ class DataParallel(TorchStrategy):
     def _compiles(self, model: Any, num_steps: int | None, is_full: bool) -> bool:
         """Returns whether a step is compiled. The step of a smaller last batch (`is_full` False) never is.
 
-        `num_steps`: of the whole training; None if that is not known.
-        A resumed run must decide as the interrupted one did, or they would differ by round-off.
+        `num_steps`: there are to come; None if that is not known.
         """
         if model.run_eagerly or self.config.compile == "off" or self.host_sums is not None or not is_full:
             return False
         return self.config.compile == "on" or num_steps is None or num_steps >= _WORTH_COMPILING
+
+    def _steps_to_compile(self, run_state: RunState) -> int | None:
+        """Returns the steps of this process, in which compiling pays off or not; None if not known.
+
+        With --deterministic a resumed run decides as the one before it did, or they would differ by round-off.
+        """
+        if run_state.num_steps is None or self.config.deterministic:
+            return run_state.num_steps
+        return run_state.num_steps - run_state.first_step
 
     @torch.no_grad()
     def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
