@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Set
 from typing import Any
 
 from tests.real_code.run import OPTIMIZERS_OF, WAYS, WAYS_OF, read_results, results_file
@@ -102,8 +103,10 @@ class Verdict:
         ) and bool(cells)
 
 
-def judge(out: pathlib.Path, names: list[str], gallery: str = "real_code", draws: frozenset[str] = frozenset()) -> list[Verdict]:
-    """A verdict for each model and optimizer; `draws` are those that draw others' random numbers in Keras' own fit."""
+def judge(
+    out: pathlib.Path, names: list[str], gallery: str = "real_code", draws: Set[str] = frozenset()
+) -> list[Verdict]:
+    """A verdict for each model and optimizer; `draws` are those that draw other random numbers in Keras' own fit."""
     results = {
         (way, precision): read_results(results_file(out, way, precision))
         for way in WAYS_OF[gallery]
@@ -115,26 +118,26 @@ def judge(out: pathlib.Path, names: list[str], gallery: str = "real_code", draws
             cells: dict[str, list[Cell]] = {}
             for precision in ("float32", "float64"):
                 found = {way: results[way, precision].get((name, optimizer), {}) for way in WAYS_OF[gallery]}
-                if name in draws:
-                    found = {way: result for way, result in found.items() if "losses" not in result or way in WAYS}
-                cells[precision] = compare(found) if precision == "float32" or any(found.values()) else []
+                beside_keras = gallery == "strangers" and name not in draws
+                wanted = precision == "float32" or any(found.values())
+                cells[precision] = compare(found, beside_keras) if wanted else []
             verdicts.append(Verdict(model=name, optimizer=optimizer, cells=cells))
     return verdicts
 
 
-def compare(found: dict[str, dict[str, Any]]) -> list[Cell]:
-    """Each way beside Keras' own fit on its backend, or else beside the first that trained.
+def compare(found: dict[str, dict[str, Any]], beside_keras: bool) -> list[Cell]:
+    """Each way beside the first that trained, or beside Keras' own fit on its backend.
 
-    A backend on which Keras' own fit fails is left out.
+    A backend on which Keras' own fit fails is left out, and one on which it was not run if it is the reference.
     """
-    keras = {way.removesuffix(":keras"): result for way, result in found.items() if way.endswith(":keras")}
-    ways = [way for way in found if way in WAYS and "error" not in keras.get(way.split(":")[0], {})]
-    trained = [found[way] for way in ways if "losses" in found[way]]
+    trained = [found[way] for way in WAYS if "losses" in found[way]]
     cells = []
-    for way in ways:
-        own = keras.get(way.split(":")[0], {})
+    for way in WAYS:
+        own = found.get(way.split(":")[0] + ":keras", {})
+        if "error" in own or (beside_keras and not own):
+            continue
         cell = Cell(way=way, result=found[way], unchecked=found.get(f"{way}:off", {}))
-        for first in [own] if "losses" in own else trained[:1]:
+        for first in [own] if beside_keras else trained[:1]:
             cell.measure(first)
         cells.append(cell)
     return cells

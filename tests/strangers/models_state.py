@@ -24,7 +24,8 @@ def keeps(name: str, shape: tuple[int, ...], initial: str = "zeros") -> Callable
                     self.state = self.add_weight(shape=shape, initializer=initial, trainable=False, name="state")
 
                 def call(self, x: Any, training: bool = False) -> Any:
-                    state, outputs = step(keras.ops, self.state.value, x)
+                    # A copy: torch assigns in place, and its gradients need what was there.
+                    state, outputs = step(keras.ops, 1.0 * self.state, x)
                     if training:
                         self.state.assign(keras.ops.stop_gradient(state))
                     return outputs
@@ -223,7 +224,7 @@ def metrics(random: np.random.RandomState) -> Ready:
             self.value.assign(self.step(self.value, errors))
 
         def result(self) -> Any:
-            return self.value
+            return 1.0 * self.value
 
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES)])
     kept = [Kept("largest", lambda value, errors: ops.maximum(value, ops.max(errors))),

@@ -259,9 +259,8 @@ def own_loss(random: np.random.RandomState) -> Ready:
     import keras
 
     class Penalized(keras.Sequential):
-        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **others: Any) -> Any:
-            others.pop("allow_empty", None)
-            loss = super().compute_loss(x=x, y=y, y_pred=y_pred, **others)
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # noqa: ANN001, ANN201
+            loss = super().compute_loss(x, y, y_pred, sample_weight, training)
             return loss + 0.01 * keras.ops.mean(keras.ops.square(y_pred))
 
     model = Penalized([keras.Input((6,)), keras.layers.Dense(CLASSES)])
