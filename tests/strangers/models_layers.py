@@ -61,7 +61,7 @@ def convolutional_attention() -> Any:
     import keras
     import kerex.layers
 
-    return kerex.layers.CBAM(keras.layers.Conv2D(4, 3))
+    return kerex.layers.CBAM(keras.layers.Conv2D(16, 3))
 
 
 between("mingru-keras MinGRU", layer("mingru_keras:MinGRU", 6), series)
@@ -76,22 +76,20 @@ between("keras-proba DenseFlipout", layer("keras_proba.layers:DenseFlipout", 6, 
 between("keras-proba local reparameterization", layer("keras_proba.layers:DenseLocalReparameterization", 6), rows, True)
 between("hgq2 QDense", layer("hgq.layers:QDense", 6), rows)
 between("hgq2 QBatchNormalization", layer("hgq.layers:QBatchNormalization"), rows)
-between("hgq2 QEinsumDenseBatchnorm", layer("hgq.layers:QEinsumDenseBatchnorm", "bc,cd->bd", 6), rows)
+between("hgq2 QEinsumDenseBatchnorm", layer("hgq.layers:QEinsumDenseBatchnorm", "bc,cd->bd", 6, bias_axes="d"), rows)
 between("kerex CBAM", convolutional_attention, lambda random: images(random, 8))
 between("kerex FNO2D", layer("kerex.layers:FNO2D", 4, (3, 3)), lambda random: images(random, 8))
 between("keras-complex ComplexDense", layer("complexnn:ComplexDense", 4), rows)
 between("mono-dense-keras", layer("mono_dense_keras:MonoDense", 6, activation="relu"), rows)
 between("kerasfactory experts", layer("kerasfactory.layers:TabularMoELayer", 3, 6), rows)
 between("kerasfactory distributions", layer("kerasfactory.layers:DistributionAwareEncoder"), rows, True)
-between("kerasfactory RowAttention", layer("kerasfactory.layers:RowAttention"), series)
+between("kerasfactory RowAttention", layer("kerasfactory.layers:RowAttention", 6), rows)
 between("kerasfactory anomalies", layer("kerasfactory.layers:NumericalAnomalyDetection", [4]), rows)
-between("keras-aug color", layer("keras_aug.layers.vision:ColorJitter", brightness_factor=0.3),
+between("keras-aug color", layer("keras_aug.layers.vision:ColorJitter", brightness=0.3),
         lambda random: images(random, 8), True)  # fmt: skip
 between("k3-node PairNorm", layer("k3_node.layers:PairNorm"), rows)
 between("k3-node BatchNorm", layer("k3_node.layers:BatchNorm", 6), rows)
 between("k3-node GraphNorm", layer("k3_node.layers:GraphNorm", 6), rows)
-between("kgcnn GraphLayerNormalization", layer("kgcnn.layers.norm:GraphLayerNormalization"), rows)
-between("kgcnn GraphBatchNormalization", layer("kgcnn.layers.norm:GraphBatchNormalization"), rows)
 
 
 @case(KIND, "keras-proba Gaussian process")
