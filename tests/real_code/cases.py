@@ -23,6 +23,13 @@ KINDS = {
     "graphs": "tests.real_code.models_graphs",
     "contrastive": "tests.real_code.models_contrastive",
 }
+STRANGERS = {
+    "state": "tests.strangers.models_state",
+    "training": "tests.strangers.models_training",
+    "layers": "tests.strangers.models_layers",
+    "networks": "tests.strangers.models_networks",
+}
+GALLERIES = {"real_code": KINDS, "strangers": STRANGERS}
 REGISTRY: dict[str, "Case"] = {}
 
 
@@ -68,6 +75,8 @@ class Ready:
     loss: Any = None
     compile: dict[str, Any] = dataclasses.field(default_factory=dict)
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Trains by itself, with this callback, and returns the model: something around a model, as a wrapper.
+    train: Callable[[Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,33 +86,42 @@ class Case:
     name: str
     kind: str
     make: Callable[[np.random.RandomState], Ready]
+    draws: bool = False  # random numbers while it trains, which are others in Keras' own fit
 
 
-def case(kind: str, name: str | None = None) -> Callable[..., Any]:
+def case(kind: str, name: str | None = None, draws: bool = False) -> Callable[..., Any]:
     """Registers a function that builds a model, under its own name if no other is given."""
 
     def register(make: Callable[[np.random.RandomState], Ready]) -> Any:
         key = name or make.__name__
         assert key not in REGISTRY, key
-        REGISTRY[key] = Case(name=key, kind=kind, make=make)
+        REGISTRY[key] = Case(name=key, kind=kind, make=make, draws=draws)
         return make
 
     return register
 
 
-def load_cases() -> dict[str, Case]:
-    """All models, in the order in which they stand in the files."""
-    for module in KINDS.values():
+def load_cases(gallery: str = "real_code") -> dict[str, Case]:
+    """All models of a gallery, in the order in which they stand in the files."""
+    for module in GALLERIES[gallery].values():
         importlib.import_module(module)
     return REGISTRY
 
 
-def classes(random: np.random.RandomState, rows: int = ROWS) -> np.ndarray:
-    return random.randint(0, CLASSES, rows).astype("int32")
+def classes(random: np.random.RandomState, num_rows: int = ROWS) -> np.ndarray:
+    return random.randint(0, CLASSES, num_rows).astype("int32")
 
 
 def images(random: np.random.RandomState, size: int = 32, channels: int = 3) -> np.ndarray:
     return random.rand(ROWS, size, size, channels).astype("float32")
+
+
+def rows(random: np.random.RandomState, features: int = 6) -> np.ndarray:
+    return random.randn(ROWS, features).astype("float32")
+
+
+def series(random: np.random.RandomState, length: int = 12, channels: int = 4) -> np.ndarray:
+    return random.randn(ROWS, length, channels).astype("float32")
 
 
 def tokens(random: np.random.RandomState, length: int = 12, vocabulary: int = 50) -> np.ndarray:

@@ -1,7 +1,9 @@
 """Trains one model in a worker process and records what it learned."""
 
+import contextlib
 import gc
 import hashlib
+import pathlib
 import time
 import traceback
 from typing import Any
@@ -10,36 +12,44 @@ import keras
 import numpy as np
 
 import kerasdp
-from tests.real_code.cases import BATCH, EPOCHS, OTHER_STEPS, Case, Ready, Steps, load_cases
+from tests.real_code.cases import BATCH, EPOCHS, OTHER_STEPS, Case, Ready, Steps
 
 PROJECTIONS = 8
 
 
-class Losses(keras.callbacks.Callback):
-    """The loss of each step: Keras' logs hold the mean of the epoch so far."""
+class Record(keras.callbacks.Callback):
+    """The logs of each step, Keras' own: the means of the epoch so far; and the weights before the first step.
 
-    def __init__(self, runner: Any):
+    Keras' own `fit` begins with the weights of the file `initial`, which kerasdp on one device made.
+    """
+
+    def __init__(self, runner: Any, initial: pathlib.Path | None):
         super().__init__()
-        self.runner, self.values, self.initial = runner, [], {}
+        self.runner, self.file, self.values, self.initial = runner, initial, [], {}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.initial = values_of(self.model)
-        self.runner.state.add_listener(self.listen)
+        if not self.runner and self.file and self.file.exists():
+            with np.load(self.file) as stored:
+                self.model.set_weights(list(stored.values()))
+        self.initial = self.initial or values_of(self.model)
+        if self.runner and self.file and self.runner.config.num_devices == 1:
+            np.savez(self.file, *self.initial.values())
 
-    def on_train_end(self, logs: Any = None) -> None:
-        self.runner.state.remove_listener(self.listen)
-
-    def listen(self, loss: Any, learning_rate: Any, num_rows: int) -> None:
-        self.values.append(float(loss))
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.values += [float(value) for _, value in sorted((logs or {}).items())]
 
 
-def train_one(runner: Any, name: str, optimizer: str) -> dict[str, Any]:
-    """A line of the results: losses and what the weights learned, or the error in a line."""
-    line: dict[str, Any] = {"model": name, "optimizer": optimizer}
+def train_one(runner: Any, case: Case, optimizer: str, initial: pathlib.Path | None) -> dict[str, Any]:
+    """A line of the results: losses and what the weights learned, or the error in a line.
+
+    Without a `runner`, in Keras' own `fit`, from the weights in the file `initial`, if it is there. With that file the
+    samples come in their own order.
+    """
+    line: dict[str, Any] = {"model": case.name, "optimizer": optimizer}
     started = time.time()
     try:
-        keras.utils.set_random_seed(runner.config.seed)
-        line |= fit(runner, load_cases()[name], optimizer)
+        keras.utils.set_random_seed(0)
+        line |= fit(runner, case, optimizer, initial)
     except kerasdp.UserError as error:
         line["refused"] = str(error)
     except Exception as error:  # whatever happens, the next model is trained
@@ -55,23 +65,29 @@ def train_one(runner: Any, name: str, optimizer: str) -> dict[str, Any]:
     return line
 
 
-def fit(runner: Any, case: Case, optimizer: str) -> dict[str, Any]:
-    with runner.scope():
+def fit(runner: Any, case: Case, optimizer: str, initial_file: pathlib.Path | None) -> dict[str, Any]:
+    with runner.scope() if runner else contextlib.nullcontext():
         ready: Ready = case.make(np.random.RandomState(0))
         made = make_optimizer(optimizer, OTHER_STEPS.get(case.name, Steps()))
         loss = ready.loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        ready.model.compile(made, **{"loss": loss} | ready.compile)
-    losses = Losses(runner)
-    runner.fit(
-        ready.model, ready.x, ready.y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[losses], **ready.fit
-    )
-    initial, final = losses.initial, values_of(ready.model)
+        if ready.train is None:
+            ready.model.compile(**{"optimizer": made, "loss": loss} | ready.compile)
+    record = Record(runner, initial_file)
+    if ready.train is not None:
+        ready.model = ready.train(record)
+    else:
+        arguments: dict[str, Any] = {"epochs": EPOCHS, "verbose": 0, "shuffle": initial_file is None} | ready.fit
+        arguments["callbacks"] = [*arguments.get("callbacks", []), record]
+        if isinstance(ready.x, (np.ndarray, list, dict)):
+            arguments["batch_size"] = BATCH
+        ready.model.fit(ready.x, ready.y, **arguments)
+    initial, final = record.initial, values_of(ready.model)
     trained = {key for key, weight in weights_of(ready.model).items() if weight.trainable}
     # By value: the path of a seed generator's state is another on torch.
     # Whole numbers are of 32 or of 64 bits, as the backend likes.
     values = [value.astype("int64") if value.dtype.kind in "iu" else value for value in initial.values()]
     digest = hashlib.sha256(b"".join(sorted(value.tobytes() for value in values)))
-    return {"losses": losses.values, "weights": sum(value.size for value in initial.values())} | {
+    return {"losses": record.values, "weights": sum(value.size for value in initial.values())} | {
         "initial": digest.hexdigest()[:16],
         # Apart, because batch norm's statistics go further in a step than all that is trained.
         "learned": [learned(initial, final, trained), learned(initial, final, set(final) - trained)],

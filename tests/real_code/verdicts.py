@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Set
 from typing import Any
 
-from tests.real_code.run import OPTIMIZERS, WAYS, read_results, results_file
+from tests.real_code.run import OPTIMIZERS_OF, WAYS, WAYS_OF, read_results, results_file
 
 FLOAT32, FLOAT64 = 1e-5, 1e-9
 # Of the way that all weights went. Adam moves a weight whose gradient is round-off (a key's bias in attention) by the
@@ -23,13 +24,27 @@ REASONS: dict[str, str] = {
 
 @dataclasses.dataclass(kw_only=True)
 class Cell:
-    """One model with one optimizer in one way, beside the reference, torch on one device."""
+    """One model with one optimizer in one way, beside its reference."""
 
     way: str
     result: dict[str, Any]
+    unchecked: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the training with check="off"
     losses: float = math.inf
     learned: float = math.inf
     same_start: bool = False
+
+    def measure(self, first: dict[str, Any]) -> None:
+        """Compares with the reference what was trained; if it was refused, what was trained without the check."""
+        result = self.result if "losses" in self.result else self.unchecked
+        if "losses" in result:
+            self.losses = relative(first["losses"], result["losses"])
+            self.learned = max(map(apart, first["learned"], result["learned"]))
+            self.same_start = result["initial"] == first["initial"] and result["weights"] == first["weights"]
+
+    @property
+    def alike(self) -> bool:
+        """Whether round-off alone is between them, in float32."""
+        return self.same_start and self.losses <= FLOAT32 and self.learned <= LEARNED["float32"]
 
     @property
     def refusal(self) -> str:
@@ -50,7 +65,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """`alike`, `alike in float64`, `refused`, `error`, `differs`, or `not run`."""
+        """`alike`, `alike in float64`, `refused`, `error`, `differs`, or `not run`; the worst of all ways."""
         cells = self.cells["float32"]
         if any(cell.error for cell in cells):
             return "error"
@@ -88,35 +103,42 @@ class Verdict:
         ) and bool(cells)
 
 
-def judge(out: pathlib.Path, names: list[str]) -> list[Verdict]:
-    """A verdict for each model and optimizer."""
+def judge(
+    out: pathlib.Path, names: list[str], gallery: str = "real_code", draws: Set[str] = frozenset()
+) -> list[Verdict]:
+    """A verdict for each model and optimizer; `draws` are those that draw other random numbers in Keras' own fit."""
     results = {
         (way, precision): read_results(results_file(out, way, precision))
-        for way in WAYS
+        for way in WAYS_OF[gallery]
         for precision in ("float32", "float64")
     }
     verdicts = []
     for name in names:
-        for optimizer in OPTIMIZERS:
+        for optimizer in OPTIMIZERS_OF[gallery]:
             cells: dict[str, list[Cell]] = {}
             for precision in ("float32", "float64"):
-                found = {way: results[way, precision].get((name, optimizer), {}) for way in WAYS}
-                cells[precision] = compare(found) if precision == "float32" or any(found.values()) else []
+                found = {way: results[way, precision].get((name, optimizer), {}) for way in WAYS_OF[gallery]}
+                beside_keras = gallery == "strangers" and name not in draws
+                wanted = precision == "float32" or any(found.values())
+                cells[precision] = compare(found, beside_keras) if wanted else []
             verdicts.append(Verdict(model=name, optimizer=optimizer, cells=cells))
     return verdicts
 
 
-def compare(found: dict[str, dict[str, Any]]) -> list[Cell]:
-    """Each way beside the first that trained."""
-    trained = [result for result in found.values() if "losses" in result]
+def compare(found: dict[str, dict[str, Any]], beside_keras: bool) -> list[Cell]:
+    """Each way beside the first that trained, or beside Keras' own fit on its backend.
+
+    A backend on which Keras' own fit fails is left out, and one on which it was not run if it is the reference.
+    """
+    trained = [found[way] for way in WAYS if "losses" in found[way]]
     cells = []
-    for way, result in found.items():
-        cell = Cell(way=way, result=result)
-        if "losses" in result:
-            first = trained[0]
-            cell.losses = relative(first["losses"], result["losses"])
-            cell.learned = max(map(apart, first["learned"], result["learned"]))
-            cell.same_start = result["initial"] == first["initial"] and result["weights"] == first["weights"]
+    for way in WAYS:
+        own = found.get(way.split(":")[0] + ":keras", {})
+        if "error" in own or (beside_keras and not own):
+            continue
+        cell = Cell(way=way, result=found[way], unchecked=found.get(f"{way}:off", {}))
+        for first in [own] if beside_keras else trained[:1]:
+            cell.measure(first)
         cells.append(cell)
     return cells
 
