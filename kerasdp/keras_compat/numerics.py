@@ -100,7 +100,11 @@ def _in_float64(
 
 def _absolute(original: Callable[..., Any], x: Any) -> Any:
     x = ops.convert_to_tensor(x)
-    return ops.sign(x) * x if keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype)) else original(x)
+    return ops.sign(x) * x if _is_float(x) else original(x)
+
+
+def _is_float(x: Any) -> bool:
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
 
 
 def _leaky_relu(original: Callable[..., Any], x: Any, negative_slope: float = 0.2) -> Any:
@@ -255,6 +259,48 @@ def sparse_by_place(
     return ops.logsumexp(output, axis=-1) - ops.squeeze(ops.take_along_axis(output, places, axis=-1), -1)
 
 
+def _with_a_gradient(
+    original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any
+) -> Any:
+    """Returns the maximum, whose gradient is never lost.
+
+    jax (0.10) gives it to the numbers that equal the maximum. XLA may compute these once more for that, in a loop that
+    rounds less: of `x - mean(x)` after a convolution none was equal (docs/internals/framework-pitfalls.md). So where
+    there is one such number, its place tells; only several share the gradient.
+    """
+    x = ops.convert_to_tensor(x)
+    if options.get("initial") is not None or not _is_float(x):
+        return original(x, axis=axis, keepdims=keepdims, **options)
+    rank = len(x.shape)
+    axes = tuple(range(rank)) if axis is None else tuple(each % rank for each in np.atleast_1d(axis))
+    others = tuple(each for each in range(rank) if each not in axes)
+
+    @ops.custom_gradient
+    def largest(x: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            found = original(x, axis=axes, keepdims=True)
+            is_largest = ops.cast(ops.equal(x, found), x.dtype)
+            number = ops.sum(is_largest, axis=axes, keepdims=True)
+            rows = ops.transpose(x, (*others, *axes))
+            flat = ops.reshape(rows, (*(x.shape[each] for each in others), -1))
+            first = ops.reshape(ops.one_hot(ops.argmax(flat, -1), flat.shape[-1], dtype=x.dtype), rows.shape)
+            first = ops.transpose(first, tuple(int(each) for each in np.argsort((*others, *axes))))
+            share = ops.where(number > 1, is_largest / ops.maximum(number, 1), first)
+            return share * ops.reshape(upstream, found.shape)
+
+        return original(x, axis=axes, keepdims=keepdims), gradient
+
+    return largest(x)
+
+
+def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
+    """Returns the minimum, as `_with_a_gradient` the maximum."""
+    x = ops.convert_to_tensor(x)
+    if options.get("initial") is not None or not _is_float(x):
+        return original(x, axis=axis, keepdims=keepdims, **options)
+    return -ops.max(-x, axis=axis, keepdims=keepdims)
+
+
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "tensorflow": {
         ("nn", "categorical_crossentropy"): of_values,
@@ -279,6 +325,10 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("numpy", "clip"): _whole_at_bounds,
         ("numpy", "argmax"): _first_largest,
+        ("numpy", "max"): _with_a_gradient,
+        ("numpy", "amax"): _with_a_gradient,
+        ("numpy", "min"): _least,
+        ("numpy", "amin"): _least,
         ("numpy", "absolute"): _absolute,
         ("numpy", "abs"): _absolute,
         ("nn", "leaky_relu"): _leaky_relu,

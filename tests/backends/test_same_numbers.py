@@ -29,6 +29,11 @@ def test_losses_of_probabilities_zeros_and_masks(backend):
     assert_same_numbers(backend, {}, "probabilities", "zeros", "masked_and_weighted")
 
 
+@pytest.mark.skipif("jax" not in BACKENDS or len(BACKENDS) < 2, reason="XLA's programs, beside others'")
+def test_the_largest_number_keeps_its_gradient():
+    assert_same_numbers("jax", {}, "largest")
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "ways", [{}, {"num_devices": 2}, {"accumulate": 3}, {"num_devices": 2, "strategy": "pipeline"}], ids=str

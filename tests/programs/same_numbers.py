@@ -153,11 +153,22 @@ def constants(keras, numbers):
     return keras.Model(inputs, layers.Dense(1)(x)), "mse", numbers.randn(24, 5, 6, 3), numbers.randn(24, 168, 1)
 
 
+def largest(keras, numbers):
+    """The largest and least of numbers of which a mean is taken off: XLA may compute these once more for the gradient."""
+    ops = keras.ops
+    inputs = keras.Input((8, 6, 1))
+    x = keras.layers.Conv2D(4, 3)(inputs)
+    x = x - ops.mean(x, axis=(1, 2, 3), keepdims=True)
+    x = ops.concatenate([ops.max(x, axis=(1, 2)), ops.min(x, axis=[1, -2]), ops.max(ops.relu(x), axis=(1, 2))], -1)
+    x = ops.concatenate([x, ops.amax(x, 1, keepdims=True)], -1)
+    return keras.Model(inputs, keras.layers.Dense(1)(x)), "mse", numbers.randn(24, 8, 6, 1), numbers.randn(24, 1)
+
+
 CASES = {
     case.__name__: case
     for case in (
         probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes, of_variables,
-        constants,
+        constants, largest,
     )
 }  # fmt: skip
 
