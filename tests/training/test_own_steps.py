@@ -143,3 +143,11 @@ def test_an_optimizer_that_no_checkpoint_can_hold(backend, tmp_path):
     assert "spare.0 of sum is an optimizer that the first step does not use" in words["spare_optimizer"]
     found = result_of(run(PROGRAMS / "own_steps.py", backend, 1, "spare_optimizer", backend=backend))
     assert isinstance(found["spare_optimizer"], dict)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="one program elsewhere, or slower")
+def test_what_each_device_keeps_for_itself_ends_the_run_after_its_first_step(tmp_path):
+    settings = json.dumps({"check": "off", "workdir": str(tmp_path), "log_every": 1, "checkpoint_every": "never"})
+    done = run(PROGRAMS / "own_steps.py", "torch", 2, "queue", settings, backend="torch")
+    assert done.returncode and "hold different values in 1 variables, first in queue/seen" in done.stderr
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) <= 1
