@@ -118,8 +118,8 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
         if other is None:
             raise
         raise UserError(
-            f"layer {layer.name} calls {other} in a run of {keras.backend.backend()}; use keras.ops, which is the same "
-            "on every backend"
+            f"layer {layer.name} failed ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}). It refers to "
+            f"{other} in a run of {keras.backend.backend()}; use keras.ops, which is the same on every backend"
         ) from error
 
 
