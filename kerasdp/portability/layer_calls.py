@@ -117,9 +117,10 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
         other = None if isinstance(error, RunError) else _other_framework_of(layer)
         if other is None:
             raise
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"layer {layer.name} failed ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}). It refers to "
-            f"{other} in a run of {keras.backend.backend()}; use keras.ops, which is the same on every backend"
+            f"layer {layer.name} failed ({type(error).__name__}: {reason}). It refers to {other} in a run of "
+            f"{keras.backend.backend()}; use keras.ops, which is the same on every backend"
         ) from error
 
 
