@@ -128,6 +128,8 @@ def resolve(settings: Config, train: Callable[..., Any]) -> Job:
 
 
 def _check_takes_runner(train: Callable[..., Any]) -> None:
+    if not callable(train):
+        raise UserError(f"launch: expected a function, as train(runner). Received: {train!r:.100}")
     try:
         taken = inspect.signature(train)
     except ValueError:  # a function of C, which does not say

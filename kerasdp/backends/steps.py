@@ -23,10 +23,13 @@ class DeviceScalar:
     def __init__(self, values: Tensor, index: int):
         self.values, self.index = values, index
 
-    def __float__(self) -> float:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import keras
 
-        return float(keras.ops.convert_to_numpy(self.values)[self.index])
+        return keras.ops.convert_to_numpy(self.values)[self.index].reshape(())
+
+    def __float__(self) -> float:
+        return float(self.__array__())
 
     def is_ready(self) -> bool:
         """Returns whether the device has computed it, which of the backends only jax tells."""

@@ -245,7 +245,8 @@ def state_of_losses(model: keras.Model, targets: Any, symbols: Any) -> list[kera
 
     with ThreadPoolExecutor(1) as thread:  # as above
         found = thread.submit(assigned).result() - set(map(id, compiled_variables(model)[0]))
-    return [variable for variable in living_variables() if id(variable) in found] if found else []
+    variables = [variable for variable in living_variables() if id(variable) in found] if found else []
+    return [variable for variable in variables if variable.name != "seed_generator_state"]  # they draw portably
 
 
 # What trials have found out about other metrics: whether their variables are sums over the rows.

@@ -215,7 +215,7 @@ def test_a_backend_that_is_missing_is_named(tmp_path):
         "import importlib.util, kerasdp\n"
         "find = importlib.util.find_spec\n"
         f"importlib.util.find_spec = lambda name: None if name == {missing!r} else find(name)\n"
-        "kerasdp.main(None)"
+        "kerasdp.main(lambda runner: None)"
     )
     done = run("-c", code, f"--backend={missing}", f"--workdir={tmp_path}/run")
     assert_one_line_and_exit_code_2(done, rf"{missing} is not installed .* pip install 'kerasdp\[{missing}\]'")
