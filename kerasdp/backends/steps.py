@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
@@ -26,7 +28,7 @@ class DeviceScalar:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import keras
 
-        return keras.ops.convert_to_numpy(self.values)[self.index].reshape(())
+        return np.asarray(keras.ops.convert_to_numpy(self.values)[self.index])
 
     def __float__(self) -> float:
         return float(self.__array__())
