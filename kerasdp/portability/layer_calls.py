@@ -3,7 +3,7 @@
 Random layers draw portably; what a step records is told. On several replicas, the losses that layers add (`add_loss`)
 become those of the global batch, as on one device: what is a mean over the rows is averaged over the replicas, where
 these have equally many. A layer that adds anything else (a sum; the product of two means by which experts are balanced;
-an uneven batch), or that assigns to a variable what it sees of the rows (a running maximum, a codebook of averages), is
+an uneven batch), that assigns to a variable what it sees of the rows (a running maximum, a codebook), or mixes them, is
 called on all rows: its arguments are gathered, and of its outputs the replica takes its own rows. Activity regularizers
 see the gathered outputs.
 """
