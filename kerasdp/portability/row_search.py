@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.data.sampling import ReplicaRows
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.portability.layer_calls import AddedLosses, Found, hook_layers, keep
 from kerasdp.portability.random import portable_draws
@@ -208,7 +208,15 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
     def call(axes: RowAxes, rows: slice, inputs: Any = inputs) -> None:
         nonlocal outputs
         with trial(model, axes, rows, found) as context:
-            outputs = call_in_training(model, rows_of(inputs, rows))
+            try:
+                outputs = call_in_training(model, rows_of(inputs, rows))
+            except Exception as error:
+                if isinstance(error, RunError):
+                    raise
+                raise UserError(
+                    f"{model.name} fails on {rows.stop - rows.start} samples, where each device has some of the batch: "
+                    f"{' '.join(str(error).split()):.400}; train on one device or with --backend=jax"
+                ) from error
             context.whole_outputs(outputs)
 
     def call_again_if_some_need_all_rows(axes: RowAxes, rows: slice) -> None:

@@ -122,6 +122,12 @@ class Ragged(keras.Model):
         return self.last(self.total([ops.tanh(self.inner(steps)), samples, x]))
 
 
+def threes(x):
+    """Takes the mean of each three samples off them: nine can be cut so, four cannot."""
+    groups = ops.reshape(x, (3, -1, *x.shape[1:])) if x.shape[0] in (None, ROWS) else ops.split(x, 3)
+    return ops.reshape(ops.stack(list(groups)), (-1, *x.shape[1:]))
+
+
 def mix_of_operations():
     """As `Mix`, without a layer that could be called with all rows."""
     inputs = keras.Input((8, 6))
@@ -170,6 +176,7 @@ MODELS = {
     "mix": lambda: sequential(Mix(name="mix"), layers.Dropout(0.5), Mix(name="again"), name="mixes"),
     "mix of operations": mix_of_operations,
     "ragged": Ragged,
+    "threes": lambda: sequential(layers.Lambda(threes, name="threes"), name="thirds"),
 }
 
 
