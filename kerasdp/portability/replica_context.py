@@ -96,6 +96,7 @@ class RowAxes:
         adding: the layers that add losses, by `id`.
         keeping: by `id`, of each layer that assigns to variables what it sees of the rows, these variables.
         mixing: layers that mix the samples of a batch.
+        is_checked: whether these are all that were found before a first step.
         assigning: the layers that assign to variables, each with these, whatever they assign.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
@@ -105,6 +106,7 @@ class RowAxes:
         self.adding: dict[int, Adding] = {}
         self.keeping: dict[int, list[Any]] = {}
         self.mixing: list[Any] = []
+        self.is_checked = False
         self.assigning: list[tuple[Any, list[Any]]] = []
         self.outputs: Any = None
 

@@ -44,6 +44,8 @@ _LAST = 10**9
 def check_first_step(model: keras.Model, config: Config, strategy: Strategy, reader: Reader) -> None:
     """Compares a forward pass of training on a few samples, whole on one device, with one that is split over all.
 
+    So before the first evaluation of a model that was not trained.
+
     The batch is uneven: one less than four samples a replica, so that there is padding as well. With stages or
     `accumulate`, a micro-batch is compared. No variable changes. jax, without stages, computes the whole batch as one
     program: there is nothing to compare.
@@ -79,6 +81,7 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
             f"({text}, of {num_rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
             "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
         )
+    row_axes_of(model).is_checked = True
 
 
 def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader) -> tuple[str, str, int]:

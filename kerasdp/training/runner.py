@@ -15,7 +15,7 @@ from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
-from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are
+from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs
 from kerasdp.keras_compat.settings import (
@@ -27,6 +27,7 @@ from kerasdp.keras_compat.settings import (
 )
 from kerasdp.portability import initial_weights
 from kerasdp.portability.layer_calls import hook_layers
+from kerasdp.portability.row_search import row_axes_of
 from kerasdp.reporting.report import Facts, say, warn
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
@@ -289,8 +290,12 @@ class Runner:
             callbacks = keras.callbacks.CallbackList(
                 callbacks, add_progbar=verbose != 0, verbose=verbose, epochs=1, steps=reader.num_batches, model=model
             )
-        with self.steps.running(model, evaluated) as functions, open_feed(self.strategy, reader) as feed:
-            yield Loop(model, self.strategy, self.state, functions), feed, callbacks
+        with self.steps.running(model, evaluated) as functions:
+            if step == "test_step" and not row_axes_of(model).is_checked and not own_steps(model):
+                with self.heartbeat.compiling():
+                    check_first_step(model, self.config, self.strategy, reader)
+            with open_feed(self.strategy, reader) as feed:
+                yield Loop(model, self.strategy, self.state, functions), feed, callbacks
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""

@@ -46,5 +46,11 @@ except kerasdp.UserError as error:
     print("RESULT " + json.dumps(str(error)))
 else:
     model, losses = found["model"], found["history"].history["loss"]
-    assert type(model) is Model and type(model.loss).__name__ == "Loss"
-    print("RESULT " + json.dumps([losses, model.evaluate(X, Y, verbose=0), int(model.optimizer.iterations)]))
+    assert type(model) is Model, type(model)
+    assert type(model.loss).__name__ == "Loss"
+    print(
+        "RESULT "
+        + json.dumps(
+            [losses, model.evaluate(X, Y, verbose=0), int(keras.ops.convert_to_numpy(model.optimizer.iterations))]
+        )
+    )
