@@ -7,6 +7,7 @@ rows and on half of them: an axis that is twice as long in the first call holds 
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -213,9 +214,11 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
             except Exception as error:
                 if isinstance(error, RunError):
                     raise
+                # Keras (3.15) writes the message in bold, and the arguments after it.
+                reason = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0].split())
                 raise UserError(
                     f"{model.name} fails on {rows.stop - rows.start} samples, where each device has some of the batch: "
-                    f"{' '.join(str(error).split()):.400}; train on one device or with --backend=jax"
+                    f"{reason:.400}; train on one device or with --backend=jax"
                 ) from error
             context.whole_outputs(outputs)
 
