@@ -178,7 +178,7 @@ class Config:
         "Seed of initial weights, sample order and dropout.")
     deterministic: bool = choice(False, TRAINING, SWITCH,
         "Repeated or resumed on GPUs of the same kind and number, the run is equal bit by bit, as it is on the CPU "
-        "(where --compile=auto may decide otherwise for the rest of a run); slower. What the backend cannot do so ends "
+        "(where --compile may decide otherwise for the rest of a run); slower. What the backend cannot do so ends "
         "the run.")
 
     workdir: str | None = choice(None, OUTPUT, FOLDER, "Folder for the files of the run.",
