@@ -299,7 +299,7 @@ def _is_part(whole: np.ndarray, own: np.ndarray, shard: ShardPass, tolerance: fl
     is_padded = shard.num_rows < shard.rows
     if not len(own) or (len(own) > len(whole) and not is_padded):
         return False
-    places = range(len(whole)) if is_padded else range(len(whole) - len(own) + 1)
+    places = range(len(whole) - (shard.num_rows if is_padded else len(own)) + 1)  # a row has an entry at least
     return any(is_at(place) for place in places if not is_padded or place + len(own) >= len(whole))
 
 

@@ -46,6 +46,8 @@ from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 
 # What `compile` had made of a model when its losses and metrics were looked at.
 _sums_of: ModelCache[tuple[Any, Any]] = ModelCache()
+# Likewise, where no loss was found to keep a variable.
+_keeps_nothing: ModelCache[tuple[Any, Any]] = ModelCache()
 
 
 class MadeBefore:
@@ -217,7 +219,8 @@ def _refuse_state_of_losses(
     model: keras.Model, reader: Reader, inputs: Any, config: Config, strategy: Strategy
 ) -> None:
     """Raises `UserError` for a loss that keeps a variable, which Keras knows nothing of, where it would be lost."""
-    if all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
+    compiled = made_by_compile(model)
+    if _keeps_nothing.get(model) == compiled or all(map(is_loss_of_keras, output_losses(model))) or not has_call(model):
         return
     if config.backend != "jax" and strategy.num_devices == 1 and not config.keeps_checkpoints:
         return
@@ -229,6 +232,7 @@ def _refuse_state_of_losses(
             "several devices, or jax, would lose: keep it in a layer of the model that calls add_loss, or train on one "
             "device with --backend=torch or --backend=tensorflow and --checkpoint_every=never"
         )
+    _keeps_nothing.put(model, compiled)
 
 
 def _build(model: keras.Model, symbols: Any, config: Config, strategy: Strategy, with_targets: bool) -> None:
