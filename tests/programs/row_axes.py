@@ -176,7 +176,7 @@ MODELS = {
     "mix": lambda: sequential(Mix(name="mix"), layers.Dropout(0.5), Mix(name="again"), name="mixes"),
     "mix of operations": mix_of_operations,
     "ragged": Ragged,
-    "threes": lambda: sequential(layers.Lambda(threes, name="threes"), name="thirds"),
+    "threes": lambda: sequential(layers.Lambda(threes, output_shape=(8, 6), name="threes"), name="thirds"),
 }
 
 
