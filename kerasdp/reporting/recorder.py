@@ -238,7 +238,7 @@ _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 class LiveCurve(keras.callbacks.Callback):
-    """Draws the curves again after each epoch, in the notebook that started the run, or else in a terminal."""
+    """Draws the curves again as epochs end, in the notebook that started the run, or else in a terminal."""
 
     def __init__(self, facts: report.Facts, *, fit: int, history: list[dict[str, Any]] | None = None):
         """Starts with what is known.
@@ -249,19 +249,24 @@ class LiveCurve(keras.callbacks.Callback):
             history: rows of the epochs before a resume, as in history.csv.
         """
         super().__init__()
-        self.facts, self.fit, self.history = facts, fit, list(history or [])
+        self.history = list(history or [])
+        self._picture = None
+        if folder := os.environ.get(FOLDER):
+            path = os.path.join(folder, f"fit-{fit:04d}.png")
+            self._picture = run_files.Curves(path, facts.title, seconds_between=1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Draws, where somebody can see it."""
         self.history.append({"epoch": epoch + 1, **report.plain(logs)})
-        folder = os.environ.get(FOLDER)
-        if folder is not None:
-            path = os.path.join(folder, f"fit-{self.fit:04d}.png")
-            run_files.draw_curves(self.history, f"{path}.new", self.facts.title)
-            if os.path.exists(f"{path}.new"):
-                os.replace(f"{path}.new", path)
+        if self._picture:
+            self._picture.draw(self.history, now=self._picture.num_drawn == 0)
         elif sys.stdout.isatty():
             report.say(curve_line(self.history))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Draws the last epochs."""
+        if self._picture:
+            self._picture.draw(self.history, now=True)
 
 
 def curve_line(history: list[dict[str, Any]], width: int = 40) -> str:

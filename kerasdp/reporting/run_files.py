@@ -26,11 +26,12 @@ class RunFiles:
 
     def __init__(self, workdir: str, facts: Facts, *, last_step: int = 0, history: list[dict[str, Any]] | None = None):
         """With `last_step` and `history` the files of a resumed run are continued after that step."""
-        self.workdir, self._title = workdir, facts.title
+        self.workdir = workdir
         self.history = list(history or [])
         self.unwritten: dict[str, str] = {}
         self._reported: set[str] = set()
         self._steps: TextIO | None = None
+        self._curves = Curves(self._path("curves.png"), facts.title)
         os.makedirs(workdir, exist_ok=True)
         for name in ("report.json", "history.csv", "curves.png"):  # a run that fails must not keep another's result
             with self._tolerated(name), contextlib.suppress(FileNotFoundError):
@@ -69,7 +70,7 @@ class RunFiles:
         self._steps = open(path, "a", buffering=1)  # noqa: SIM115 (closed in `close`)
 
     def add_epoch(self, epoch: int, logs: dict[str, float], seconds: float, images_per_second: float) -> None:
-        """Writes a row of history.csv and draws curves.png again."""
+        """Writes a row of history.csv; curves.png follows at most every ten seconds, and in `close`."""
         self.history.append({"epoch": epoch + 1, **logs, "seconds": seconds, "images_per_second": images_per_second})
         self._write_history()
         self._trackers.add("epoch", epoch + 1, logs)
@@ -82,14 +83,16 @@ class RunFiles:
             writer.writeheader()
             writer.writerows(self.history)
         with self._tolerated("curves.png"):
-            draw_curves(self.history, self._path("curves.png"), self._title)
+            self._curves.draw(self.history)
 
     def add_result(self, result: dict[str, Any]) -> None:
         """Writes report.json."""
         self._write_json("report.json", result)
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Draws the last curves and closes what is open."""
+        with self._tolerated("curves.png"):
+            self._curves.draw(self.history, now=True)
         if self._steps is not None:
             with self._tolerated("steps.jsonl"):
                 self._steps.close()
@@ -126,6 +129,28 @@ def _lines_until(last_step: int, path: str) -> list[str]:
                 if json.loads(line)["step"] <= last_step:
                     kept.append(line.decode().rstrip("\n") + "\n")
     return kept
+
+
+class Curves:
+    """A picture of loss and accuracy by epoch, which takes a third of a second to draw: longer than a short epoch.
+
+    Attributes:
+        num_drawn: the epochs in it.
+    """
+
+    def __init__(self, path: str, title: str, *, seconds_between: float = 10):
+        self._path, self._title, self._seconds_between = path, title, seconds_between
+        self._drawn_at, self.num_drawn = time.monotonic(), 0
+
+    def draw(self, history: list[dict[str, Any]], *, now: bool = False) -> None:
+        """Draws epochs that are new, if it is time or `now`; who reads the file meanwhile reads a whole picture."""
+        is_due = now or time.monotonic() - self._drawn_at > self._seconds_between
+        if not is_due or len(history) == self.num_drawn:
+            return
+        draw_curves(history, f"{self._path}.tmp", self._title)
+        with contextlib.suppress(FileNotFoundError):  # there was nothing to draw
+            os.replace(f"{self._path}.tmp", self._path)
+        self._drawn_at, self.num_drawn = time.monotonic(), len(history)
 
 
 def draw_curves(history: list[dict[str, Any]], path: str, title: str) -> None:

@@ -17,6 +17,8 @@ from kerasdp.reporting.report import Facts
 from tests.helpers import BACKENDS, ROOT, environment
 
 TRAIN = """
+import time
+
 import numpy as np
 
 import kerasdp
@@ -25,11 +27,13 @@ import kerasdp
 def train(runner):
     import keras
 
+    # Longer than the notebook waits between its looks.
+    slow = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.5))
     x = np.random.RandomState(0).rand(40, 3).astype("float32")
     for _ in range(2):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        model.fit(x, x.sum(axis=1), batch_size=10, epochs=3)
+        model.fit(x, x.sum(axis=1), batch_size=10, epochs=3, callbacks=[slow])
 """
 
 
