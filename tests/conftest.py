@@ -2,13 +2,14 @@
 
 import os
 import pathlib
+import tempfile
 
 import pytest
 
 from kerasdp.errors import from_command_line
 from tests import proofs
 from tests.gpu.report import REPORT, write_report
-from tests.helpers import BACKENDS, SECRET
+from tests.helpers import BACKENDS, SECRET, SERVERS
 
 # For the tests of code that is the same on every backend, which run in this process.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -23,8 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets the runs of proofs be written down."""
+    """Lets the runs of proofs be written down, and makes the folder where pytest's processes find their servers."""
     proofs.pytest_configure(config)
+    if SERVERS not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="kerasdp-tests-", dir="/tmp")  # a socket has a short path
+        os.environ[SERVERS] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:

@@ -1,8 +1,9 @@
 """What several test files use: programs to start, each in a process of its own, and data to feed them."""
 
-import atexit
 import concurrent.futures
+import contextlib
 import csv
+import fcntl
 import functools
 import gzip
 import importlib.util
@@ -15,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ SECRET = "of the tests, of 16 letters or more"
 def environment(**extra: str) -> dict[str, str]:
     """The environment without anything that chooses a backend."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KERAS", "XLA_", "JAX_"))}
-    # Two programs run at a time, and torch's threads would spin while they wait.
+    # Three programs run at a time, and torch's threads would spin while they wait.
     return kept | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive", "KERASDP_SECRET": SECRET} | extra
 
 
@@ -82,22 +84,30 @@ class Warm:
             return subprocess.CompletedProcess([], self.returncode, *(text.result() for text in texts))
 
 
+# The folder of the servers' sockets, which the processes of pytest share.
+SERVERS = "KERASDP_TEST_SERVERS"
+
+
 @functools.cache
 def _server(backend: str) -> socket.socket:
-    """Each process of pytest has its own for each backend, and it ends with that process."""
-    mine, its = socket.socketpair()
-    with its:
+    """A connection of this process to the one server of a backend, which it starts if it is the first."""
+    path = os.path.join(os.environ[SERVERS], backend)
+    connection = socket.socket(socket.AF_UNIX)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # there is none yet, or nobody needed it any more
+            connection.connect(path)
+            return connection
         # Its imports ask whether there are GPUs; torch's threads would spin while they wait.
         env = environment(KERAS_TORCH_DEVICE="cpu", PYTHONPATH=str(ROOT))
-        command = [sys.executable, ROOT / "tests" / "server.py", backend]
-        server = subprocess.Popen(command, stdin=its, cwd=ROOT, env=env)
-
-    def end() -> None:
-        mine.shutdown(socket.SHUT_RDWR)
-        server.wait(120)
-
-    atexit.register(end)
-    return mine
+        command = [sys.executable, ROOT / "tests" / "server.py", backend, path]
+        pathlib.Path(path).unlink(missing_ok=True)
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT, env=env)
+        while not os.path.exists(path):
+            assert server.poll() is None, f"the server of {backend} has ended: {server.returncode}"
+            time.sleep(0.05)
+        connection.connect(path)
+        return connection
 
 
 def start(*arguments: object, backend: str, cwd: pathlib.Path = ROOT, **extra: str) -> Warm | subprocess.Popen:

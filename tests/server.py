@@ -1,18 +1,21 @@
 """Starts programs without their imports: a process that holds a backend, Keras and the kit, and forks for each one.
 
-    python server.py BACKEND
+    python server.py BACKEND SOCKET
 
-Whoever asks (see `helpers.run`) sends a request over stdin, a socket: argv, folder and environment as JSON, with three
-pipes: for the answers, which are the process's id and its exit code, and for the program's stdout and stderr.
+Whoever asks (see `helpers.run`) connects to the socket, and sends for each program a request: argv, folder and
+environment as JSON, with three pipes: for the answers, which are the process's id and its exit code, and for the
+program's stdout and stderr. The server ends when the last connection is closed.
 """
 
 import atexit
+import contextlib
 import importlib
 import json
 import multiprocessing.spawn
 import multiprocessing.util
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -27,22 +30,37 @@ KIT = ("training.runner", "data.datasets", "models", "cli.main", "parity")
 
 
 def main() -> None:
-    """Imports everything once, and answers until nobody asks any more."""
-    backend = sys.argv[1]
+    """Imports everything once, and answers until nobody is connected any more."""
+    backend, path = sys.argv[1:]
     os.environ["KERAS_BACKEND"] = backend
     for module in (f"kerasdp.backends.{backend}.data_parallel", *(f"kerasdp.{name}" for name in KIT), *SHARED):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
-    with socket.socket(fileno=0) as requests:
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"{path}.new")
+        door.listen()
+        os.rename(f"{path}.new", path)  # from here on it can be found
+        connections: list[socket.socket] = []
         while True:
-            message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 3)
-            if not message:
-                return
-            if os.fork() == 0:
-                requests.detach()
-                _keep(*descriptors, **json.loads(message))
-            for descriptor in descriptors:
-                os.close(descriptor)
+            for ready in select.select([door, *connections], [], [])[0]:
+                if ready is door:
+                    connections.append(door.accept()[0])
+                    continue
+                message, descriptors, *_ = socket.recv_fds(ready, 1 << 20, 3)
+                if message and os.fork() == 0:
+                    for each in (door, *connections):
+                        each.close()
+                    _keep(*descriptors, **json.loads(message))
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if not message:
+                    ready.close()
+                    connections.remove(ready)
+            if not connections:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)  # from here on nobody finds it; who did so before is still served
+                if not select.select([door], [], [], 0)[0]:
+                    return
 
 
 def _keep(answers: int, *outputs: int, **request: Any) -> NoReturn:

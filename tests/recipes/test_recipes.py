@@ -274,6 +274,7 @@ def test_a_copy_of_the_benchmark_recipe(tmp_path):
     assert re.search(rf"^kerasdp-{BACKENDS[-1]} / keras-{BACKENDS[-1]} +\d", done.stdout, re.M)
 
 
+@pytest.mark.proof  # of `.ci/run`
 def test_a_pipeline_from_the_command_line(tmp_path):
     """It says how the model is cut and which micro-batches it tried."""
     flags = ["--strategy=pipeline", "--stages=2", "--split_size=auto", "--model=mlp", "--max_steps=3", "--device=cpu"]
