@@ -100,6 +100,12 @@ class UserError(RunError, ValueError):
     exit_code = 2
 
 
+class UnseenGPUsError(RunError):
+    """The machine has GPUs, and the backend sees none; what its libraries have written about it is worth reading."""
+
+    exit_code = 2
+
+
 class NonFiniteLossError(RunError):
     """The loss became NaN or infinite, at `step`."""
 

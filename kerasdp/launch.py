@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
 from kerasdp.config.validation import check_installed
-from kerasdp.errors import RunError, UserError, addressed, end_in_a_line
+from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line
 from kerasdp.reporting.figure import live_figures
-from kerasdp.runtime import outcome, signals
+from kerasdp.runtime import hardware, outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, clash_of_cuda_packages, set_backend
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.linked_processes import current_link, ending_together
 from kerasdp.runtime.returning import SentResult
@@ -265,7 +266,7 @@ def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any])
 
 def _warn_of_cuda(devices: Devices) -> None:
     """Warns, where there are GPUs of NVIDIA, of libraries that two backends have installed over each other."""
-    if (devices.kind == "gpu" or os.path.exists("/dev/nvidia0")) and (clash := clash_of_cuda_packages()):
+    if (devices.kind == "gpu" or hardware.num_gpus("cuda")) and (clash := hardware.clash_of_cuda_packages()):
         print(f"warning: {clash}", file=sys.stderr, flush=True)
 
 
@@ -274,17 +275,22 @@ def _native_stderr_suppressed() -> Iterator[None]:
     """Silences what a framework's native code writes to stderr at its start; Python's errors are raised as ever.
 
     TensorFlow (2.21) prints four lines on how it was built, whatever TF_CPP_MIN_LOG_LEVEL says, and a warning where
-    there is no GPU. The first line of a run says how many GPUs there are.
+    there is no GPU. The first line of a run says how many GPUs there are. Only where there should be some, and are
+    none, it is shown.
     """
     sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        except UnseenGPUsError:
+            written.seek(0)
+            os.write(kept, written.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:

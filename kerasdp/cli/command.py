@@ -23,7 +23,8 @@ from kerasdp.config.validation import BACKENDS, version_of
 from kerasdp.errors import UserError
 from kerasdp.reporting import comparison
 from kerasdp.reporting.report import drop_stdout
-from kerasdp.runtime.devices import choose_backend, clash_of_cuda_packages, is_installed, num_gpus
+from kerasdp.runtime import hardware
+from kerasdp.runtime.devices import choose_backend, is_installed
 
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
 
@@ -265,7 +266,6 @@ def _as_typed(name: str) -> str:
     return " ".join(f"--{flag}{'' if bool in c.kinds else '='}" for c in _choices_of(name) for flag in c.flags)
 
 
-_CUDA_EXTRAS = {"torch": "torch", "jax": "jax-cuda", "tensorflow": "tensorflow-cuda"}
 _SECONDS_FOR_A_BACKEND = 120
 
 
@@ -273,8 +273,10 @@ def _environment_report() -> tuple[list[str], list[str]]:
     """Returns lines that say what there is, and lines that say what is wrong and what mends it."""
     lines, problems = _machine_lines(), _package_lines()
     installed = [name for name in BACKENDS if is_installed(name)]
-    num_nvidia = num_gpus("cuda")
-    lines.append(f"NVIDIA GPUs, by their driver: {num_nvidia or 'none'}")
+    if driver := hardware.nvidia_driver():
+        lines.append("NVIDIA GPUs, by their driver: {}, CUDA {}.{}".format(driver.num_gpus or "none", *driver.cuda))
+    else:
+        lines.append("NVIDIA GPUs: no driver")
     for name in BACKENDS:
         if name not in installed:
             lines.append(f"{name}: not installed (pip install 'kerasdp[{name}]')")
@@ -284,19 +286,16 @@ def _environment_report() -> tuple[list[str], list[str]]:
             lines.append(f"{name}: cannot be used")
             problems.append(f"{name} cannot be imported ({found['error']}): pip install --force-reinstall {name}")
             continue
-        devices: list[str] = found.pop("devices")
+        devices, unseen = found.pop("devices"), found.pop("unseen", "")
         lines.append(f"{name} {found.pop('version')}: {', '.join(devices) or 'no GPU or TPU; virtual CPU devices'}")
         lines += [f"    {what} {value}" for what, value in found.items() if value]
-        if num_nvidia and not devices:
-            problems.append(
-                f"{name} sees no GPU, though there are {num_nvidia}: pip install 'kerasdp[{_CUDA_EXTRAS[name]}]' "
-                "(in an environment of its own: docs/accelerators.md)"
-            )
+        if unseen and not devices:
+            problems.append(f"{unseen} (docs/accelerators.md)")
     try:
         lines.append(f"backend of a run without --backend: {choose_backend(None)}")
     except UserError as error:
         problems.append(str(error))
-    if clash := clash_of_cuda_packages():
+    if clash := hardware.clash_of_cuda_packages():
         problems.append(clash)
     return lines, problems
 
@@ -333,7 +332,10 @@ def _package_lines() -> list[str]:
 
 def _backend_facts(name: str) -> dict[str, Any]:
     """Asks a framework, in a process of its own, which devices it sees: all of them would take memory of each GPU."""
-    program = f"import json, kerasdp.backends.{name}.devices as own; print('FOUND', json.dumps(own.describe()))"
+    program = (
+        f"import json, kerasdp.backends.{name}.devices as own; from kerasdp.runtime.hardware import why_unseen; "
+        f"print('FOUND', json.dumps(own.describe() | {{'unseen': why_unseen({name!r})}}))"
+    )
     words, limit = [sys.executable, "-c", program], _SECONDS_FOR_A_BACKEND
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:

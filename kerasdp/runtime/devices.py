@@ -1,19 +1,17 @@
 """Chooses the backend and the devices of a run, before Keras is first imported."""
 
-import ctypes
 import dataclasses
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import re
 import sys
 
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS
-from kerasdp.errors import UserError
+from kerasdp.errors import UnseenGPUsError, UserError
+from kerasdp.runtime import hardware
 from kerasdp.runtime.cluster import Cluster
 
 _WRITTEN_BY_KERAS = {
@@ -24,9 +22,6 @@ _WRITTEN_BY_KERAS = {
 }
 
 _NONE = "no GPU found"
-# What TPUs say of themselves on the PCI bus: v2 and v3, v4, v5p, v5e, v6e, 7x (jax 0.10.2, jax/_src/hardware_utils.py).
-_GOOGLE = "0x1ae0"
-_TPUS = ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +163,13 @@ def share_of_process(num_found: int, cluster: Cluster | None) -> range:
 
 
 def choose_devices(
-    config: Config, num_found: int, kind: str = "gpu", cluster: Cluster | None = None, *, is_rank: bool = False
+    config: Config,
+    num_found: int,
+    kind: str = "gpu",
+    cluster: Cluster | None = None,
+    *,
+    is_rank: bool = False,
+    sees_gpus: bool = True,
 ) -> Devices:
     """Returns the devices to use.
 
@@ -178,10 +179,15 @@ def choose_devices(
         kind: what they are, as in `Devices`.
         cluster: of this process, among others.
         is_rank: whether each of these has one device.
+        sees_gpus: whether the backend may use GPUs: the user has not told it otherwise.
 
     Raises:
+        UnseenGPUsError: if NVIDIA's driver has some, and the backend sees none.
         UserError: if there are some but fewer than asked for, or none though they were asked for.
     """
+    may_have_gpus = config.backend is not None and config.device in ("auto", "gpu") and sees_gpus
+    if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
+        raise UnseenGPUsError(f"{why}; --device=cpu trains on virtual CPU devices")
     if config.device not in ("auto", "cpu") and num_found == 0:
         reason = _why_there_are_none(str(config.backend))
         reason = f" ({reason})" if reason != _NONE else ""
@@ -207,24 +213,12 @@ def choose_devices(
 
 
 def _why_there_are_none(backend: str) -> str:
-    """Says why a backend sees no accelerator: the plain packages of jax and tensorflow hold neither CUDA nor libtpu."""
-    if os.path.exists("/dev/nvidia0"):
-        return f"{backend} sees no GPU here: pip install 'kerasdp[{backend}-cuda]'"
-    if backend == "jax" and has_tpu():
+    """Says why a backend sees no accelerator: jax's plain package does not hold libtpu, a container may show no GPU."""
+    if backend == "jax" and hardware.has_tpu():
         return "jax sees no TPU here: pip install 'kerasdp[jax-tpu]', and end other programs that use it"
+    if "CUDA_VISIBLE_DEVICES" not in os.environ and (count := hardware.kernel_gpus()):
+        return f"{_NONE}, though the kernel has {count}: a container needs --gpus=all, WSL2 the driver of Windows"
     return _NONE
-
-
-def has_tpu(pci: str = "/sys/bus/pci/devices") -> bool:
-    """Returns whether a TPU is plugged in; `pci` is where Linux lists what is."""
-    for name in os.listdir(pci) if os.path.isdir(pci) else []:
-        try:
-            with open(os.path.join(pci, name, "vendor")) as vendor, open(os.path.join(pci, name, "device")) as device:
-                if vendor.read().strip() == _GOOGLE and device.read().strip() in _TPUS:
-                    return True
-        except OSError:
-            continue
-    return False
 
 
 def cache_folder(name: str) -> str | None:
@@ -248,61 +242,3 @@ def cache_folder(name: str) -> str | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-_OF_CUDA = re.compile(r"(nvidia-.+)-cu(\d\d)")
-
-
-def clash_of_cuda_packages(path: list[str] | None = None) -> str | None:
-    """Returns a line that names packages for two versions of CUDA which share a folder; None if there are none.
-
-    `nvidia-cudnn-cu12` and `nvidia-cudnn-cu13` both write `nvidia/cudnn/lib/libcudnn.so.9`, and so do those of nccl,
-    nvshmem and cusparselt: what was installed last is what the other one's framework gets. Packages without a suffix
-    (`nvidia-cublas` and others of CUDA 13) have a folder of their own, `nvidia/cu13`.
-
-    Args:
-        path: folders with installed packages. None: those of this interpreter.
-    """
-    found: dict[str, dict[int, str]] = {}
-    for distribution in importlib.metadata.distributions(path=sys.path if path is None else path):
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-        if matched := _OF_CUDA.fullmatch(name):
-            found.setdefault(matched[1], {})[int(matched[2])] = name
-    clashes = {library: names for library, names in found.items() if len(names) > 1}
-    if not clashes:
-        return None
-    versions = sorted({version for names in clashes.values() for version in names})
-    packages = [name for library in sorted(clashes) for _, name in sorted(clashes[library].items())]
-    return (
-        f"packages of CUDA {' and '.join(map(str, versions))} have overwritten each other in this environment: "
-        f"{', '.join(packages)}; use one environment for each backend (docs/accelerators.md)"
-    )
-
-
-# Who is asked: library names, the function that starts it (none where counting does), the one that counts.
-# The driver of CUDA and the runtime of HIP heed CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and
-# number the GPUs as jax and its options do. Neither makes a context, so no memory of a GPU is taken.
-_DRIVERS: dict[str, tuple[tuple[str, ...], str | None, str]] = {
-    "cuda": (("libcuda.so.1",), "cuInit", "cuDeviceGetCount"),
-    "rocm": (("libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"), None, "hipGetDeviceCount"),
-}
-PLATFORMS = tuple(_DRIVERS)
-
-
-def num_gpus(platform: str) -> int:
-    """Returns how many GPUs of a platform this process may see; 0 also where there is no driver to ask.
-
-    Args:
-        platform: `"cuda"` or `"rocm"`.
-    """
-    names, start, ask = _DRIVERS[platform]
-    for name in names:
-        try:
-            driver = ctypes.CDLL(name)
-        except OSError:  # it is not installed
-            continue
-        found = ctypes.c_int(0)
-        if start is not None and getattr(driver, start)(0) != 0:
-            return 0
-        return found.value if getattr(driver, ask)(ctypes.byref(found)) == 0 else 0
-    return 0

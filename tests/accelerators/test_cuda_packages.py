@@ -7,7 +7,8 @@ import types
 import pytest
 
 from kerasdp.config import Config
-from kerasdp.runtime.devices import Devices, clash_of_cuda_packages
+from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.hardware import clash_of_cuda_packages
 
 launch = importlib.import_module("kerasdp.launch")  # the package has a function of that name
 
@@ -45,6 +46,6 @@ def test_a_run_on_gpus_says_so(tmp_path, monkeypatch, capsys):
         patched.setattr(launch.importlib, "import_module", lambda name: backend)
         assert launch._start(None, Config(backend="torch"), print) == "started"
     assert capsys.readouterr().err == f"warning: {LINE}\n"
-    monkeypatch.setattr("os.path.exists", lambda path: False)
+    monkeypatch.setattr("kerasdp.runtime.hardware.num_gpus", lambda platform: 0)
     launch._warn_of_cuda(Devices(kind="tpu", count=1))  # which has no use for CUDA
     assert capsys.readouterr().err == ""

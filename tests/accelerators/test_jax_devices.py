@@ -11,7 +11,7 @@ import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime import devices
+from kerasdp.runtime import devices, hardware
 from kerasdp.runtime.devices import Devices
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
 
@@ -108,7 +108,7 @@ def test_processes_that_jax_has_joined_by_itself_are_refused():
 
 def test_a_platform_that_does_not_start_is_one_line():
     done = run("recipes/train.py", "--backend=jax", JAX_PLATFORMS="tpu")
-    if os.path.exists("/dev/accel0") or devices.has_tpu():
+    if os.path.exists("/dev/accel0") or hardware.has_tpu():
         pytest.skip("there is a TPU")
     assert done.returncode == 2 and "error: jax cannot start: Unable to initialize backend 'tpu'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -133,9 +133,9 @@ def test_a_tpu_is_known_by_its_numbers_on_the_bus(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")
         (tmp_path / name / "device").write_text(f"{device}\n")
-    assert not devices.has_tpu(str(tmp_path)) and not devices.has_tpu(str(tmp_path / "none"))
+    assert not hardware.has_tpu(str(tmp_path)) and not hardware.has_tpu(str(tmp_path / "none"))
     (tmp_path / "1" / "vendor").write_text("0x1ae0\n")
-    assert devices.has_tpu(str(tmp_path))
+    assert hardware.has_tpu(str(tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("cpu", False), ("gpu", True), ("tpu", True)])

@@ -19,15 +19,14 @@ from kerasdp.errors import UserError
 from kerasdp.runtime import addresses
 from kerasdp.runtime.cluster import Cluster
 from kerasdp.runtime.devices import (
-    PLATFORMS,
     AlreadyStartedError,
     Devices,
     cache_folder,
     choose_devices,
     devices_of_process,
-    num_gpus,
     share_of_process,
 )
+from kerasdp.runtime.hardware import PLATFORMS, num_gpus
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import current_link, join
 
@@ -74,7 +73,9 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     else:
         _hide(config, kind, num_found)
     check_joined(cluster)  # which starts JAX, if nothing has
-    return choose_devices(config, num_found, kind, cluster)
+    platforms = jax.config.values["jax_platforms"]  # also $JAX_PLATFORMS
+    sees_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms.split(",")))
+    return choose_devices(config, num_found, kind, cluster, sees_gpus=sees_gpus)
 
 
 def has_started() -> bool:

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import logging
+import secrets
 import sys
 import weakref
 from collections.abc import Callable
@@ -184,7 +185,7 @@ def require_deterministic(graph: tf.Graph) -> None:
 
 
 # The group of the processes. The groups of a host's own devices have small numbers.
-_GROUP = 2**30
+_GROUPS = 2**30
 # Numbers the collectives of this program: each is made by all processes, in the same order.
 _keys = itertools.count(1)
 _groups: weakref.WeakKeyDictionary[tf.distribute.Strategy, "HostGroup"] = weakref.WeakKeyDictionary()
@@ -222,6 +223,9 @@ class HostGroup:
 
     def __init__(self, processes: Processes, device: str):
         self.rank, self.num_processes = processes.rank, processes.num_processes
+        # Who replays what the processes of an earlier run have said to TensorFlow's server, which knows no secret,
+        # speaks of another group: of this one it would end all collectives (2.21: "incarnation doesn't match").
+        self._key = _GROUPS + processes.all_gather_object(secrets.randbelow(_GROUPS // 2))[0]
         with tf.device(device):
             # Lets the collectives of a graph begin in the order in which they were made: NCCL's would wait for each
             # other for ever, if two processes began two of them in different orders.
@@ -241,7 +245,7 @@ class HostGroup:
         # first process is asked about a key only once.
         return {
             "group_size": self.num_processes,
-            "group_key": _GROUP,
+            "group_key": self._key,
             "instance_key": next(_keys),
             "ordering_token": [self._order.handle],
         }

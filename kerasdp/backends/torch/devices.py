@@ -27,6 +27,7 @@ from kerasdp.runtime import addresses, outcome
 from kerasdp.runtime.cluster import OF_RANKS, Cluster, worker_cluster
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, cache_folder, choose_devices, devices_of_process
 from kerasdp.runtime.door import private_folder
+from kerasdp.runtime.hardware import is_too_old_for
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.linked_processes import LinkedProcesses, current_link, join
 from kerasdp.runtime.ranks import Processes
@@ -52,7 +53,8 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     Raises:
         AlreadyStartedError: if the run is this process's, and Keras makes its tensors on another kind of device.
     """
-    num_found = torch.cuda.device_count()
+    # It counts without CUDA, also GPUs whose driver is too old for the CUDA that this torch is built for.
+    num_found = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
     # A process that was started is one rank, with one device, or the launcher of a machine.
     is_rank = cluster is not None and (cluster.local_processes > 1 or cluster.source in OF_RANKS)
     if cluster is not None and is_rank:
@@ -333,7 +335,8 @@ def device_name() -> str:
 
 def describe() -> dict[str, Any]:
     """Returns the version, the devices, and the versions of the libraries of GPUs."""
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    count = 0 if is_too_old_for(torch.version.cuda) else torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
     return {
         "version": torch.__version__,
         "devices": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],

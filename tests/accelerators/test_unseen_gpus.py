@@ -1,0 +1,112 @@
+"""GPUs that the machine has and a framework does not see end a run in a line that says why: it would be slow else."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from kerasdp.config import Config
+from kerasdp.errors import UnseenGPUsError
+from kerasdp.runtime import hardware
+from kerasdp.runtime.devices import choose_devices
+from tests.helpers import BACKENDS, run
+
+# What NVIDIA's driver answers on a machine with two GPUs.
+DRIVER = """
+#include <stdlib.h>
+static int number(const char *name, int otherwise) { const char *is = getenv(name); return is ? atoi(is) : otherwise; }
+int cuDriverGetVersion(int *version) { *version = number("DRIVER_CUDA", 13000); return 0; }
+int cuInit(unsigned flags) { return number("DRIVER_ERROR", 0); }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+"""
+CURES = {
+    "torch": "it is installed without CUDA; pip uninstall torch, then pip install 'kerasdp[torch]'",
+    "jax": "it is installed without CUDA; pip install 'kerasdp[jax-cuda]'",
+    "tensorflow": "it is installed without CUDA; pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A folder with that driver."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True)
+    return str(folder)
+
+
+def train(backend, driver, *flags, **variables):
+    return run(
+        "recipes/train.py", f"--backend={backend}", "--max_steps=2", *flags, LD_LIBRARY_PATH=driver, **variables
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
+)
+def test_the_first_command_on_a_machine_with_gpus(backend, driver):
+    done = train(backend, driver, "--gpus=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: NVIDIA's driver (CUDA 13.0) has 2 GPUs, and {backend} sees none: {CURES[backend]}"
+    )
+    assert done.stderr.strip().endswith("; --device=cpu trains on virtual CPU devices")
+    done = train(backend, driver, "--gpus=2", "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert "2 virtual CPU devices (as asked)" in done.stdout
+
+
+@pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
+def test_who_has_told_jax_to_use_the_cpu_gets_it(driver):
+    done = train("jax", driver, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environments_report_says_it(driver):
+    code = f"from kerasdp.cli import command; print(command._backend_facts({BACKENDS[0]!r})['unseen'])"
+    done = run("-c", code, LD_LIBRARY_PATH=driver)
+    assert CURES[BACKENDS[0]] in done.stdout, done.stderr
+
+
+def why(monkeypatch, backend, driver, *, cuda=None, kernel=2):
+    monkeypatch.setattr(hardware, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(hardware, "_cuda_of", lambda name: cuda)
+    monkeypatch.setattr(hardware, "kernel_gpus", lambda: kernel)
+    return hardware.why_unseen(backend)
+
+
+def test_a_driver_that_is_too_old(monkeypatch):
+    old = hardware.Driver(num_gpus=1, cuda=(12, 4), error=0)
+    assert why(monkeypatch, "torch", old, cuda="13.0") == (
+        "NVIDIA's driver (CUDA 12.4) has 1 GPU, and torch sees none: it is built for CUDA 13; update the driver to 580 "
+        "or newer, or install torch's build for CUDA 12 (pytorch.org/get-started)"
+    )
+    assert "pip install 'jax[cuda12]'" in why(monkeypatch, "jax", old, cuda="13")
+    assert hardware.is_too_old_for("13.0") and not hardware.is_too_old_for("12.9") and not hardware.is_too_old_for(None)
+    with pytest.raises(UnseenGPUsError, match="sees none"):
+        choose_devices(Config(backend="jax"), 0)
+    assert choose_devices(Config(backend="jax", device="cpu"), 0).kind == "cpu"
+
+
+def test_a_driver_that_does_not_start(monkeypatch):
+    broken = hardware.Driver(num_gpus=0, cuda=(13, 0), error=803)
+    assert why(monkeypatch, "torch", broken).endswith("are of different versions: restart the machine")
+    unknown = why(monkeypatch, "torch", broken._replace(error=999))
+    assert unknown == "NVIDIA's driver does not start (CUDA error 999): does `nvidia-smi` work?"
+    # A machine without GPUs on which the driver is installed.
+    assert why(monkeypatch, "torch", broken._replace(error=100), kernel=0) == ""
+    assert why(monkeypatch, "torch", None) == ""
+
+
+def test_a_container_that_does_not_show_them(monkeypatch, tmp_path):
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert hardware.kernel_gpus(str(tmp_path)) == 1 and hardware.kernel_gpus(str(tmp_path / "none")) == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    why(monkeypatch, "torch", None, kernel=1)
+    found = choose_devices(Config(backend="torch"), 0)
+    assert found.reason.startswith("no GPU found, though the kernel has 1: a container needs --gpus=all")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_devices(Config(backend="torch"), 0).reason == "no GPU found"
