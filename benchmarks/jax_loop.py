@@ -185,7 +185,7 @@ class Loop:
             # A collective blocks its thread: with a pool of a thread a core several devices may hang.
             os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 16 * args.devices)))
         self.devices = jax.devices("cpu" if args.device == "cpu" else None)[: args.devices]
-        if self.devices[0].platform != "cpu":
+        if self.devices[0].platform != "cpu" and args.precision != "auto":
             jax.config.update("jax_default_matmul_precision", "float32")
         mesh = Mesh(np.array(self.devices), ("batch",))
         self.split, copied = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
@@ -194,7 +194,7 @@ class Loop:
         self.state = jax.device_put(make_state(model, np.asarray(self.images[:1])), copied)
         self.num_parameters = sum(weight.size for weight in jax.tree.leaves(self.state["weights"]))
         self.step = functools.partial(
-            train_step, model=model, dtype=getattr(jnp, args.precision),
+            train_step, model=model, dtype=jnp.bfloat16 if args.precision == "bfloat16" else jnp.float32,
             groups=args.devices if args.batch_norm == "replica" else 1,
         )  # fmt: skip
         self.copied, self.batches = copied, protocol.batches(args.model, args.batch_size)

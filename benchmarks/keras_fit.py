@@ -67,9 +67,11 @@ class Fit:
 
 
 def choose_precision(args: Any) -> None:
-    """Sets the policy; float32 means float32, without the shorter numbers of tensor cores."""
+    """Sets the policy; float32 means float32, without the shorter numbers of tensor cores, auto what Keras does."""
     import keras
 
+    if args.precision == "auto":
+        return
     if args.precision != "float32":
         keras.config.set_dtype_policy(f"mixed_{args.precision}")
     if args.backend == "torch":

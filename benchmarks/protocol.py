@@ -46,7 +46,7 @@ def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.Ar
     flags.add_argument("--batch_size", type=int, default=64, help="samples a step, over all devices")
     flags.add_argument("--devices", type=int, default=1)
     flags.add_argument("--steps", type=int, default=20, help="training steps a repetition")
-    flags.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    flags.add_argument("--precision", default="auto", choices=["auto", "float32", "bfloat16"])
     flags.add_argument("--device", default="auto", choices=["auto", "cpu", "gpu"])
     flags.add_argument("--traffic", action="store_true", help="count the bytes that are sent in a step")
     flags.add_argument("--batch_norm", default="replica", choices=["replica", "sync"])

@@ -144,7 +144,7 @@ def find_devices(args: Any) -> list[str]:
     if not gpus and args.devices > 1:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * args.devices)
-    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_tensor_float_32_execution(args.precision == "auto")
     return [f"{'GPU' if gpus else 'CPU'}:{number}" for number in range(args.devices)]
 
 
@@ -155,7 +155,8 @@ class Loop:
         self.args, self.names = args, find_devices(args)
         several = args.devices > 1
         self.strategy = tf.distribute.MirroredStrategy(self.names) if several else tf.distribute.get_strategy()
-        self.net = Net(tf.as_dtype(args.precision), several and args.batch_norm == "sync", drop)
+        precision = tf.bfloat16 if args.precision == "bfloat16" else tf.float32
+        self.net = Net(precision, several and args.batch_norm == "sync", drop)
         self.model = find_model(args)
         images, labels = protocol.make_data(args)
         with self.strategy.scope():

@@ -127,7 +127,8 @@ class Loop:
         if is_gpu:
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.benchmark = True
-            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+            if args.precision != "auto":
+                torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if args.devices > 1:
             dist.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=args.devices)
         images, labels = (torch.from_numpy(array) for array in protocol.make_data(args))

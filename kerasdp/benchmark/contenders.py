@@ -29,7 +29,7 @@ PEERS: dict[str, tuple[str | None, str, list[str]]] = {
 }
 _CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # that of the package
 ONE_DEVICE = ("tensorflow-xla", "keras")
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16")
 # Models that the loops know, and their images; others are trained by kerasdp and plain Keras alone.
 SHAPES = {"convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3)}
 NUM_SAMPLES = 4096
@@ -113,7 +113,7 @@ def choose(
         UserError: if a peer that is named cannot take part.
     """
     if config.precision not in PRECISIONS:
-        raise UserError(f"--precision: expected {' or '.join(PRECISIONS)} here. Received: {config.precision}")
+        raise UserError(f"--precision: expected {', '.join(PRECISIONS)} here. Received: {config.precision}")
     for count in device_counts:
         if config.batch_size % count:
             raise UserError(f"--batch_size: expected a multiple of {count} devices. Received: {config.batch_size}")

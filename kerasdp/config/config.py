@@ -72,9 +72,10 @@ class Config:
     device: str = choice("auto", DEVICES, one_of("auto", "gpu", "tpu", "cpu"),
         "gpu, tpu, cpu, or auto: GPUs or TPUs if there are any, else virtual CPU devices.",
         only=[Only("tpu", ["jax"], instead="another --device")])
-    precision: str = choice("float32", DEVICES, one_of(*PRECISIONS),
-        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. Variables are float32, except with float64, "
-        "which tells round-off from mistakes.")
+    precision: str = choice("auto", DEVICES, one_of(*PRECISIONS),
+        f"Precision of the layers' arithmetic: {', '.join(PRECISIONS)}. auto: float32, in which GPUs multiply as the "
+        "framework lets them by default, most in TF32; float32: exact; tf32: all products in TF32. Variables are "
+        "float32, except with float64, which tells round-off from mistakes.")
     gradient_precision: str = choice("float32", DEVICES, one_of("float32", "bfloat16"),
         "Precision in which devices exchange gradients: float32, or bfloat16, which halves what they send (with "
         "tensorflow on virtual CPU devices alone).",
@@ -227,6 +228,11 @@ class Config:
         """Returns the least and the most hosts of the run, of those that `hosts` names."""
         fewest, _, most = (self.hosts or "1").partition(":")
         return int(fewest), int(most or fewest)
+
+    @property
+    def may_use_tf32(self) -> bool:
+        """Returns whether GPUs may multiply numbers of float32 in TF32."""
+        return self.precision == "tf32" or (self.precision == "auto" and not self.deterministic)
 
     @property
     def engine(self) -> str:

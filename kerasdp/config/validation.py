@@ -12,7 +12,7 @@ from kerasdp.errors import UserError
 BACKENDS = ("torch", "jax", "tensorflow")
 BALANCES = ("time", "flops", "parameters")
 BATCH_NORMS = ("sync", "replica")
-PRECISIONS = ("float32", "bfloat16", "float16", "float64")
+PRECISIONS = ("auto", "float32", "tf32", "bfloat16", "float16", "float64")
 MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
 RATE_SCHEDULES = ("constant", "cosine", "linear", "step")

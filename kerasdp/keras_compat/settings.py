@@ -41,9 +41,9 @@ def set_precision(precision: str) -> None:
         _convert_numbers_in_full(precision == "float64")
     else:
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64" if precision == "float64" else "float32"
-    whole = precision in ("float32", "float64")
-    keras.config.set_floatx(precision if whole else "float32")
-    keras.config.set_dtype_policy(precision if whole else f"mixed_{precision}")
+    floatx = "float64" if precision == "float64" else "float32"
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(f"mixed_{precision}" if precision in ("bfloat16", "float16") else floatx)
 
 
 def set_attention(device_kind: str) -> None:

@@ -12,6 +12,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
 from kerasdp.errors import addressed, redacted
+from kerasdp.runtime.hardware import has_tf32
 from kerasdp.runtime.run_state import RunState
 
 
@@ -106,8 +107,16 @@ def start_line(facts: Facts, learning_rate: float) -> str:
     share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
-        f"learning rate {learning_rate:.6g} | {facts.config.precision}"
+        f"learning rate {learning_rate:.6g} | {_precision(facts)}"
     )
+
+
+def _precision(facts: Facts) -> str:
+    """Returns the precision; of float32 by default also whether GPUs multiply in TF32, as frameworks let them."""
+    if facts.config.precision != "auto":
+        return facts.config.precision
+    is_exact = facts.device_kind != "gpu" or not facts.config.may_use_tf32 or not has_tf32()
+    return "float32" if is_exact else "float32 with products in TF32 (--precision=float32: exact)"
 
 
 def resume_line(step: int, epoch: int, saved_by: dict[str, Any], *, is_over: bool) -> str:

@@ -33,6 +33,7 @@ _WITH_CUDA = {
     "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
 }
 # Of cuInit, where the kernel does see GPUs (CUDA driver API, CUresult).
+_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _ERRORS_OF_DRIVER = {
     802: "the GPUs' fabric is not ready: nvidia-fabricmanager must run",
     803: "its library and its kernel module are of different versions: restart the machine",
@@ -83,6 +84,19 @@ def num_gpus(platform: str) -> int:
             return 0
         return found.value if getattr(driver, ask)(ctypes.byref(found)) == 0 else 0
     return 0
+
+
+def has_tf32() -> bool:
+    """Returns whether the first NVIDIA GPU multiplies in TF32: since Ampere, of compute capability 8."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, major = ctypes.c_int(0), ctypes.c_int(0)
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+            return False
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+    except (OSError, AttributeError):
+        return False
+    return major.value >= 8
 
 
 def is_too_old_for(cuda: str | None) -> bool:

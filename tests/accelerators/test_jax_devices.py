@@ -77,7 +77,12 @@ def test_a_run_cannot_become_deterministic_once_jax_has_started():
 
 def test_float32_means_float32_on_any_accelerator():
     seen = result_of(run(PROGRAMS / "jax_devices.py", "precisions", backend="jax"))
-    assert seen == {"cpu": "None", "gpu": "float32", "tpu": "float32"}
+    assert seen == {
+        "cpu auto": "None", "cpu float32": "None", "cpu tf32": "None", "cpu bfloat16": "None",
+        "gpu auto": "None", "gpu float32": "float32", "gpu tf32": "tensorfloat32", "gpu bfloat16": "float32",
+        "tpu auto": "float32", "tpu float32": "float32", "tpu tf32": "tensorfloat32", "tpu bfloat16": "float32",
+        "deterministic": "float32",
+    }  # fmt: skip
 
 
 def test_a_run_on_tpus():

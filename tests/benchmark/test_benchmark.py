@@ -112,7 +112,7 @@ def test_who_takes_part():
         contenders.choose(Config(model="mlp"), ["jax"], [1], [INSTALLED[0]], 20)
     with pytest.raises(UserError, match="--batch_size: expected a multiple of 3 devices"):
         contenders.choose(config, ["jax"], [1, 3], None, 20)
-    with pytest.raises(UserError, match="--precision: expected float32 or bfloat16"):
+    with pytest.raises(UserError, match="--precision: expected auto, float32, bfloat16"):
         contenders.choose(Config(model="convnet", precision="float16"), ["jax"], [1], None, 20)
 
 

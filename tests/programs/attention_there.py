@@ -13,12 +13,13 @@ import targets
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kerasdp.backends.jax.devices import set_precision_of_products
+from kerasdp.config import Config
 from kerasdp.keras_compat.settings import set_attention
 
 if __name__ == "__main__":
     platform = sys.argv[1]
     there = targets.devices_of(platform)
-    set_precision_of_products()
+    set_precision_of_products("gpu", Config(precision="float32"))
     set_attention("tpu" if platform == "tpu" else "gpu")
     split = NamedSharding(Mesh(np.array(there), ("batch",)), PartitionSpec("batch"))
     found, here = {}, jax.devices

@@ -68,9 +68,13 @@ def precisions():
     devices._devices_of = lambda kind: cpu
     found = {}
     for kind in ("cpu", "gpu", "tpu"):
-        jax.config.update("jax_default_matmul_precision", None)
-        devices.start_jax(Devices(kind=kind, count=1), Config(backend="jax"))
-        found[kind] = str(jax.config.values["jax_default_matmul_precision"])
+        for choice in ("auto", "float32", "tf32", "bfloat16"):
+            jax.config.update("jax_default_matmul_precision", None)
+            devices.start_jax(Devices(kind=kind, count=1), Config(backend="jax", precision=choice))
+            found[f"{kind} {choice}"] = str(jax.config.values["jax_default_matmul_precision"])
+    exact = Config(backend="jax", deterministic=True)
+    devices.set_precision_of_products("gpu", exact)
+    found["deterministic"] = str(jax.config.values["jax_default_matmul_precision"])
     return found
 
 

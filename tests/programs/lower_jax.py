@@ -18,6 +18,7 @@ from lowered import collectives, facts
 
 import kerasdp
 from kerasdp.backends.jax import devices
+from kerasdp.config import Config
 
 NUM_DEVICES = 4
 BATCH_SIZE = 32
@@ -118,7 +119,7 @@ def programs_of(case):
 
     def start_jax(found, config):  # as if the virtual devices were an accelerator's
         of_run = started(found, config)
-        devices.set_precision_of_products()
+        devices.set_precision_of_products("gpu", Config(precision="float32"))
         return of_run
 
     devices.start_jax = start_jax

@@ -119,15 +119,19 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
         jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
     of_run = _devices_of(devices.kind)[: devices.count]
     if devices.is_accelerator:
-        set_precision_of_products()
+        set_precision_of_products(devices.kind, config)
     return of_run
 
 
-def set_precision_of_products() -> None:
-    """Makes products of matrices and convolutions as precise as their inputs, on accelerators."""
-    # float32 means float32: a GPU's TF32 keeps ten bits of it, a TPU's bfloat16 seven. Use --precision=bfloat16 for
-    # speed: inputs of 16 bits are multiplied as fast as without this (jax 0.10.2, compiled for v5e and H100).
-    jax.config.update("jax_default_matmul_precision", "float32")
+def set_precision_of_products(kind: str, config: Config) -> None:
+    """Says how accelerators of a kind multiply matrices and convolve: as precisely as their inputs, or in TF32."""
+    # A GPU's TF32 keeps ten bits of a float32, a TPU's bfloat16 seven: both are jax's default. On TPUs that would be
+    # another curve, so there float32 means float32. Inputs of 16 bits are multiplied as fast as without this (jax
+    # 0.10.2, compiled for v5e and H100).
+    precision: str | None = "float32"
+    if config.may_use_tf32:
+        precision = "tensorfloat32" if config.precision == "tf32" else None if kind == "gpu" else "float32"
+    jax.config.update("jax_default_matmul_precision", precision)
 
 
 def shardings_over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:

@@ -33,8 +33,8 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
     if cluster is not None:
         join_hosts(cluster, config, devices.kind)
     if devices.kind == "gpu":
-        # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
-        tf.config.experimental.enable_tensor_float_32_execution(False)
+        # TF32 keeps ten bits of a float32. By default TensorFlow (2.21) multiplies in it.
+        tf.config.experimental.enable_tensor_float_32_execution(config.may_use_tf32)
         if config.deterministic:  # on CPUs runs are bit-equal without it
             make_deterministic()
     elif devices.of_process > 1:

@@ -92,8 +92,9 @@ def device_of_process(devices: Devices, config: Config) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", _number_of_gpu(devices))
     torch.cuda.set_device(device)
-    # float32 means float32: TF32 keeps ten bits of it. Use --precision=bfloat16 for speed.
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    # TF32 keeps ten bits of a float32. By default torch (2.13) multiplies in it in convolutions alone.
+    torch.backends.cudnn.allow_tf32 = config.may_use_tf32
+    torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
     # The fastest convolutions by trial, of each shape: not the same ones in each start.
     torch.backends.cudnn.benchmark = not config.deterministic
     return device
