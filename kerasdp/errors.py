@@ -106,6 +106,10 @@ class UnseenGPUsError(RunError):
     exit_code = 2
 
 
+class DeviceError(RunError):
+    """A device failed: it has too little memory, another program holds it, the way to the others is closed."""
+
+
 class NonFiniteLossError(RunError):
     """The loss became NaN or infinite, at `step`."""
 

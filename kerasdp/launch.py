@@ -23,6 +23,7 @@ from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_
 from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import hardware, outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
+from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.linked_processes import current_link, ending_together
@@ -322,7 +323,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
         judged, run = judging(link, heartbeat, settings.hang_timeout), heartbeat.of_run()
         with judged, run, _training(), runner.training_function(), one_prints, refused:
-            result = train(runner)
+            try:
+                result = train(runner)
+            except Exception as error:
+                if (told := explained(error)) is None:
+                    raise
+                raise told from error
         if outcome.place() is None:
             return result
         return SentResult(result, settings.workdir) if runner.is_chief else None

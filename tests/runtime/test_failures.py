@@ -23,6 +23,16 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(backend, tmp_path):
     assert "Connection" not in done.stderr
 
 
+@all_but("jax", "tensorflow")
+def test_a_device_with_too_little_memory_is_a_line(backend, tmp_path):
+    """On the CPU frameworks say it in their own words, as on a GPU."""
+    done = fail(backend, 2, "memory", tmp_path)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: a device has too little memory ("), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.skipif("torch" not in BACKENDS, reason="only torch has a process a device")
 def test_a_rank_that_is_killed_ends_all(tmp_path):
     # The other rank waits for it in a collective, fails, too, and must not be the one that is seen. Workers that

@@ -1,0 +1,59 @@
+"""Errors of devices in the words of the frameworks (torch 2.13, jax 0.10, TensorFlow 2.21), each told in a line."""
+
+import importlib
+
+import pytest
+
+from kerasdp.runtime.device_errors import explained
+from tests.helpers import BACKENDS
+
+TEXTS = [
+    (
+        "torch", "OutOfMemoryError",
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 79.10 GiB, of which 1 is free.",
+        "a device has too little memory (CUDA out of memory. Tried to allocate 20.00 GiB.",
+    ),
+    ("torch", "AcceleratorError", "CUDA error: no kernel image is available for execution on the device\nCUDA",
+     "this build of the framework has no kernels for this GPU"),
+    ("torch", "AcceleratorError", "CUDA error: device-side assert triggered\nSearch for", "got an index out of range"),
+    ("torch", "AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable", "is held by"),
+    ("torch", "AcceleratorError", "CUDA error: an illegal memory access was encountered", "CUDA has failed (CUDA"),
+    ("torch", "RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA has failed (cuDNN error"),
+    (
+        "torch.distributed", "DistBackendError",
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.29.3\n"
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+        "Last error:\nError while creating shared memory segment /dev/shm/nccl-7 (size 9637888), error: No space left",
+        "NCCL has too little shared memory (Error while creating shared memory segment /dev/shm/nccl-7",
+    ),
+    ("torch.distributed", "DistBackendError", "NCCL error in: X.cpp:1, invalid usage\nncclInvalidUsage", "NCCL has"),
+    ("jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes.",
+     "a device has too little memory (RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes)"),
+    ("jax.errors", "JaxRuntimeError", "INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS: an", "CUDA has failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name", "text", "expected"), TEXTS)
+def test_each_is_a_line(module, name, text, expected):
+    if module.partition(".")[0] not in BACKENDS:
+        pytest.skip(f"{module} is not installed")
+    kind = RuntimeError if name == "RuntimeError" else getattr(importlib.import_module(module), name)
+    told = str(explained(kind(text)))
+    assert told.startswith(expected) or expected in told, told
+    assert "\n" not in told
+
+
+@pytest.mark.skipif("tensorflow" not in BACKENDS, reason="tensorflow is not installed")
+def test_of_tensorflow():
+    import tensorflow as tf
+
+    text = "Graph execution error:\n\nDetected at node x\nOOM when allocating tensor with shape[9,9] on GPU:0\n [[x]]"
+    told = str(explained(tf.errors.ResourceExhaustedError(None, None, text)))
+    assert told.startswith("a device has too little memory (OOM when allocating tensor with shape[9,9] on GPU:0)")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("CUDA error"), RuntimeError("out of memory"), OSError("/dev/shm"), KeyError(1)]
+)
+def test_what_no_device_has_said_stays_as_it_is(error):
+    assert explained(error) is None
