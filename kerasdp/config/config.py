@@ -92,8 +92,8 @@ class Config:
         only=[Only(None, NOT_JAX, ["data"], "XLA gives each device equally many rows")])
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
-        "1,000 of its kind or more are to come, in a resumed run too (with --deterministic, if the whole run has "
-        "them). What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
+        "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
+        "whole run has them). What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
         "do as the model's jit_compile says.",
         only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
     check: str = choice("first", DEVICES, one_of("first", "off"),

@@ -1,5 +1,7 @@
 // A CUDA device for machines without one: its memory is the CPU's, and the CPU's kernels compute in it. Tensors are on
 // `cuda:0` to all of torch's Python and dispatcher, so that copies, constants and what is captured are a GPU's.
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/empty.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -100,6 +102,18 @@ const at::Tensor& resize_(const at::Tensor& self, SymIntArrayRef size, std::opti
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
+// Which a GPU has a kernel of its own for, and the CPU has not.
+at::Tensor conv_depthwise2d(const at::Tensor& self, const at::Tensor& weight, SymIntArrayRef,
+                            const std::optional<at::Tensor>& bias, SymIntArrayRef stride, SymIntArrayRef padding,
+                            SymIntArrayRef dilation) {
+  auto own_bias = bias && bias->defined() ? std::optional<at::Tensor>(on_cpu(*bias)) : std::nullopt;
+  auto computed = at::conv2d(on_cpu(self), on_cpu(weight), own_bias, C10_AS_INTARRAYREF_SLOW(stride),
+                             C10_AS_INTARRAYREF_SLOW(padding), C10_AS_INTARRAYREF_SLOW(dilation), self.size(1));
+  auto result = at::empty(computed.sizes(), self.options());
+  on_cpu(result).copy_(computed);
+  return result;
+}
+
 void computed_on_cpu(const OperatorHandle& operation, torch::jit::Stack* stack) {
   at::native::cpu_fallback(operation, stack);
 }
@@ -114,6 +128,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_reshape_alias", reshape_alias);
   m.impl("as_strided", as_strided);
   m.impl("resize_", resize_);
+  m.impl("_conv_depthwise2d", conv_depthwise2d);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&computed_on_cpu>()); }

@@ -139,6 +139,33 @@ def test_steps_of_all_models(model):
         assert_on_device(found)
 
 
+NETS = ("transformer", "attention", "lstm", "gru", "bidirectional", "masked_lstm", "tables", "unet", "mobile")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_steps_of_many_kinds_of_layers(num_devices):
+    """On 8 ranks with 12 rows, of which two ranks have none; on one rank of them."""
+    cases = [{"net": net, "optimizer": "adam", "num_devices": num_devices, "rows": 12, "check": "off"} for net in NETS]
+    cases += [case | {"precision": precision} for case, precision in zip(cases, ["float16", "bfloat16"], strict=False)]
+    results, warnings = capture(*cases)
+    assert not warnings
+    for case, found in zip(cases, results, strict=True):
+        print(case["net"], found["train"])
+        assert (found["train"]["collectives"] > 0) == (num_devices > 1)
+        assert_on_device(found)
+
+
+@pytest.mark.proof
+def test_recurrence_by_cudnn_is_named():
+    """No graph can hold its kernel; it is faster than the steps that a graph would hold."""
+    results, warnings = capture(*({"net": net, "cudnn": True} for net in ("lstm", "gru")))
+    assert not any("train" in found for found in results)
+    assert len(warnings) == 2
+    assert all("a recurrent layer of functional" in line and "runs by cuDNN's own kernel" in line for line in warnings)
+    assert all(found["test"]["nodes"] > 10 for found in results)  # without gradients a graph holds it
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("batch_norm", ["sync", "replica"])
 def test_steps_of_several_ranks(batch_norm):

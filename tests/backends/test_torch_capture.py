@@ -21,6 +21,7 @@ from kerasdp.backends.torch.compiled_step import (  # noqa: E402
     CompiledTraining,
     GradientBuckets,  # noqa: E402
 )
+from kerasdp.backends.torch.data_parallel import DataParallel  # noqa: E402
 from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
 
 X = np.random.RandomState(0).rand(6, 4).astype("float32")
@@ -194,6 +195,14 @@ def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, deterministic, 
     assert {name for name, is_on in options.items() if is_on} == expected
     known = torch._inductor.config.get_config_copy()
     assert options.keys() <= known.keys()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cpu", [False, False, True]), ("cuda", [False, True, True])])
+def test_compiling_pays_off_sooner_on_a_gpu(kind, expected):
+    strategy = DataParallel.__new__(DataParallel)
+    strategy.config, strategy.host_sums, strategy.device = Config(backend="torch"), None, torch.device(kind)
+    model = types.SimpleNamespace(run_eagerly=False)
+    assert [strategy._compiles(model, count, is_full=True) for count in (199, 200, 1000)] == expected
 
 
 @pytest.mark.parametrize(("deterministic", "expected"), [(False, 100), (True, 1100)])

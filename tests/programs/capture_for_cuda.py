@@ -5,6 +5,9 @@ kerasdp.Config, and
     image: shape of an image, [28, 28, 1] if it is left out
     num_devices: if there are several, they are ranks that hold what rank 0 does
     layer: "adding" or "drawing" puts a layer before the model that computes on the CPU
+    net: one of gpu_models.py instead of a model of the kit
+    cudnn: whether recurrent layers are cuDNN's, as Keras has them on a GPU
+    rows: of a batch, 8 if it is left out
     runs: whether the captured steps run, operation by operation, or give zeros
 """
 
@@ -12,8 +15,10 @@ import functools
 import json
 import os
 import sys
+import types
 
 import cuda_on_cpu
+import gpu_models
 import numpy as np
 
 DEVICE = "cpu" if sys.argv[2:] == ["cpu"] else "gpu"
@@ -92,25 +97,28 @@ def on_the_cpu(kind):
     return OnTheCPU()
 
 
-def train(image, runs, layer, found, runner):
+def train(image, runs, layer, net, rows, found, runner):
     """A few steps of each kind; losses, outputs, and in `found` what the steps hold."""
     import keras
     from learn_classes import StepLosses
 
     numbers = np.random.RandomState(0)
-    x = numbers.randint(0, 256, (NUM_STEPS * NUM_ROWS, *image)).astype("uint8")
+    x = numbers.randint(0, 256, (NUM_STEPS * rows, *image)).astype("uint8")
     y = numbers.randint(0, 10, len(x))
     with runner.scope():
-        model = kerasdp.build_model(runner.config, image, 10)
+        if net:
+            model, x, y = gpu_models.build(net, NUM_STEPS * rows)
+        else:
+            model = kerasdp.build_model(runner.config, image, 10)
         if layer:
             model = keras.Sequential([keras.Input(image), on_the_cpu(layer), model])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(kerasdp.make_optimizer(runner.config), loss, metrics=["accuracy"])
     losses = StepLosses(runner)
     with watched(found, runs):
-        runner.fit(model, x, y, batch_size=NUM_ROWS, callbacks=[losses])
-        evaluated = runner.evaluate(model, x, y, batch_size=NUM_ROWS)
-        outputs = runner.predict(model, x, batch_size=NUM_ROWS)
+        runner.fit(model, x, y, batch_size=rows, callbacks=[losses])
+        evaluated = runner.evaluate(model, x, y, batch_size=rows)
+        outputs = runner.predict(model, x, batch_size=rows)
     return {"losses": losses.values, "evaluated": evaluated, "outputs": outputs.tolist()} if runs else {}
 
 
@@ -161,15 +169,46 @@ def be_first_of(num_ranks):
     """Lets this process be rank 0 of several, of which the others hold whatever this one does."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from kerasdp.backends.base import SingleProcess
     from kerasdp.backends.torch import devices
     from kerasdp.runtime.heartbeat import Heartbeat
 
-    os.environ["RANK"] = "0"
-    others = {"backend": "fake", "store": FakeStore(), "world_size": num_ranks}
-    torch.distributed.init_process_group = lambda *_, **__: join_group(**others, rank=0)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    torch.cuda.device_count = lambda: num_ranks
+    properties = types.SimpleNamespace(name="none", major=9, minor=0, total_memory=2**30, multi_processor_count=132)
+    torch.cuda.get_device_properties = lambda *_, **__: properties
+
+    class Ranks(SingleProcess):
+        num_processes, local = num_ranks, (0, num_ranks)
+
+        def all_gather_object(self, value):
+            return [value] * num_ranks
+
+    def join(*_):
+        join_group(backend="fake", store=FakeStore(), world_size=num_ranks, rank=0)
+        return Ranks()
+
+    devices.join_processes = join
     torch.distributed.new_group = lambda *_, **__: torch.distributed.group.WORLD
     devices.start_workers = lambda worker, *args: worker(*args)
     Heartbeat._meet = lambda *_: None  # the others leave no mark that they have come
+
+
+def take_cudnn():
+    """Lets Keras' recurrent layers call cuDNN's kernels, which torch does on a GPU."""
+    import torch._VF as functions
+
+    def calling(mode):
+        def call(x, state, weights, biases, layers, dropout, train, bidirectional, batch_first):
+            hidden, cell = state if isinstance(state, tuple) else (state, None)
+            size = hidden.shape[-1], 0, layers, batch_first, dropout, train, bidirectional, [], None
+            results = torch.ops.aten._cudnn_rnn(x, weights, 4, None, hidden, cell, mode, *size)
+            return results[:3] if cell is not None else results[:2]
+
+        return call
+
+    functions.lstm, functions.gru = calling(2), calling(3)
+    torch.backends.cudnn.is_available = lambda: True
 
 
 def main():
@@ -177,7 +216,9 @@ def main():
     for case in json.loads(sys.argv[1]):
         image, runs = tuple(case.pop("image", (28, 28, 1))), case.pop("runs", False)
         found, layer = {}, case.pop("layer", None)
-        work = functools.partial(train, image, runs, layer, found)
+        if case.pop("cudnn", False):
+            take_cudnn()
+        work = functools.partial(train, image, runs, layer, case.pop("net", None), case.pop("rows", NUM_ROWS), found)
         if case.setdefault("num_devices", 1) > 1:
             be_first_of(case["num_devices"])
         found["results"] = kerasdp.launch(work, backend="torch", device=DEVICE, compile="on", verbose=0, **case)

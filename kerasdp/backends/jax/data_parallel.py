@@ -87,7 +87,8 @@ class DataParallel(JaxStrategy):
         distribution = keras.distribution.distribution()
         keras.distribution.set_distribution(None)
         try:
-            yield
+            with super().running(model):
+                yield
         finally:
             keras.distribution.set_distribution(distribution)
 

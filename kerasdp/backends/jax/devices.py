@@ -1,10 +1,12 @@
 """JAX: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
 
 import atexit
+import contextlib
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -151,6 +153,28 @@ class JaxStrategy(Strategy):
         self.processes = processes_of(devices)
         self.shard = self.processes.rank, self.processes.num_processes
         self.num_devices, self.devices = devices.count, start_jax(devices, config)
+        self._told: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def running(self, model: "keras.Model") -> Iterator[None]:
+        """Computes LSTMs step by step where cuDNN's kernel would be wrong: see `_lstms_not_for_cudnn`."""
+        from kerasdp.reporting.report import warn
+
+        layers = _lstms_not_for_cudnn(model, self.devices)
+        chosen = [layer.use_cudnn for layer in layers]
+        if layers and model not in self._told and self.processes.rank == 0:
+            self._told.add(model)
+            warn(
+                f"{', '.join(layer.name for layer in layers)}: computed step by step on jax, not by cuDNN, whose LSTM "
+                "takes float32 on one GPU only"
+            )
+        for layer in layers:
+            layer.use_cudnn = False
+        try:
+            yield
+        finally:
+            for layer, choice in zip(layers, chosen, strict=True):
+                layer.use_cudnn = choice
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
@@ -173,6 +197,22 @@ class JaxStrategy(Strategy):
         own = [device for device in self.devices if device.process_index == jax.process_index()]
         statistics = [device.memory_stats() or {} for device in own]
         return [figures["peak_bytes_in_use"] for figures in statistics if "peak_bytes_in_use" in figures]
+
+
+def _lstms_not_for_cudnn(model: "keras.Model", devices: Sequence[jax.Device]) -> list[Any]:
+    """Returns the LSTMs that Keras (3.15) would give to cuDNN, and must not.
+
+    XLA (jax 0.10.2) cannot split its call: each of several GPUs would gather and compute the whole batch. Numbers of 16
+    bits do not compile: "Unknown output type", when the step is lowered, where Keras catches it no more.
+    """
+    import keras
+
+    from kerasdp.keras_compat.layers import all_layers
+
+    if devices[0].platform != "gpu":
+        return []
+    found = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.LSTM) and layer.use_cudnn]
+    return [layer for layer in found if len(devices) > 1 or layer.compute_dtype in ("bfloat16", "float16")]
 
 
 def _choose_platforms(config: Config, cluster: Cluster | None = None) -> None:

@@ -105,6 +105,10 @@ class CompiledStep:
             graph = self._captured(data, detail, key[1])
         except Exception as error:  # whatever a layer's Python does with fake tensors
             reason = f"{_place(error)} cannot be captured as a graph ({_line(error)})"
+            # cuDNN's kernel of LSTM and GRU cannot be differentiated without its buffer of weights, of which a capture
+            # (torch 2.13) knows nothing. It is as fast as a graph of all of its steps.
+            if "weight_buf" in reason:
+                reason = f"a recurrent layer of {self.model.name} runs by cuDNN's own kernel, which no graph holds"
         processes = self.strategy.processes
         if processes.any_rank(bool(reason)):  # or some ranks would wait for others in a step of another kind
             self._give_up(reason or "another rank cannot capture the step as a graph")
