@@ -20,6 +20,9 @@ os.environ["KERASDP_SECRET"] = SECRET
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what the tests on GPUs know; pytest reads options here and not in their folder."""
     parser.addoption("--rehearse", action="store_true", help="tests on GPUs: run on virtual CPU devices instead")
+    parser.addoption(
+        "--budget", metavar="MINUTES", type=float, help="tests on GPUs: the most worth first, none after it"
+    )
     proofs.pytest_addoption(parser)
 
 

@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]
 
 each_backend = pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 each_count = pytest.mark.parametrize("count", [1, 2, 4, 8])
-SHORT = ("--epochs=9", "--max_steps=40", "--batch_size=64", "--optimizer=sgd(learning_rate=0.01, momentum=0.9)")
+SHORT = (
+    "--epochs=9", "--max_steps=40", "--batch_size=64", "--optimizer=sgd(learning_rate=0.01, momentum=0.9)",
+    "--precision=float32",
+)  # fmt: skip
 # Steps whose losses are compared with those on the CPU, and how far they may be apart. In float32 a ReLU near zero may
 # fall on the other side, after which losses part by luck (seen between virtual CPU devices: 3e-4 from the 20th step).
 FARTHEST = {
@@ -187,7 +190,7 @@ def test_jax_leaves_other_gpus_alone(machine):
 
 
 @pytest.mark.parametrize("model", ["convnet", "resnet18"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["auto", "float32", "bfloat16"])
 def test_benchmark(machine, model, precision, tmp_path, record_property):
     """Speed beside the hand-written loops; nothing is asserted of it, since machines differ."""
     backends = [backend for backend in BACKENDS if machine.is_rehearsal or has_devices(machine, backend)]
