@@ -1,0 +1,89 @@
+"""TensorFlow's batch norm on GPUs is one operation, around which convolutions keep one layout."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from tests.helpers import BACKENDS
+
+pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="tensorflow is not installed")
+
+PLACE = "/job:localhost/replica:0/task:0/device:GPU:0"
+
+
+@pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
+def has_gpu(request, monkeypatch):
+    import tensorflow as tf
+
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["a GPU"] * request.param)
+    return request.param
+
+
+def optimized(dtype):
+    """Counts the operations that Grappler leaves, for an H100, of four convolutions with batch norm and gradients."""
+    import tensorflow as tf
+    from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2, rewriter_config_pb2
+    from tensorflow.python.grappler import cluster, tf_optimizer
+
+    from kerasdp.backends.tensorflow.batch_norm import normalize
+
+    graph = tf.Graph()
+    with graph.as_default(), tf.device(PLACE):
+        x = tf.compat.v1.placeholder(dtype, (256, 28, 28, 64))
+        kernels = [tf.compat.v1.placeholder(dtype, (3, 3, 64, 64)) for _ in range(4)]
+        for kernel in kernels:
+            x, _, _ = normalize(tf.nn.conv2d(x, kernel, 1, "SAME"), 3, tf.ones(64), tf.zeros(64), 1e-3)
+            x = tf.nn.relu(x)
+        loss = tf.reduce_mean(tf.square(tf.cast(x, tf.float32)))
+        wanted = [tf.identity(each) for each in (loss, *tf.gradients(loss, kernels))]
+    whole = meta_graph_pb2.MetaGraphDef(graph_def=graph.as_graph_def(add_shapes=True))
+    whole.collection_def["train_op"].node_list.value.extend(each.op.name for each in wanted)
+    gpu = device_properties_pb2.DeviceProperties(
+        type="GPU", vendor="NVIDIA", model="H100", frequency=1980, num_cores=132, memory_size=80 << 30,
+        bandwidth=3352320000, environment={"architecture": "9.0"},
+    )  # fmt: skip
+    cpu = device_properties_pb2.DeviceProperties(type="CPU", frequency=2000, num_cores=8)
+    named = [(PLACE, gpu), (PLACE.replace("GPU", "CPU"), cpu)]
+    devices = [device_properties_pb2.NamedDevice(name=name, properties=properties) for name, properties in named]
+    config = config_pb2.ConfigProto()
+    options = config.graph_options.rewrite_options
+    options.min_graph_nodes, options.layout_optimizer = -1, rewriter_config_pb2.RewriterConfig.ON
+    options.optimizers.append("layout")
+    machine = cluster.Cluster(
+        allow_soft_placement=True, disable_detailed_stats=True, disable_timeline=True, devices=devices
+    )
+    found = tf_optimizer.OptimizeGraph(config, whole, cluster=machine, verbose=False)
+    return collections.Counter(node.op for node in found.node)
+
+
+def test_convolutions_keep_one_layout(has_gpu):
+    import tensorflow as tf
+
+    found = optimized(tf.float32)
+    print(found["Transpose"], "transposes")
+    if has_gpu:
+        assert found["Transpose"] <= 8 and found["FusedBatchNormV3"] == found["FusedBatchNormGradV3"] == 4
+    else:  # where the layout is the one that images have
+        assert found["FusedBatchNormV3"] == 0
+
+
+def test_numbers_are_those_of_the_cpu(monkeypatch):
+    """To the round-off of TensorFlow's kernel, which is the CPU's here."""
+    import tensorflow as tf
+
+    from kerasdp.backends.tensorflow.batch_norm import normalize
+
+    random = np.random.RandomState(0)
+    x = tf.constant(random.randn(6, 7, 7, 5).astype("float32") * 3 + 1)
+    scale, offset, upstream = (tf.constant(random.randn(*shape).astype("float32")) for shape in ((5,), (5,), x.shape))
+    found = []
+    for gpus in ([], ["a GPU"]):
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind, gpus=gpus: gpus)
+        with tf.GradientTape() as tape:
+            tape.watch([x, scale, offset])
+            outputs, mean, variance = normalize(x, 3, scale, offset, 1e-3)
+            loss = tf.reduce_sum(outputs * upstream)
+        found.append([outputs, mean, variance, *tape.gradient(loss, [x, scale, offset])])
+    for expected, received in zip(*found, strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
