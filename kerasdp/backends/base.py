@@ -296,7 +296,7 @@ class Strategy(Protocol):
         """Builds an optimizer from within a replica, once for all of this process."""
         optimizer.build(variables)
 
-    def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
+    def shard_passes(self, model: "keras.Model", batch: DeviceBatch, *, with_loss: bool) -> list[ShardPass]:
         """Runs a forward pass of training on each replica of this process; no variable changes.
 
         For strategies that split batches.

@@ -212,8 +212,11 @@ class ShardSteps:
             outputs = self.forward(self.model, batch.inputs, training=False)
             return outputs if context is None else context.whole_outputs(outputs)
 
-    def shard_pass(self, batch: DeviceBatch) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
-        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch."""
+    def shard_pass(self, batch: DeviceBatch, with_loss: bool) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
+        """Returns what each layer gives in a forward pass of training, the outputs and the loss of the global batch.
+
+        Without the loss, which then is 0, the outputs are those of the replica's rows.
+        """
         import keras
 
         from kerasdp.backends.observer import shard_outputs
@@ -222,6 +225,8 @@ class ShardSteps:
         with keras.StatelessScope(fixed_values(self.model), collect_losses=True):
             with use(self.context(batch)) as context, shard_outputs(self.model) as layers:
                 outputs = self.forward(self.model, batch.inputs, training=True)
+            if not with_loss:
+                return layers, keras.tree.flatten(outputs), keras.ops.zeros(())
             whole = self.global_batch(batch, outputs, context, training=True)
             loss = whole.take(self.sums(whole.shared))
         return layers, [] if whole.is_of_own_rows else keras.tree.flatten(whole.whole().outputs), loss

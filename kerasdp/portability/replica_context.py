@@ -96,7 +96,7 @@ class RowAxes:
         adding: the layers that add losses, by `id`.
         keeping: by `id`, of each layer that assigns to variables what it sees of the rows, these variables.
         mixing: layers that mix the samples of a batch.
-        is_checked: whether these are all that were found before a first step.
+        checked: what was compared with the whole batch, with these: `"outputs"`, and `"loss"` of these.
         assigning: the layers that assign to variables, each with these, whatever they assign.
         outputs: of the model, as it gives them in training: `KerasTensor`s; None if it was not called.
     """
@@ -106,7 +106,7 @@ class RowAxes:
         self.adding: dict[int, Adding] = {}
         self.keeping: dict[int, list[Any]] = {}
         self.mixing: list[Any] = []
-        self.is_checked = False
+        self.checked: set[str] = set()
         self.assigning: list[tuple[Any, list[Any]]] = []
         self.outputs: Any = None
 

@@ -41,10 +41,12 @@ _NOISE = 1e-6
 _LAST = 10**9
 
 
-def check_first_step(model: keras.Model, config: Config, strategy: Strategy, reader: Reader) -> None:
+def check_first_step(
+    model: keras.Model, config: Config, strategy: Strategy, reader: Reader, *, with_loss: bool = True
+) -> None:
     """Compares a forward pass of training on a few samples, whole on one device, with one that is split over all.
 
-    So before the first evaluation of a model that was not trained.
+    So before the first evaluation or prediction of a model that was not trained.
 
     The batch is uneven: one less than four samples a replica, so that there is padding as well. With stages or
     `accumulate`, a micro-batch is compared. No variable changes. jax, without stages, computes the whole batch as one
@@ -55,6 +57,7 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
         config: `check` is read.
         strategy: how the devices share the work.
         reader: of the training data.
+        with_loss: whether there is a loss: not of a prediction.
 
     Raises:
         UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does; a layer for
@@ -65,9 +68,9 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
     if "train_step" in own_steps(model):
         _check_own_step(model, strategy, reader)
         return
-    name, text, num_rows = _first_of_all(model, strategy, reader)
+    name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
     while text and strategy.splits_batches and _calls_with_all_rows(model, name, reader, strategy):
-        mixing, (name, text, num_rows) = name, _first_of_all(model, strategy, reader)
+        mixing, (name, text, num_rows) = name, _first_of_all(model, strategy, reader, with_loss)
         if name == mixing:
             break
         if strategy.processes.rank == 0:
@@ -81,10 +84,10 @@ def check_first_step(model: keras.Model, config: Config, strategy: Strategy, rea
             f"({text}, of {num_rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
             "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
         )
-    row_axes_of(model).is_checked = True
+    row_axes_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 
 
-def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader) -> tuple[str, str, int]:
+def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> tuple[str, str, int]:
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     if strategy.stages is not None:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
@@ -93,10 +96,10 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader) -> tup
         data = reader.sample(4 * strategy.num_replicas - 1)
         with _statistics_of_whole_batch(model):
             batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
-            shards = strategy.shard_passes(model, batch)
-            whole = _whole_pass(model, data)
+            shards = strategy.shard_passes(model, batch, with_loss=with_loss)
+            whole = _whole_pass(model, data, with_loss)
             noisy = (
-                _whole_pass(model, data, _NOISE)
+                _whole_pass(model, data, with_loss, _NOISE)
                 if any(_first_difference(whole, shard)[2] for shard in shards)
                 else None
             )
@@ -202,7 +205,7 @@ def _statistics_of_whole_batch(model: keras.Model) -> Iterator[None]:
             layer.statistics = statistics
 
 
-def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0.0) -> ShardPass:
+def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], with_loss: bool, noise: float = 0.0) -> ShardPass:
     """Runs a forward pass of training on one device.
 
     `noise`: by how much each weight is changed, up or down, as a share of it.
@@ -212,8 +215,10 @@ def _whole_pass(model: keras.Model, data: tuple[Any, Any, Any], noise: float = 0
     with keras.StatelessScope(fixed_values(model, noise), collect_losses=True):
         with shard_outputs(model) as layers:
             outputs = call_in_training(model, inputs)
-        with losses_of_whole_batch():
-            loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+        loss = None
+        if with_loss:
+            with losses_of_whole_batch():
+                loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
     num_rows = len(keras.tree.flatten(inputs)[0])
     return ShardPass(layers, keras.tree.flatten(outputs), loss, first_row=0, num_rows=num_rows, rows=num_rows)
 
@@ -233,7 +238,13 @@ def _first_difference(whole: ShardPass, shard: ShardPass, noisy: ShardPass | Non
             return place, f"layer {layer_name(name)}", _size(expected, received)
     for place, (expected, received) in enumerate(zip(whole.outputs, shard.outputs), len(whole.layers)):
         tolerance = _tolerance(expected, noisy and noisy.outputs[place - len(whole.layers)])
-        if not is_close(to_array(expected), to_array(received), tolerance):
+        # Those of a prediction are the replica's own.
+        alike = (
+            _is_shard(expected, received, whole.rows, shard, tolerance)
+            if whole.loss is None
+            else is_close(to_array(expected), to_array(received), tolerance)
+        )
+        if not alike:
             return place, "the outputs", _size(expected, received)
     if whole.loss is not None:
         expected, received = to_array(whole.loss), to_array(shard.loss)

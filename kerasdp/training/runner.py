@@ -291,9 +291,10 @@ class Runner:
                 callbacks, add_progbar=verbose != 0, verbose=verbose, epochs=1, steps=reader.num_batches, model=model
             )
         with self.steps.running(model, evaluated) as functions:
-            if step == "test_step" and not row_axes_of(model).is_checked and not own_steps(model):
+            with_loss = step == "test_step"
+            if ("loss" if with_loss else "outputs") not in row_axes_of(model).checked and not own_steps(model):
                 with self.heartbeat.compiling():
-                    check_first_step(model, self.config, self.strategy, reader)
+                    check_first_step(model, self.config, self.strategy, reader, with_loss=with_loss)
             with open_feed(self.strategy, reader) as feed:
                 yield Loop(model, self.strategy, self.state, functions), feed, callbacks
 

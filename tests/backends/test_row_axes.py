@@ -34,6 +34,14 @@ def test_rows_are_found_wherever_they_are(way, name):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_predictions_alone_are_those_of_the_whole_batch(way):
+    expected, received = trained("torch", 1)["predictions"], trained(*way)["predictions"]
+    assert way[0] == "jax" or "mixes the samples of a batch" in received.pop("mix of operations")
+    for name, rows in received.items():
+        assert_same(expected[name], rows, 1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_what_mixes_rows_outside_of_layers_is_refused(way):
     received = trained(*way)["mix of operations"]
     if way[0] == "jax":  # one program sees the whole batch

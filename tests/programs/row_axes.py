@@ -189,11 +189,23 @@ class ByShape(RowAxes):
 
 def train(runner):
     results = train_all(runner, MODELS)
+    results["predictions"] = {name: predicted(runner, name) for name in ("mix", "time first", "mix of operations")}
     if runner.strategy.splits_batches:
         prepare.find_row_axes = lambda model, _: row_search._found.put(model, {"call": ([], ByShape())})
         first_step_check._calls_with_all_rows = lambda *_: False
         results["without the search"] = train_all(runner, ("windows", "time first", "views", "mix"))
     return results
+
+
+def predicted(runner, name):
+    """What a model that was never trained predicts."""
+    x = np.random.RandomState(0).randn(2 * ROWS, 8, 6).astype("float32")
+    with runner.scope():
+        model = MODELS[name]()
+    try:
+        return runner.predict(model, x, batch_size=ROWS).tolist()
+    except kerasdp.UserError as error:
+        return str(error)
 
 
 def train_all(runner, names):

@@ -200,12 +200,12 @@ class DataParallel(TensorFlowStrategy):
 
         tf.distribute.get_replica_context().merge_call(build)
 
-    def shard_passes(self, model: "keras.Model", batch: DeviceBatch) -> list[ShardPass]:
+    def shard_passes(self, model: "keras.Model", batch: DeviceBatch, *, with_loss: bool) -> list[ShardPass]:
         """Runs a forward pass of training on each replica; no variable changes."""
         steps = ReplicaSteps(self, model)
 
         def run() -> Any:
-            return steps.shard_pass(_own_batch(batch))
+            return steps.shard_pass(_own_batch(batch), with_loss)
 
         results = self.mirrored.run(run)  # eager: a graph would take seconds
         passes = []

@@ -144,11 +144,11 @@ class DataParallel(TorchStrategy):
         return run_state.num_steps - run_state.first_step
 
     @torch.no_grad()
-    def shard_passes(self, model: Any, batch: DeviceBatch) -> list[ShardPass]:
+    def shard_passes(self, model: Any, batch: DeviceBatch, *, with_loss: bool) -> list[ShardPass]:
         """Runs a forward pass of training on this process's replica; no variable changes."""
         if self.num_replicas == 1:
             return []
-        layers, outputs, loss = RankSteps(self, model).shard_pass(batch)
+        layers, outputs, loss = RankSteps(self, model).shard_pass(batch, with_loss)
         own = self.split.replicas(len(batch.indices))[self.processes.rank]
         return [ShardPass(layers, outputs, loss, *own)]
 
