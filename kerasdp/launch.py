@@ -9,7 +9,6 @@ import itertools
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -280,18 +279,19 @@ def _native_stderr_suppressed() -> Iterator[None]:
     none, it is shown.
     """
     sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
-        try:
-            yield
-        except UnseenGPUsError:
-            written.seek(0)
-            os.write(kept, written.read())
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+    in_memory = hasattr(os, "memfd_create")  # on Linux
+    kept, written = os.dup(2), os.memfd_create("stderr") if in_memory else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(written, 2)
+    try:
+        yield
+    except UnseenGPUsError:
+        if in_memory:
+            os.write(kept, os.pread(written, 1 << 20, 0))
+        raise
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(written)
 
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:

@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Lets the runs of proofs be written down, and makes the folder where pytest's processes find their servers."""
     proofs.pytest_configure(config)
+    if config.option.markexpr != "gpu" and os.path.exists("/dev/nvidia0"):  # all else is for virtual CPU devices
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if SERVERS not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="kerasdp-tests-", dir="/tmp")  # a socket has a short path
         os.environ[SERVERS] = folder.name

@@ -217,7 +217,9 @@ def _why_there_are_none(backend: str) -> str:
     if backend == "jax" and hardware.has_tpu():
         return "jax sees no TPU here: pip install 'kerasdp[jax-tpu]', and end other programs that use it"
     if "CUDA_VISIBLE_DEVICES" not in os.environ and (count := hardware.kernel_gpus()):
-        return f"{_NONE}, though the kernel has {count}: a container needs --gpus=all, WSL2 the driver of Windows"
+        return f"{_NONE}, though the kernel has {count}: start the container with --gpus=all"
+    if os.path.exists("/dev/dxg"):  # Windows' subsystem for Linux
+        return f"{_NONE}: WSL2 has those of NVIDIA's driver for Windows, and must not have one for Linux"
     return _NONE
 
 

@@ -155,8 +155,7 @@ def _is_installed(package: str) -> bool:
 
 def kernel_gpus(folder: str = "/proc/driver/nvidia/gpus") -> int:
     """Returns how many NVIDIA GPUs the kernel knows, also those that a container does not show; `folder` lists them."""
-    found = len(os.listdir(folder)) if os.path.isdir(folder) else 0
-    return found or int(os.path.exists("/dev/dxg"))  # of Windows' subsystem for Linux
+    return len(os.listdir(folder)) if os.path.isdir(folder) else 0
 
 
 def has_tpu(pci: str = "/sys/bus/pci/devices") -> bool:

@@ -107,6 +107,6 @@ def test_a_container_that_does_not_show_them(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     why(monkeypatch, "torch", None, kernel=1)
     found = choose_devices(Config(backend="torch"), 0)
-    assert found.reason.startswith("no GPU found, though the kernel has 1: a container needs --gpus=all")
+    assert found.reason.startswith("no GPU found, though the kernel has 1: start the container with --gpus=all")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose_devices(Config(backend="torch"), 0).reason == "no GPU found"

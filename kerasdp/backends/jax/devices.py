@@ -131,8 +131,10 @@ def set_precision_of_products(kind: str, config: Config) -> None:
     # another curve, so there float32 means float32. Inputs of 16 bits are multiplied as fast as without this (jax
     # 0.10.2, compiled for v5e and H100).
     precision: str | None = "float32"
-    if config.may_use_tf32:
-        precision = "tensorfloat32" if config.precision == "tf32" else None if kind == "gpu" else "float32"
+    if config.precision == "tf32":
+        precision = "tensorfloat32"
+    elif config.may_use_tf32 and kind == "gpu":
+        precision = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
     jax.config.update("jax_default_matmul_precision", precision)
 
 
