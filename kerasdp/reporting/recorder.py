@@ -78,7 +78,8 @@ class Recorder(keras.callbacks.Callback):
         """Says what is about to run."""
         if not self.verbose:
             return
-        lines = [report.start_line(self.facts, self._learning_rate()), self._describe()]
+        lines = [report.start_line(self.facts, self._learning_rate()), report.of_small_batches(self.facts)]
+        lines.append(self._describe())
         if self._saved:
             is_over = self.run_state.was_over or self.run_state.is_at_last_step
             saved = self._saved
