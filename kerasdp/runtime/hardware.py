@@ -32,8 +32,8 @@ _WITH_CUDA = {
     "jax": "pip install 'kerasdp[jax-cuda]'",
     "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
 }
-# Of cuInit, where the kernel does see GPUs (CUDA driver API, CUresult).
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+# Of cuInit, where the kernel does see GPUs (CUDA driver API, CUresult).
 _ERRORS_OF_DRIVER = {
     802: "the GPUs' fabric is not ready: nvidia-fabricmanager must run",
     803: "its library and its kernel module are of different versions: restart the machine",
@@ -57,14 +57,20 @@ class Driver(NamedTuple):
 
 def nvidia_driver() -> Driver | None:
     """Returns what NVIDIA's driver says; None where there is none."""
+    if (known := _cuda_of_driver()) is None:
+        return None
+    error: int = ctypes.CDLL("libcuda.so.1").cuInit(0)
+    return Driver(num_gpus("cuda"), known, error)
+
+
+def _cuda_of_driver() -> tuple[int, int] | None:
+    """Returns the CUDA that the driver knows, without starting it: a process that has may not be forked any more."""
+    version = ctypes.c_int(0)
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int(0)
-        driver.cuDriverGetVersion(ctypes.byref(version))
-        error: int = driver.cuInit(0)
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):  # it is not installed, or a stub
         return None
-    return Driver(num_gpus("cuda"), (version.value // 1000, version.value % 1000 // 10), error)
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def num_gpus(platform: str) -> int:
@@ -104,8 +110,8 @@ def is_too_old_for(cuda: str | None) -> bool:
 
     Drivers of one major version run all its minor versions.
     """
-    driver = nvidia_driver()
-    return driver is not None and cuda is not None and 0 < driver.cuda[0] < int(cuda.partition(".")[0])
+    known = _cuda_of_driver()
+    return known is not None and cuda is not None and 0 < known[0] < int(cuda.partition(".")[0])
 
 
 def why_unseen(backend: str) -> str:

@@ -13,11 +13,12 @@ from tests.helpers import BACKENDS, run
 
 # What NVIDIA's driver answers on a machine with two GPUs.
 DRIVER = """
-#include <stdlib.h>
-static int number(const char *name, int otherwise) { const char *is = getenv(name); return is ? atoi(is) : otherwise; }
-int cuDriverGetVersion(int *version) { *version = number("DRIVER_CUDA", 13000); return 0; }
-int cuInit(unsigned flags) { return number("DRIVER_ERROR", 0); }
-int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+static int is_started = 0;
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuInit(unsigned flags) { is_started = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return !is_started; }
+int cuDeviceGet(int *device, int number) { *device = number; return !is_started; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
 """
 CURES = {
     "torch": "it is installed without CUDA; pip uninstall torch, then pip install 'kerasdp[torch]'",
@@ -71,8 +72,32 @@ def test_the_environments_report_says_it(driver):
     assert CURES[BACKENDS[0]] in done.stdout, done.stderr
 
 
+def test_what_the_driver_says(driver):
+    """Which CUDA it knows is asked without starting it: processes may be forked afterwards."""
+    code = (
+        "import ctypes; from kerasdp.runtime import hardware as own; asked = own.is_too_old_for('14.0');"
+        "print(asked, ctypes.CDLL('libcuda.so.1').cuDeviceGet(ctypes.byref(ctypes.c_int()), 0), own.has_tf32(),"
+        "tuple(own.nvidia_driver()))"
+    )
+    assert run("-c", code, LD_LIBRARY_PATH=driver).stdout.strip() == "True 1 True (2, (13, 0), 0)"
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
+def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
+    import torch
+
+    from kerasdp.backends.torch.devices import make_devices
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # by NVML, which knows them all the same
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    why(monkeypatch, "torch", hardware.Driver(num_gpus=2, cuda=(12, 4), error=0), cuda="13.0")
+    with pytest.raises(UnseenGPUsError, match="has 2 GPUs, and torch sees none: it is built for CUDA 13"):
+        make_devices(Config(backend="torch"))
+
+
 def why(monkeypatch, backend, driver, *, cuda=None, kernel=2):
     monkeypatch.setattr(hardware, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(hardware, "_cuda_of_driver", lambda: driver and driver.cuda)
     monkeypatch.setattr(hardware, "_cuda_of", lambda name: cuda)
     monkeypatch.setattr(hardware, "kernel_gpus", lambda: kernel)
     return hardware.why_unseen(backend)

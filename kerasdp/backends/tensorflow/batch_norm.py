@@ -57,7 +57,7 @@ def _by_kernel(
     """Normalizes images by one operation, which Grappler knows.
 
     Around operations that XLA compiles, it leaves each float32 convolution its own layout: of four of them with their
-    gradients, 44 transposes a step instead of 8 (TensorFlow 2.21, graphs optimized for an H100).
+    gradients, 44 transposes a step instead of 4 (TensorFlow 2.21, graphs optimized for an H100).
     """
     channels = x.shape[-1]
     scale = tf.ones(channels) if scale is None else tf.cast(scale, tf.float32)
