@@ -1,7 +1,6 @@
 """How jax is started where there are GPUs, TPUs or several hosts."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime import devices, hardware
 from kerasdp.runtime.devices import Devices
+from tests.accelerators.driver import make_driver
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
 
 pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
@@ -27,13 +27,7 @@ int cuDeviceGetCount(int *count) { *count = 4; return 0; }
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     """A folder with a driver that has four GPUs."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True)
-    return str(folder)
+    return make_driver(tmp_path_factory.mktemp("driver"), DRIVER)
 
 
 def test_jax_sees_only_the_gpus_of_the_run(driver):

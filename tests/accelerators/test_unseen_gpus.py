@@ -1,14 +1,12 @@
 """GPUs that the machine has and a framework does not see end a run in a line that says why: it would be slow else."""
 
-import shutil
-import subprocess
-
 import pytest
 
 from kerasdp.config import Config
 from kerasdp.errors import UnseenGPUsError
 from kerasdp.runtime import hardware
 from kerasdp.runtime.devices import choose_devices
+from tests.accelerators.driver import make_driver
 from tests.helpers import BACKENDS, run
 
 # What NVIDIA's driver answers on a machine with two GPUs.
@@ -30,13 +28,7 @@ CURES = {
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     """A folder with that driver."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True)
-    return str(folder)
+    return make_driver(tmp_path_factory.mktemp("driver"), DRIVER)
 
 
 def train(backend, driver, *flags, **variables):
