@@ -18,11 +18,15 @@ def next_seed(seed: Any) -> Any:
     """Returns two words to draw with, and advances a `SeedGenerator`.
 
     Keras 3.15: `draw_seed`. `SeedGenerator.next()` is public, but the global generator, which stands for a seed that
-    was not given, is not.
+    was not given, is not. On torch Keras looks for shapes on the device "meta", where it draws without a seed
+    itself; where that fails it tries again on the CPU, in the same `StatelessScope`, which would know the generator's
+    next state as a tensor without numbers.
 
     Args:
         seed: a `keras.random.SeedGenerator`, an int, or None.
     """
+    if get_global_attribute("torch_device") == "meta":
+        return keras.ops.zeros((2,), "int32")
     return draw_seed(seed)
 
 

@@ -99,3 +99,20 @@ def test_what_is_not_portable_is_named():
             numbers(keras.random.uniform((2,), seed=1)), numbers(random_numbers.uniform((2,), seed=1))
         )
     np.testing.assert_array_equal(numbers(keras.random.uniform((2,), seed=1)), numbers(original))  # and back
+
+
+def test_shapes_are_found_where_a_layer_looks_at_its_numbers():
+    """Keras on torch looks for shapes on the device "meta", which has no numbers, and then again on the CPU."""
+
+    class Mixer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(3)
+
+        def call(self, x):
+            order = keras.random.shuffle(ops.arange(4), seed=self.seed)
+            noise = keras.random.uniform((4,), seed=self.seed)
+            return x + noise if keras.config.backend() != "torch" or int(order[0]) < 4 else x
+
+    with random_numbers.portable_draws("layer mixer"), pytest.warns(UserWarning, match="shuffle"):
+        assert keras.Sequential([keras.Input((4,)), Mixer()]).output_shape == (None, 4)
