@@ -1,6 +1,7 @@
 """Reads samples by their number: from arrays, a folder of images, columns, or a library that knows its files."""
 
 import functools
+import math
 import numbers
 import os
 import threading
@@ -41,7 +42,8 @@ class ArraySource:
     """Samples in memory.
 
     Args:
-        inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays.
+        inputs: array of shape `(samples, ...)`, or a structure (dict, list, tuple) of such arrays. Of a sparse matrix
+            of SciPy the rows of a batch become dense.
         targets: likewise, or None.
         sample_weight: likewise, or None.
 
@@ -53,6 +55,7 @@ class ArraySource:
     name = ""
 
     def __init__(self, inputs: Any, targets: Any = None, sample_weight: Any = None):
+        inputs = keras.tree.map_structure(lambda leaf: _SparseRows(leaf) if hasattr(leaf, "tocsr") else leaf, inputs)
         self._inputs, self._targets, self._sample_weight = as_arrays((inputs, targets, sample_weight))
         self.num_samples = num_samples((self._inputs, self._targets, self._sample_weight))
 
@@ -78,6 +81,32 @@ class ArraySource:
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """See `Source`."""
         return take_rows(self._targets, indices), take_rows(self._sample_weight, indices)
+
+
+class _SparseRows:
+    """A sparse matrix of SciPy, whose rows are dense arrays when they are taken.
+
+    Attributes:
+        shape: `(samples, columns)`; so are `ndim`, `dtype` and `nbytes` as of a dense array.
+    """
+
+    def __init__(self, matrix: Any):
+        self._matrix, self.shape, self.ndim = matrix.tocsr(), matrix.shape, matrix.ndim
+        self.dtype = np.dtype(keras.config.floatx() if matrix.dtype == np.float64 else matrix.dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Any:
+        """Returns dense rows, shape `(rows, columns)`; of a slice rows that are still sparse."""
+        if isinstance(rows, slice):
+            return _SparseRows(self._matrix[rows])
+        return self._matrix[rows].toarray().astype(self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Returns all rows, dense, for what stays on the devices."""
+        return self._matrix.toarray().astype(dtype or self.dtype)
 
 
 class ImageFolder:
@@ -205,19 +234,26 @@ def as_arrays(structure: Any) -> Any:
     """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, as in `keras.Model.fit`."""
 
     def as_array(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if hasattr(leaf, "toarray"):  # of SciPy: NumPy would take it for one object
-            raise UserError(f"expected arrays. Received: {type(leaf).__name__}, which is sparse; use its toarray()")
+        if leaf is None or isinstance(leaf, _SparseRows):
+            return leaf
         try:
-            array = np.asarray(leaf)
+            array = np.asarray(leaf.toarray() if hasattr(leaf, "tocsr") else leaf)
         except ValueError as error:  # lists of different lengths
             raise UserError(f"expected arrays. Received: {type(leaf).__name__}, which is none ({error})") from error
+        if not array.ndim and len(getattr(leaf, "shape", ())):  # NumPy has taken it for one object
+            raise UserError(
+                f"expected arrays. Received: {type(leaf).__name__}, of which NumPy makes none; make it dense"
+            )
         if type(leaf).__name__ == "Series" and array.ndim == 1:  # of pandas or polars: a column, as in Keras
             array = array[:, None]
         return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
 
     return keras.tree.map_structure(as_array, structure)
+
+
+def is_of_arrays(x: Any) -> bool:
+    """Returns whether this is an array, a sparse matrix, or a structure that may be of such."""
+    return isinstance(x, (list, tuple, dict)) or hasattr(x, "__array__") or hasattr(x, "tocsr")
 
 
 def num_samples(data: tuple[Any, Any, Any]) -> int:
@@ -289,7 +325,7 @@ def split_off(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tupl
     Raises:
         UserError: if nothing would be left on one side.
     """
-    source = ArraySource(x, y, sample_weight) if isinstance(x, (list, tuple, dict)) or hasattr(x, "__array__") else None
+    source = ArraySource(x, y, sample_weight) if is_of_arrays(x) else None
     if source is None:
         raise UserError(f"validation_split: expected arrays. Received: {type(x).__name__}; give validation_data")
     cut = int(source.num_samples * (1.0 - fraction)) if 0 < fraction < 1 else 0

@@ -13,7 +13,7 @@ from kerasdp.data.batch_reader import IndexedReader, StreamReader
 from kerasdp.data.datasets import StandIn
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sampling import Order, seed_of_fit
-from kerasdp.data.sources import ArraySource, weights_of_classes
+from kerasdp.data.sources import ArraySource, is_of_arrays, weights_of_classes
 from kerasdp.data.streams import Stream, length_of
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.settings import seed_tensorflow
@@ -72,7 +72,7 @@ def make_reader(
         UserError: if the data cannot be split over the devices, or there are two kinds of targets or weights.
     """
     seed, weights_given = seed_of_fit(config.seed, fit_number), sample_weight is not None or class_weight is not None
-    if _is_source(x) or _is_of_arrays(x):
+    if _is_source(x) or is_of_arrays(x):
         if _is_source(x) and (y is not None or weights_given):
             raise UserError(f"with a {type(x).__name__} as x, leave out y and weights: they are in x")
         if class_weight is not None:
@@ -139,11 +139,6 @@ def _capped(steps: int | None, there: int | None) -> int | None:
     """Returns the batches of an epoch as `keras.config.max_steps_per_epoch` allows; None: all that are there."""
     most = keras.config.max_steps_per_epoch()
     return steps if most is None or (steps or there or most) < most else most
-
-
-def _is_of_arrays(x: Any) -> bool:
-    is_array = any(hasattr(x, name) for name in ("__array__", "toarray"))  # sparse ones are refused with their name
-    return is_array or isinstance(x, (list, tuple, dict))
 
 
 def _is_source(x: Any) -> bool:

@@ -16,7 +16,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import DATASETS as NAMES
 from kerasdp.data import datasets
 from kerasdp.data.datasets import DATASETS, load_data
-from kerasdp.data.sources import ArraySource, ImageFolder, weights_of_classes
+from kerasdp.data.sources import ArraySource, ImageFolder, split_off, weights_of_classes
 from kerasdp.errors import UserError
 from tests.helpers import make_images, some_images, write_idx
 
@@ -205,11 +205,27 @@ def test_arrays_of_unequal_length():
             ArraySource(*arrays)
 
 
-def test_sparse_matrices_are_refused():
+def test_rows_of_sparse_matrices_become_dense():
     sparse = pytest.importorskip("scipy.sparse")  # comes with jax
-    for arrays in ((sparse.eye(3), np.zeros(3)), (np.zeros(3), sparse.csr_matrix(np.eye(3)))):
-        with pytest.raises(UserError, match="_matrix, which is sparse; use its toarray()"):
-            ArraySource(*arrays)
+    dense = np.arange(12.0).reshape(4, 3) % 5
+    for matrix in (sparse.csr_matrix(dense), sparse.coo_array(dense)):
+        source = ArraySource({"x": matrix}, sparse.csr_matrix(dense[:, :1]))
+        assert source.num_samples == 4
+        assert source.num_bytes == dense.astype("float32").nbytes
+        rows = source.inputs(np.array([2, 0]))["x"]
+        np.testing.assert_array_equal(rows, dense[[2, 0]].astype("float32"), strict=True)
+        np.testing.assert_array_equal(source.targets(np.array([3]))[0], dense[3:, :1])
+        (x, _, _), (x_validation, _, _) = split_off(matrix, dense, None, 0.25)
+        np.testing.assert_array_equal(np.asarray(x), dense[:3])
+        np.testing.assert_array_equal(ArraySource(x_validation).inputs(np.array([0])), dense[3:])
+
+
+def test_what_is_an_array_for_others_is_named():
+    class RaggedTensor:
+        shape = (3, None)
+
+    with pytest.raises(UserError, match="expected arrays. Received: RaggedTensor, of which NumPy makes none"):
+        ArraySource(RaggedTensor())
 
 
 def test_weights_of_classes():
