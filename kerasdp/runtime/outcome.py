@@ -134,8 +134,13 @@ def _write(outcome: Outcome) -> None:
     path, content = _path(_place), pickle.dumps(tuple(outcome))
     with _lock:  # a link may end this process for another one while it fails
         if not os.path.exists(path):
-            with open(f"{path}.new", "wb") as file:
-                file.write(content)
+            try:
+                with open(f"{path}.new", "wb") as file:
+                    file.write(content)
+            except OSError:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(f"{path}.new")  # makes room to say so
+                raise
             os.replace(f"{path}.new", path)
 
 

@@ -43,8 +43,11 @@ class SentResult:
             with without_tensorflow_for(self._pickled):
                 return pickle.loads(self._pickled)
         except Exception as error:
-            result = _WithoutModels(io.BytesIO(self._pickled)).load()
-            raise _unsent(result, error, "which cannot be made anew in this process", self._folder) from error
+            raise self.saved(error, "which cannot be made anew in this process") from error
+
+    def saved(self, error: Exception, words: str) -> UserError:
+        """Saves the models and histories in it, and returns what says so; `words`: what went wrong."""
+        return _unsent(_WithoutModels(io.BytesIO(self._pickled)).load(), error, words, self._folder)
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -27,6 +27,7 @@ from kerasdp.runtime.cluster import MEETING_PLACE
 from kerasdp.runtime.heartbeat import Rank, read_rank
 from kerasdp.runtime.linked_processes import current_link
 from kerasdp.runtime.outcome import Outcome, Place
+from kerasdp.runtime.returning import SentResult
 from kerasdp.runtime.sending import not_run_again, sent
 
 _SECONDS_BETWEEN_LOOKS = 0.25
@@ -227,13 +228,22 @@ class Workers:
         return WorkerError(f"{name} {outcome.how_it_ended(exit_code)}{why}")
 
 
+def _write_result(result: Any) -> None:
+    try:
+        outcome.write_result(result)
+    except OSError as error:
+        if not isinstance(result, SentResult):
+            raise
+        raise result.saved(error, f"for which there is no room in {tempfile.gettempdir()}") from error
+
+
 def _work(place: Place, environment: dict[str, str], function: Callable[..., Any], args: list[Any]) -> None:
     """Runs in a worker."""
     os.environ.clear()
     os.environ.update(environment)
     begin_worker(place)
     try:
-        outcome.write_result(function(*args))
+        _write_result(function(*args))
         return
     except KeyboardInterrupt:  # which the parent gets, too
         os._exit(128 + signal.SIGINT)

@@ -1,9 +1,10 @@
 """Returns a model of a class of this script, and its history; prints both. The class may not say how it is made.
 
-python returned.py BACKEND NUM_DEVICES FOLDER whole|without_config
+python returned.py BACKEND NUM_DEVICES FOLDER whole|without_config|large
 """
 
 import json
+import resource
 import sys
 
 import keras
@@ -34,9 +35,13 @@ def train(runner):
     class Loss(keras.losses.SparseCategoricalCrossentropy):  # which only this process knows
         pass
 
-    model = Model(2) if kind == "whole" else WithoutConfig(keras.layers.Dense(2))
+    model = WithoutConfig(keras.layers.Dense(2)) if kind == "without_config" else Model(2)
     model.compile("adam", Loss(from_logits=True))
-    return {"model": model, "history": model.fit(X, Y, batch_size=4, epochs=2)}
+    found = {"model": model, "history": model.fit(X, Y, batch_size=4, epochs=2)}
+    if kind == "large":  # for the temporary folder, which has as little room as the largest file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+        found["large"] = np.zeros(2**20, "uint8")
+    return found
 
 
 settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "verbose": 0}

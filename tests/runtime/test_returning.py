@@ -2,7 +2,9 @@
 
 import json
 import re
+import tempfile
 import threading
+import zipfile
 
 import h5py
 import keras
@@ -66,6 +68,17 @@ def test_what_was_trained_is_saved_if_it_cannot_be_sent(tmp_path):
     with open(history) as file:
         losses = json.load(file)["loss"]
     assert losses[0] > losses[1]
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="others train in the process that gets the result")
+def test_what_was_trained_is_saved_if_the_temporary_folder_is_full(tmp_path):
+    text = result_of(run(PROGRAMS / "returned.py", "torch", 2, tmp_path / "run", "large", backend="torch"))
+    assert text.startswith(f"train returned a dict, for which there is no room in {tempfile.gettempdir()} ([Errno 27] ")
+    model, history = re.findall(re.escape(f"{tmp_path / 'run'}/returned-") + r"[^,;]+", text)
+    with zipfile.ZipFile(model) as file:
+        assert "model.weights.h5" in file.namelist()
+    with open(history) as file:
+        assert len(json.load(file)["loss"]) == 2
 
 
 def test_functions_and_classes_within_a_model_come_with_it():
