@@ -42,7 +42,8 @@ def test_the_warm_up_of_keras_has_the_same_rates(rate, steps):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("rate", "scaled"), [(RATES[0], False), pytest.param(RATES[1], True, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize(("rate", "scaled"), [(RATES[0], False), (RATES[1], True)])
 def test_warm_up_and_smoothed_labels_become_what_keras_has(tmp_path, rate, scaled):
     optimizer = keras.optimizers.Adam(WarmUp(rate, 3))
     if scaled:  # as Keras does for float16

@@ -106,6 +106,7 @@ def test_copies_bring_what_they_import(tmp_path):
     assert not (tmp_path / "jax_loop.py").exists()
 
 
+@pytest.mark.proof
 def test_a_recipe_runs_by_its_name(tmp_path):
     """Elsewhere, with a flagfile by its name; the exit code, and the files, are those of the recipe."""
     flags = ["--flagfile=smoke", f"--backend={BACKENDS[0]}", "--device=cpu", "--max_steps=1", f"--workdir={tmp_path}/r"]

@@ -48,6 +48,7 @@ def test_the_fixture(tmp_path):
     assert re.search(rf"{last} x 1 diverges from {first} x 1: step 0: loss.*the output of shift differs", done.stdout)
 
 
+@pytest.mark.proof
 def test_a_missing_backend_is_skipped_by_name(tmp_path):
     """A framework hidden from this process stands for one that is not installed."""
     (tmp_path / "test_mine.py").write_text(TESTS % "none")

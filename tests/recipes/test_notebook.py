@@ -4,8 +4,9 @@ import re
 
 import nbclient
 import nbformat
+import pytest
 
-from tests.helpers import ROOT, all_but, environment
+from tests.helpers import ROOT, environment
 
 NOTEBOOK = ROOT / "recipes" / "notebook.ipynb"
 
@@ -14,7 +15,7 @@ def output_of(cell):
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-@all_but("torch", "tensorflow")
+@pytest.mark.proof
 def test_the_notebook_runs_on_two_devices(backend):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     env = environment(KERAS_BACKEND=backend, PYTHONPATH=str(ROOT))

@@ -38,6 +38,7 @@ def expected(folder, tmp_path):
     return losses("train", BACKENDS[0], 1, tmp_path / "arrays", folder, f"--max_steps={STEPS}")
 
 
+@pytest.mark.proof
 def test_the_same_losses_as_of_arrays(folder, tmp_path):
     flags = f"--data_dir={shards(folder, 'array_record')}", f"--max_steps={STEPS}"
     found = losses("sharded", BACKENDS[0], 1, tmp_path / "shards", folder, *flags)
