@@ -62,6 +62,7 @@ class Found:
         assigning: layers by `id`, each with the variables of the model to which it, and no layer within it, assigns.
         arguments: of the first call of each of `known`, by `id`.
         known: the layers, by `id`, that are asked where the rows are in their arguments and outputs.
+        whole: those of them that will be called with all rows, whatever they add, and so will the layers within.
         scope: of the trial: its current values are what was assigned.
     """
 
@@ -70,6 +71,7 @@ class Found:
         self.assigning: dict[int, tuple[keras.layers.Layer, dict[int, keras.Variable]]] = {}
         self.arguments: dict[int, Any] = {}
         self.known: set[int] = set()
+        self.whole: set[int] = set()
         self.scope = keras.StatelessScope()
         self._assigned: dict[int, Any] = {}
 
@@ -81,7 +83,8 @@ class Found:
         self, call: Call, layer: keras.layers.Layer, context: ReplicaContext, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Calls a layer, and notes what it does."""
-        if id(layer) in self.known:
+        is_asked = id(layer) in self.known and not any(id(outer) in self.whole for outer in context.calling[:-1])
+        if is_asked:
             _row_axes_in("arguments", layer, context, (args, kwargs))
             self.arguments.setdefault(id(layer), (args, kwargs))
         seeds = {id(variable) for variable in seed_variables(layer)}
@@ -93,7 +96,7 @@ class Found:
             if new is not old and new is not self._assigned.get(id(variable)):
                 self._assigned[id(variable)] = new
                 self.assigning.setdefault(id(layer), (layer, {}))[1][id(variable)] = variable
-        if id(layer) in self.known:
+        if is_asked:
             _row_axes_in("outputs", layer, context, outputs)
         return outputs
 

@@ -106,7 +106,12 @@ class _Shard(RowAxes):
                 f"{name} is not called equally often for {NUM_ROWS} and for {SHARD.stop - SHARD.start} samples, so "
                 "each device would do something else: train on one device"
             )
-        axis = _row_axis(*tensors[number], shape, tensor, name, self.will_be_checked)
+        whole_shape, whole = tensors[number]
+        num_rows = SHARD.stop - SHARD.start
+        if key[0] == "outputs" and (whole_shape[:2], shape[:2]) == ((NUM_ROWS,) * 2, (num_rows,) * 2):
+            axis = FIRST  # a number for each two samples (a covariance): a replica has its own with those of all
+        else:
+            axis = _row_axis(whole_shape, whole, shape, tensor, name, self.will_be_checked)
         self.found.add(key, axis)
         return axis
 
@@ -229,7 +234,8 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
         ):  # where are the rows in what they get?
             if found.assigning:
                 keeping.update(_keeping(inputs, found, call))
-            found.known = {*found.adding, *keeping, *map(id, known)}
+            found.whole = {*keeping, *map(id, known)}
+            found.known = {*found.adding, *found.whole}
             axes.tensors.clear()
             call(axes, rows)
 
