@@ -67,7 +67,7 @@ def foreach_add_of_tensors() -> contextlib.AbstractContextManager[None]:
 
 
 def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
-    """Says that tensors stay where they are in memory, else CUDA graphs copy them in each step.
+    """Says that tensors stay where they are in memory, else Inductor makes no CUDA graph of a step that changes them.
 
     Torch 2.13: `torch._dynamo.mark_static_address`; no public way.
     """
