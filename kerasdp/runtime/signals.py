@@ -27,6 +27,8 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 # A signal whose exception was lost is sent again so long after: into the pipe of signals goes its number with this bit.
 _SECONDS_TO_RAISE_AGAIN, _AGAIN = 0.05, 0x80
 _noted: list[int] = []
+# Those for which a handler has raised what ends the run.
+_raised: list[int] = []
 # When they were passed on, in seconds of `time.monotonic`.
 _passed_on: list[float] = []
 # What the program is in: `noticed`, `awaited`, `passed_on`, or none of them. And where the interpreter writes the
@@ -54,6 +56,7 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
         yield
         return
     _noted.clear()
+    _raised.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handlers[signal.SIGINT] = _note
@@ -61,9 +64,10 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
         with _within("noticed"), _arrivals(is_watched), _handlers(handlers), _raised_again():
             yield
     except Exception as error:
-        # A framework's native code may make an error of its own of an exception that went through it.
-        if signal.SIGINT in _noted:
-            raise KeyboardInterrupt from error
+        # A framework's native code may make an error of its own of an exception that went through it, and so does
+        # TensorFlow (2.21) of all that a bare `except:` catches (`tf.int32.min`).
+        if _raised:
+            raise _ending(_raised[-1]) from error
         raise
 
 
@@ -133,7 +137,7 @@ def noted() -> signal.Signals | None:
         KeyboardInterrupt: if it was Ctrl-C, which no step and no checkpoint waits for; see `leave_if_asked`.
     """
     if signal.SIGINT in _noted:
-        _raise(signal.SIGINT)
+        raise KeyboardInterrupt
     return signal.Signals(_noted[0]) if _noted else None
 
 
@@ -158,20 +162,20 @@ def leave_as(exit_code: int) -> None:
 def leave_if_asked() -> None:
     """Ends the run if a signal should have done so already: code between may have caught what it raised."""
     if _noted and (_context != "awaited" or signal.SIGINT in _noted):
-        _raise(_noted[-1])
+        raise _ending(_noted[-1])
 
 
 def _note(number: int, _: Any) -> None:
     is_again = number in _noted and number != signal.SIGINT
     _noted.append(number)
     if number == signal.SIGINT or not (is_again or _context == "awaited"):
-        _raise(number)
+        _raised.append(number)
+        raise _ending(number)
 
 
-def _raise(number: int) -> None:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+def _ending(number: int) -> BaseException:
+    """Returns what ends the run for a signal."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -277,6 +281,7 @@ def _forget() -> None:
     """Keeps the signals of a forked process from its parent's pipe, and those of its parent from it."""
     global _context, _pipe
     _noted.clear()
+    _raised.clear()
     if _pipe != -1:
         signal.set_wakeup_fd(-1)
     _context, _pipe = "", -1

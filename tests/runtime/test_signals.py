@@ -91,16 +91,22 @@ def test_an_exception_that_is_lost_comes_again(number, capsys):
     assert "ignored" not in capsys.readouterr().err
 
 
-def test_an_error_that_native_code_makes_of_ctrl_c_is_ctrl_c():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_error_that_is_made_of_a_signal_is_the_signal(number):
+    """By native code, and by a bare `except:` of a framework."""
     kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), signals.noticed():
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, signals.noticed():
             try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                raise RuntimeError("the callback failed") from None
+                signal.raise_signal(number)
+            except BaseException:
+                raise TypeError("cannot find the minimum") from None
     finally:
         signal.signal(signal.SIGINT, kept)
+    assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
+    with pytest.raises(TypeError), signals.noticed(), signals.awaited():  # one that waits for the step makes no error
+        signal.raise_signal(signal.SIGTERM)
+        raise TypeError("of the step itself")
 
 
 def test_without_checkpoints_the_first_one_ends_the_run():
