@@ -144,8 +144,13 @@ def last_line_of(error: RunError) -> str:
     return str(error) if isinstance(error, PreemptedError) else f"error: {error}"
 
 
+def line_of_interrupt(error: KeyboardInterrupt) -> str:
+    """Returns what a program says last that Ctrl-C ends."""
+    return "; ".join(["interrupted", *getattr(error, "__notes__", [])])
+
+
 def end_in_a_line() -> None:
-    """Lets Python show a `RunError` that nobody catches as its message alone, without frames, from now on.
+    """Lets Python show a `RunError`, or Ctrl-C, that nobody catches as a line, without frames, from now on.
 
     A program can only say so to `sys.excepthook`, which gets what has ended it; what catches the error is as ever.
     With KERASDP_TRACEBACK=1 in the environment the frames are shown.
@@ -155,8 +160,9 @@ def end_in_a_line() -> None:
         return
 
     def show(kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
-        if isinstance(error, RunError):
-            print(last_line_of(error), file=sys.stderr, flush=True)
+        if isinstance(error, (RunError, KeyboardInterrupt)):
+            line = last_line_of(error) if isinstance(error, RunError) else line_of_interrupt(error)
+            print(line, file=sys.stderr, flush=True)
         else:
             former(kind, error, frames)
 

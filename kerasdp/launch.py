@@ -83,6 +83,7 @@ def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator
         yield
     except KeyboardInterrupt as end:
         end.add_note(addressed(_how_to_resume(dataclasses.replace(settings or Config(), **changes))))
+        end_in_a_line()
         raise
     except RunError:
         end_in_a_line()

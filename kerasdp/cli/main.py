@@ -16,7 +16,7 @@ from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
 from kerasdp.config import Config, Request
 from kerasdp.config.choices import choices_of
-from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, last_line_of
+from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, last_line_of, line_of_interrupt
 from kerasdp.launch import launch
 from kerasdp.runtime.devices import choose_backend
 
@@ -71,7 +71,7 @@ def ending_with_a_line() -> Iterator[None]:
         print(last_line_of(error), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as end:
-        print("; ".join(["interrupted", *getattr(end, "__notes__", [])]), file=sys.stderr, flush=True)
+        print(line_of_interrupt(end), file=sys.stderr, flush=True)
         sys.exit(130)
 
 

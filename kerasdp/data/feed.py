@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -23,13 +24,14 @@ class Feed:
         shard_batch: Callable[[Batch], Any],
         run_state: RunState | None = None,
         begin_thread: Callable[[], None] = lambda: None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         """Reads whatever epoch `run_state` says, without the batches before a resume point; None: always the first.
 
         `shard_batch` brings a batch to this process's devices; it is called in the reading threads, each of which
-        calls `begin_thread` before it reads.
+        calls `begin_thread` before it reads; each batch is read in a context that `reading` gives.
         """
-        self.reader, self.shard_batch, self._begin_thread = reader, shard_batch, begin_thread
+        self.reader, self.shard_batch, self._begin_thread, self._reading = reader, shard_batch, begin_thread, reading
         self.num_batches = reader.num_batches
         self.run_state = RunState() if run_state is None else run_state
         self._running: Generator[Any, None, None] | None = None
@@ -74,7 +76,8 @@ class Feed:
                 self.reader.end_epoch(number)
 
     def _read_and_shard(self, number: int, read: Callable[[], Batch | None]) -> Any:
-        batch = read()
+        with self._reading():
+            batch = read()
         if batch is None:
             return None
         if self.reader.check is not None:

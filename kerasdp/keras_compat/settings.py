@@ -1,7 +1,8 @@
 """Sets what Keras holds for the whole process: precision, seed, and which backends it may import."""
 
 import contextlib
-import importlib
+import importlib.abc
+import importlib.util
 import sys
 import threading
 import types
@@ -93,28 +94,44 @@ def _in_full(x: Any) -> Any:
     return np.asarray(x) if has_floats and all(type(number) in (float, int) for number in numbers) else x
 
 
-# Seed that was last given to TensorFlow; none before it is imported.
-_tensorflow_seed: list[int] = []
+class _SeedsTensorFlow(importlib.abc.MetaPathFinder):
+    """Seeds TensorFlow as soon as it is imported, in the function of a run maybe: tf.data shuffles with that seed."""
+
+    seed = 0
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Returns where TensorFlow is, and lets it be seeded; nothing of other modules."""
+        if fullname != "tensorflow":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                module.random.set_seed(self.seed)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_seeds_tensorflow = _SeedsTensorFlow()
 
 
 def set_seed(seed: int) -> None:
     """Calls `keras.utils.set_random_seed`, without importing TensorFlow beside another backend.
 
-    Where TensorFlow is imported already it is seeded, too: tf.data shuffles with that seed and the one of `shuffle`.
+    TensorFlow is seeded, too, where it is imported, and else when it will be: tf.data shuffles with that seed and the
+    one of `shuffle`.
     """
     with without_tensorflow():
         keras.utils.set_random_seed(seed)
-    _tensorflow_seed.clear()
-    seed_tensorflow(seed)
-
-
-def seed_tensorflow(seed: int) -> bool:
-    """Seeds TensorFlow if it is imported; returns whether it was not, since it was imported after `set_seed`."""
-    if "tensorflow" not in sys.modules or _tensorflow_seed == [seed]:
-        return False
-    sys.modules["tensorflow"].random.set_seed(seed)
-    _tensorflow_seed[:] = [seed]
-    return True
+    _seeds_tensorflow.seed = seed
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].random.set_seed(seed)
+    elif _seeds_tensorflow not in sys.meta_path:
+        sys.meta_path.insert(0, _seeds_tensorflow)
 
 
 def kept_by_clear_session() -> contextlib.AbstractContextManager[None]:

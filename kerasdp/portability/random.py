@@ -14,11 +14,13 @@ import contextlib
 import functools
 import importlib
 import math
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from kerasdp.errors import UserError
@@ -329,3 +331,25 @@ def _state(seed: Any) -> Any:
 
 def _unit(shape: Any, seed: Any, dtype: Any) -> Any:
     return _for_rows(_by(_uniform, keras.backend.standardize_dtype(dtype)), tuple(shape), seed)
+
+
+def generators_of(objects: list[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Returns how to get and to set the states of the generators of Python and NumPy, and of those that objects hold.
+
+    With torch also that of its CPU.
+    """
+    own = [value for each in objects for value in vars(each).values()]
+    found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+    ]
+    found += [(value.getstate, value.setstate) for value in own if isinstance(value, random.Random)]
+    found += [(value.get_state, value.set_state) for value in own if isinstance(value, np.random.RandomState)]
+    for bits in [value.bit_generator for value in own if isinstance(value, np.random.Generator)]:
+        found.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
+    if keras.config.backend() == "torch":
+        torch = importlib.import_module("torch")
+        found.append(
+            (lambda: torch.get_rng_state().numpy(), lambda state: torch.set_rng_state(torch.from_numpy(state)))
+        )
+    return found

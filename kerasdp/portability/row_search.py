@@ -109,7 +109,9 @@ class _Shard(RowAxes):
         whole_shape, whole = tensors[number]
         num_rows = SHARD.stop - SHARD.start
         if key[0] == "outputs" and (whole_shape[:2], shape[:2]) == ((NUM_ROWS,) * 2, (num_rows,) * 2):
-            axis: RowAxis | None = FIRST  # a number for each two samples (a covariance): a replica has its own with those of all
+            axis: RowAxis | None = (
+                FIRST  # a number for each two samples (a covariance): a replica has its own with those of all
+            )
         else:
             axis = _row_axis(whole_shape, whole, shape, tensor, name, self.will_be_checked)
         self.found.add(key, axis)

@@ -59,7 +59,9 @@ class Recorder(keras.callbacks.Callback):
         self._due: list[tuple[int, Any]] = []
         self._last_step = run_state.step
         self.files = None
-        if folder is not None:
+        # A run that is over keeps its files: another backend, on other devices maybe, has trained it.
+        self._is_told = bool(folder) and run_state.was_over and os.path.exists(f"{folder}/report.json")
+        if folder is not None and not self._is_told:
             self.files = run_files.RunFiles(folder, facts, last_step=run_state.step, history=recorded["history"])
         run_state.add_listener(self._on_step)
 
@@ -105,7 +107,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the report and says how it went."""
-        if self._peak_memory_bytes is None or not self.run_state.epoch_seconds:
+        if self._peak_memory_bytes is None or not self.run_state.epoch_seconds or self._is_told:
             return
         memory = self._peak_memory_bytes()
         result = report.result(self.facts, self.run_state, self._update_rule(), self.last_logs, memory)

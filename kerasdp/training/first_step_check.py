@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,14 @@ from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import all_layers, has_seed_generators
-from kerasdp.keras_compat.models import compute_loss, losses_of_whole_batch, own_steps
+from kerasdp.keras_compat.layers import all_layers, has_seed_generators, is_of_keras
+from kerasdp.keras_compat.models import compute_loss, has_call, losses_of_whole_batch, own_steps
+from kerasdp.keras_compat.patches import step_with
+from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.layers import BatchNormalization
 from kerasdp.portability.own_steps import leave_unchanged, try_whole_step
 from kerasdp.portability.portable import batch_norms
+from kerasdp.portability.random import generators_of
 from kerasdp.portability.replica_context import RowAxis
 from kerasdp.portability.row_search import (
     NUM_ROWS,
@@ -35,10 +39,13 @@ from kerasdp.portability.row_search import (
     trial,
 )
 from kerasdp.reporting import report
+from kerasdp.runtime.model_cache import ModelCache
 
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6
 _LAST = 10**9
+_were_asked_for_draws: ModelCache[bool] = ModelCache()
+_WITH_KERAS = "use keras.random with a keras.random.SeedGenerator that the layer holds"
 
 
 def check_first_step(
@@ -63,7 +70,11 @@ def check_first_step(
         UserError: if layers, outputs or loss differ by more than round-off, with the first layer that does; a layer for
             which that can be mended is called with the rows of all devices from now on.
     """
-    if config.check == "off" or not (strategy.splits_batches or strategy.stages):
+    if config.check == "off":
+        return
+    if not (strategy.splits_batches or strategy.stages):
+        if strategy.processes.rank == 0 and has_call(model) and not own_steps(model):
+            _warn_of_other_draws(model, reader)
         return
     if "train_step" in own_steps(model):
         _check_own_step(model, strategy, reader)
@@ -91,21 +102,53 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
     """Returns name and size of the earliest difference of all ranks, the same on each, and how many rows were tried."""
     if strategy.stages is not None:
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
-        noisy = None  # batch norm, which amplifies round-off, takes its moving statistics
+        again = noisy = None  # batch norm, which amplifies round-off, takes its moving statistics
     else:
         data = reader.sample(4 * strategy.num_replicas - 1)
         with _statistics_of_whole_batch(model):
             batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
             shards = strategy.shard_passes(model, batch, with_loss=with_loss)
             whole = _whole_pass(model, data, with_loss)
-            noisy = (
-                _whole_pass(model, data, with_loss, _NOISE)
-                if any(_first_difference(whole, shard)[2] for shard in shards)
-                else None
-            )
-    found = [_first_difference(whole, shard, noisy) for shard in shards]
-    _, name, text = min(itertools.chain(*strategy.processes.all_gather_object(found)))
+            differs = any(_first_difference(whole, shard)[2] for shard in shards)
+            again, noisy = (_whole_pass(model, data, with_loss, noise) if differs else None for noise in (0.0, _NOISE))
+    drawn = _first_difference(whole, again) if again else (_LAST, "", "")
+    found = [(drawn, _first_difference(whole, shard, noisy)) for shard in shards]
+    drawn, (_, name, text) = map(min, zip(*itertools.chain(*strategy.processes.all_gather_object(found))))
+    if drawn[2]:
+        raise UserError(
+            f"{drawn[1]} of {model.name} gives other numbers each time for the same samples: random numbers that are "
+            f"not from keras.random would be others on each device; {_WITH_KERAS}, or train on one device, or, all the "
+            "same, with --check=off"
+        )
     return name, text, whole.rows
+
+
+def _warn_of_other_draws(model: keras.Model, reader: Reader) -> None:
+    """Warns of a user-defined layer that draws past `keras.random`, and so otherwise with each backend."""
+    layers = [layer for layer in all_layers(model) if not is_of_keras(type(layer)) or hasattr(layer, "function")]
+    if not layers or _were_asked_for_draws.get(model):
+        return
+    _were_asked_for_draws.put(model, True)
+    generators = generators_of(layers)
+    kept = [get() for get, _ in generators]
+    before, culprits = pickle.dumps(kept), list[str]()
+
+    def record(layer: keras.layers.Layer, outputs: Any) -> None:
+        if not culprits and pickle.dumps([get() for get, _ in generators]) != before:
+            culprits.append(layer.name)
+
+    hook_layers()
+    inputs = rows_of(reader.sample(NUM_ROWS)[0], slice(None))
+    with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope(fixed_values(model)):
+        call_in_training(model, inputs)  # what fails on a few samples may not on a batch
+    for (_, restore), state in zip(generators, kept):
+        restore(state)
+    for name in culprits:
+        report.warn(
+            f"layer {name} of {model.name} draws random numbers that are not from keras.random: each backend trains "
+            f"something else (jax and tensorflow draw them once for all steps); "
+            f"{_WITH_KERAS}"
+        )
 
 
 def _calls_with_all_rows(model: keras.Model, name: str, reader: Reader, strategy: Strategy) -> bool:

@@ -16,7 +16,7 @@ from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, weights_of_classes
 from kerasdp.data.streams import Stream, length_of
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.settings import seed_tensorflow
+from kerasdp.portability.random import portable_draws
 from kerasdp.reporting import report
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.model_cache import ModelCache
@@ -92,15 +92,12 @@ def make_reader(
         _stays_on_device(x, config, devices)  # raises if it was asked to
     if y is not None or sample_weight is not None:
         raise UserError(f"with batches as x ({type(x).__name__}), leave out y and weights: they are in x")
-    return _reader_of_batches(
-        x, strategy, config.seed, steps, class_weight, seed if training else None, shuffle, known_streams
-    )
+    return _reader_of_batches(x, strategy, steps, class_weight, seed if training else None, shuffle, known_streams)
 
 
 def _reader_of_batches(
     x: Any,
     strategy: Strategy,
-    run_seed: int,
     steps: int | None,
     class_weight: dict[int, float] | None,
     seed: int | None,
@@ -114,12 +111,6 @@ def _reader_of_batches(
         way = "kerasdp.ColumnSource(x, inputs=COLUMN, targets=COLUMN)"
         way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
         raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
-    was_unseeded = type(x).__module__.startswith("tensorflow.") and seed_tensorflow(run_seed)
-    if was_unseeded and strategy.processes.rank == 0:
-        report.warn(
-            "TensorFlow was imported in the function that launch calls, after the run was seeded: tf.data shuffles "
-            "otherwise than with --backend=tensorflow; import it at the top of the script"
-        )
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
     place = x, strategy.split, strategy.shard, _capped(steps, length_of(x))
     if is_indexed:
@@ -127,10 +118,15 @@ def _reader_of_batches(
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)
 
 
+def drawing_portably() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which data that draws by `keras.random` draws the same on every backend."""
+    return portable_draws("the data")
+
+
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
     """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
-    feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread)
+    feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread, drawing_portably)
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 

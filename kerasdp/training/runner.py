@@ -41,7 +41,7 @@ from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
-from kerasdp.training.readers import FitNumbers, make_reader, open_feed
+from kerasdp.training.readers import FitNumbers, drawing_portably, make_reader, open_feed
 
 # The choices of which `build_model`, `make_optimizer`, `make_loss` and `load_data` make a part of the training.
 _OF_PARTS = {
@@ -311,7 +311,8 @@ class Runner:
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
-        batch = reader.first()
+        with drawing_portably():
+            batch = reader.first()
         with self.heartbeat.compiling():
             prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)

@@ -17,8 +17,12 @@ WAYS = [
 
 
 @functools.cache
+def done(backend, num_devices):
+    return run(PROGRAMS / "row_axes.py", backend, num_devices, backend=backend)
+
+
 def trained(backend, num_devices):
-    return result_of(run(PROGRAMS / "row_axes.py", backend, num_devices, backend=backend))
+    return result_of(done(backend, num_devices))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,18 @@ def test_what_mixes_rows_outside_of_layers_is_refused(way):
         "mixes computes something else for some samples of a batch than for all of it, first in layer flatten"
     )
     assert received.endswith('or, all the same, with check="off"')
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_draws_past_keras_is_named(way):
+    """Several devices refuse it; one device, and the one program of jax, train, each backend otherwise."""
+    if way[0] != "jax":
+        assert trained(*way)["draws past Keras"].startswith(
+            "layer mask of draws gives other numbers each time for the same samples: random numbers that are not from"
+        )
+    line = "warning: layer mask of draws draws random numbers that are not from keras.random: "
+    for one in {("torch", 1), way}:
+        assert done(*one).stderr.count(line) == (one[0] == "jax" or one[1] == 1)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.id == "torch"])

@@ -121,6 +121,10 @@ def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
     expected, losses, rows, _ = undisturbed(*SINGLE)
     assert files_of_run(tmp_path / "run") == (losses, rows)
     assert result == expected
+    report = tmp_path / "run" / "report.json"
+    written = report.stat().st_mtime_ns
+    train_resumable(tmp_path / "run", *SINGLE, resume=True)  # which trains nothing, on another backend maybe
+    assert report.stat().st_mtime_ns == written
 
 
 def test_another_precision_resumes(undisturbed, stopped, tmp_path):

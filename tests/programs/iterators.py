@@ -191,8 +191,6 @@ def train(runner, names):
     from kerasdp.keras_compat.settings import set_seed
 
     found = {}
-    if any("tf_data" in name for name in names):
-        import tensorflow  # noqa: F401  # before the run is seeded, as at the top of a script
     for name in names:
         set_seed(0)  # the seed of an object does not depend on those before it
         with runner.scope():

@@ -51,6 +51,28 @@ def fit_by_fit(runner):
 
 
 @case
+def data_that_draws(runner):
+    """By `keras.random`, whose numbers Keras makes otherwise with each backend; in threads of its own."""
+    import keras
+
+    class Data(keras.utils.PyDataset):
+        seed = keras.random.SeedGenerator(3)
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            own = slice(number * 7, number * 7 + 7)
+            noise = keras.ops.convert_to_numpy(keras.random.normal((7, *X.shape[1:]), seed=self.seed))
+            return X[own] + noise, Y[own]
+
+    with runner.scope():
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return runner.fit(model, Data(), epochs=2, shuffle=False).history["loss"]
+
+
+@case
 def data_of_its_own_kind(runner):
     """Attributes named as a source's, targets that a loss knows to be none, missing numbers that a layer replaces."""
     import keras

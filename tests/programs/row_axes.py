@@ -88,6 +88,13 @@ class HiddenNoise(Noise):
         return x + getattr(keras.random, "normal")(ops.shape(x)) if training else x  # noqa: B009
 
 
+class Mask(layers.Layer):
+    """The same for all rows, by NumPy's generator: past Keras."""
+
+    def call(self, x):
+        return x * (np.random.rand(8, 6) > 0.3).astype("float32")
+
+
 class Mix(layers.Layer):
     """Takes the mean of the batch off each sample."""
 
@@ -175,6 +182,7 @@ MODELS = {
     "hidden noise without a seed": lambda: sequential(HiddenNoise(None)),
     "mix": lambda: sequential(Mix(name="mix"), layers.Dropout(0.5), Mix(name="again"), name="mixes"),
     "mix of operations": mix_of_operations,
+    "draws past Keras": lambda: sequential(Mask(name="mask"), name="draws"),
     "ragged": Ragged,
     "threes": lambda: sequential(layers.Lambda(threes, output_shape=(8, 6), name="threes"), name="thirds"),
 }

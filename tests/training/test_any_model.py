@@ -16,7 +16,7 @@ ALIKE = (
     "all_frozen", "nothing_to_train", "lora", "frozen_between_fits", "frozen_by_callback", "quantized", "no_scope",
     "mask_and_unused_weights", "weight_of_the_loss", "used_from_the_second_epoch_on", "loss_that_draws",
     "layers_of_their_own_kind", "twice", "methods_of_the_model", "own_fit", "fit_by_fit", "data_of_its_own_kind",
-    "task", "loss_whose_generator_the_model_does_not_hold", "spectral_normalization",
+    "data_that_draws", "task", "loss_whose_generator_the_model_does_not_hold", "spectral_normalization",
 )  # fmt: skip
 REFUSED = {
     "lora_without_compile": "lora_kernel_a of sequential",
@@ -30,7 +30,7 @@ REFUSED = {
 }
 QUICK = {
     "torch": (*ALIKE, *REFUSED),
-    "jax": ("frozen_by_callback", "stateful", "method_of_task", "optimizer_made_before_launch"),
+    "jax": ("data_that_draws", "frozen_by_callback", "stateful", "method_of_task", "optimizer_made_before_launch"),
     "tensorflow": ("only_predicts", "train_on_batch", "own_loop"),
 }
 
