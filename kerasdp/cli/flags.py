@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import os
 import pathlib
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -230,6 +231,10 @@ CHOICES = [*(choices_of(Config) | choices_of(Own) | choices_of(Request) | choice
 _KINDS: dict[type, Callable[..., Any]] = {
     bool: flags.DEFINE_boolean, str: flags.DEFINE_string, float: flags.DEFINE_float, int: flags.DEFINE_integer
 }  # fmt: skip
+# What absl (2.5) says of a text that is no number, in Python's words.
+_NO_NUMBER = re.compile(
+    r"flag (?P<flag>--\w+)=(?P<value>.*): (invalid literal for |could not convert string to )(?P<kind>int|float).*"
+)
 PROGRAM = "KERASDP_PROGRAM"  # in the environment: how the user called the recipe, if not by its file
 
 
@@ -288,7 +293,11 @@ def read(arguments: list[str], recipe: Recipe) -> dict[str, Any]:
     except flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname, without, values)) from error
     except flags.Error as error:
-        raise UserError(f"{' '.join(str(error).split())}; --help lists all flags") from error
+        text = " ".join(str(error).split())
+        if found := _NO_NUMBER.fullmatch(text):
+            kind = "whole number" if found["kind"] == "int" else "number"
+            text = f"{found['flag']}: expected a {kind}. Received: {found['value']!r}"
+        raise UserError(f"{text}; --help lists all flags") from error
     if values["help"].value:
         try:
             print(help_text(arguments[0], recipe), flush=True)
