@@ -129,12 +129,12 @@ def batches(random: np.random.RandomState, kind: str) -> Any:
     return Batches()
 
 
-@case(KIND, "PyDataset that draws noise")
+@case(KIND, "PyDataset that draws noise", draws=True)
 def noisy_batches(random: np.random.RandomState) -> Ready:
     return Ready(model=small(), x=batches(random, "noise"))
 
 
-@case(KIND, "PyDataset that shuffles itself")
+@case(KIND, "PyDataset that shuffles itself", draws=True)
 def shuffled_batches(random: np.random.RandomState) -> Ready:
     return Ready(model=small(), x=batches(random, "order"))
 

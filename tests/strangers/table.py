@@ -10,10 +10,13 @@ import pathlib
 
 from tests.real_code.cases import BATCH, EPOCHS, ROWS, load_cases
 from tests.real_code.run import ROOT
-from tests.real_code.verdicts import FLOAT32, LEARNED, Cell, Verdict, judge
+from tests.real_code.verdicts import LEARNED, Cell, Verdict, judge
 
 DOCUMENT = ROOT / "docs" / "strangers.md"
 REQUIREMENTS = ROOT / "tests" / "strangers" / "requirements.txt"
+# Nets as deep as kimm's make up to 9e-5 of the round-off in the statistics of nine rows, bayesflow 2e-5; all else is
+# within 1e-5, and what was wrong differed by 9e-3 and more.
+ROUND_OFF = 1e-4
 STEPS = EPOCHS * math.ceil(ROWS / BATCH)
 
 HEAD = f"""# Packages, and code that keeps state
@@ -22,9 +25,10 @@ HEAD = f"""# Packages, and code that keeps state
 batches; callbacks, data sets, optimizers and wrappers. Each is trained for {STEPS} steps of {BATCH} rows by Keras' own
 `fit`, and by kerasdp on one and on two virtual CPU devices, on torch, jax and tensorflow, from the same weights.
 
-**alike**: the logs of all steps, metrics too, are within {FLOAT32:g} of those of Keras' own `fit` on that backend,
+**alike**: the logs of all steps, metrics too, are within {ROUND_OFF:g} of those of Keras' own `fit` on that backend,
 relative, and the way that the weights went is the same within {LEARNED["float32"]:.0%}. What draws random numbers is
-compared with kerasdp on one device of torch: Keras draws others on each backend. **refused**: the run ends with a line,
+compared with kerasdp on one device of torch: Keras draws others on each backend, and takes the first batch of a
+PyDataset, and the end of an epoch, once more than there are. **refused**: the run ends with a line,
 at the end of this page, before its first step; what trains without that check (`check="off"`) is said there.
 **differs**, **error**: a fault, of this project or of the model. **-**: Keras' own `fit` cannot train it on this
 backend, or kerasdp was not tried.
@@ -64,7 +68,12 @@ def word(cell: Cell) -> str:
         return "refused"
     if cell.error:
         return "error"
-    return "alike" if cell.alike else "differs"
+    return "alike" if is_alike(cell) else "differs"
+
+
+def is_alike(cell: Cell) -> bool:
+    """Whether round-off alone is between a training, without the check if it was refused, and its reference."""
+    return cell.same_start and cell.losses <= ROUND_OFF and cell.learned <= LEARNED["float32"]
 
 
 def document(verdicts: list[Verdict]) -> str:
@@ -110,7 +119,7 @@ def reason(cell: Cell) -> str:
         return f"*{cell.refusal}* Without the check it was not tried."
     if "losses" not in cell.unchecked:
         return f"*{cell.refusal}* Without the check: *{cell.unchecked.get('refused') or cell.unchecked['error']}*"
-    if cell.alike:
+    if is_alike(cell):
         return f"*{cell.refusal}* **Without the check it trains alike.**"
     return f"*{cell.refusal}* Without the check: {apart}."
 
