@@ -92,7 +92,7 @@ class Mask(layers.Layer):
     """The same for all rows, by NumPy's generator: past Keras."""
 
     def call(self, x):
-        return x * (np.random.rand(8, 6) > 0.3).astype("float32")
+        return x * ops.convert_to_tensor((np.random.rand(8, 6) > 0.3).astype("float32"))
 
 
 class Mix(layers.Layer):
