@@ -14,9 +14,9 @@ from tests.real_code.verdicts import LEARNED, Cell, Verdict, judge
 
 DOCUMENT = ROOT / "docs" / "strangers.md"
 REQUIREMENTS = ROOT / "tests" / "strangers" / "requirements.txt"
-# Nets as deep as kimm's make up to 9e-5 of the round-off in the statistics of nine rows, bayesflow 2e-5; all else is
-# within 1e-5, and what was wrong differed by 9e-3 and more.
-ROUND_OFF = 1e-4
+# Nets as deep as kimm's make up to 1.5e-4 of the round-off in the statistics of nine rows (2e-8 in float64), bayesflow
+# 2e-5; all else is within 1e-5, and what was wrong differed by 9e-3 and more.
+ROUND_OFF = 2e-4
 STEPS = EPOCHS * math.ceil(ROWS / BATCH)
 
 HEAD = f"""# Packages, and code that keeps state
