@@ -1,5 +1,7 @@
 """What a program that ends says last: one line, from a script too, and how to resume."""
 
+import signal
+
 import pytest
 
 from tests.helpers import PROGRAMS, run
@@ -27,6 +29,15 @@ def ended(call="kerasdp.launch(train)", arguments="", **extra):
 def test_a_scripts_error_is_a_line(call, words):
     done = ended(call)
     assert (done.returncode, done.stderr) == (1, f"error: {words}\n")
+
+
+def test_ctrl_c_in_a_script_is_a_line():
+    done = ended("import signal; kerasdp.launch(lambda runner: signal.raise_signal(signal.SIGINT), verbose=0)")
+    assert done.returncode == -signal.SIGINT
+    assert (
+        done.stderr.startswith("interrupted; it kept no checkpoints: add workdir, and no ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_frames_are_shown_if_asked_for():
