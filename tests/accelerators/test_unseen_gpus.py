@@ -52,6 +52,7 @@ def test_the_first_command_on_a_machine_with_gpus(backend, driver):
     assert "2 virtual CPU devices (as asked)" in done.stdout
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
 def test_who_has_told_jax_to_use_the_cpu_gets_it(driver):
     done = train("jax", driver, JAX_PLATFORMS="cpu")

@@ -119,6 +119,7 @@ def test_a_recipe_runs_by_its_name(tmp_path):
     assert told.stdout.startswith("usage: kerasdp train [--flagfile"), told.stdout[:100]
 
 
+@pytest.mark.proof
 def test_nobody_reads_the_output(tmp_path):
     """As with `train | head -1`: the training goes on, and says so once; help ends without a word."""
     flags = [

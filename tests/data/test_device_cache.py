@@ -5,7 +5,7 @@ import pytest
 from tests.helpers import PROGRAMS, all_but, result_of, run
 
 
-@all_but("tensorflow")
+@all_but("tensorflow", "jax")
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_rows_that_are_taken_on_the_device_are_those_of_the_batch(backend, count):
     """Two inputs of two types, an epoch that does not divide, and validation."""

@@ -138,6 +138,7 @@ def test_what_stays_different_is_named():
         portable(model)
 
 
+@pytest.mark.proof
 def test_a_saved_model_needs_no_kerasdp(tmp_path):
     model = portable(convnet())
     model.save(tmp_path / "model.keras")

@@ -36,6 +36,7 @@ def losses(folder, backend, count):
     return json.loads(done.stdout.rpartition("Losses: ")[2])
 
 
+@pytest.mark.proof
 def test_on_two_devices(tmp_path):
     found = losses(tmp_path, *USUAL)
     assert len(found) == 3 and found[2] < found[1] < found[0]

@@ -47,6 +47,7 @@ def test_a_copy_learns_and_refuses_what_it_has_no_use_for(tmp_path):
     assert re.fullmatch(r"error: --model has no effect here: this recipe has its own, or none\n", refused.stderr)
 
 
+@pytest.mark.proof
 def test_padding_counts_for_nothing():
     """The same paragraphs, padded to 64 and to 128: the same loss and accuracy."""
     code = (
