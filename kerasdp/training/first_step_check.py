@@ -125,7 +125,7 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
 
 def _warn_of_other_draws(model: keras.Model, reader: Reader) -> None:
     """Warns of a user-defined layer that draws past `keras.random`, and so otherwise with each backend."""
-    layers = [layer for layer in all_layers(model) if not is_of_keras(type(layer)) or hasattr(layer, "function")]
+    layers = [layer for layer in all_layers(model) if _is_user_defined(layer)]
     if not layers or _were_asked_for_draws.get(model):
         return
     _were_asked_for_draws.put(model, True)
@@ -146,9 +146,14 @@ def _warn_of_other_draws(model: keras.Model, reader: Reader) -> None:
     for name in culprits:
         report.warn(
             f"layer {name} of {model.name} draws random numbers that are not from keras.random: each backend trains "
-            f"something else (jax and tensorflow draw them once for all steps); "
-            f"{_WITH_KERAS}"
+            f"something else (jax and tensorflow draw them once for all steps); {_WITH_KERAS}"
         )
+
+
+def _is_user_defined(layer: keras.layers.Layer) -> bool:
+    kind = type(layer)
+    is_known = is_of_keras(kind) or kind.__module__ == BatchNormalization.__module__
+    return not is_known or isinstance(layer, keras.layers.Lambda)
 
 
 def _calls_with_all_rows(model: keras.Model, name: str, reader: Reader, strategy: Strategy) -> bool:

@@ -8,7 +8,7 @@ import keras
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
-from kerasdp.data.batch import SampleReader
+from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.batch_reader import IndexedReader, StreamReader
 from kerasdp.data.datasets import StandIn
 from kerasdp.data.feed import Feed, Reader
@@ -118,15 +118,20 @@ def _reader_of_batches(
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)
 
 
-def drawing_portably() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which data that draws by `keras.random` draws the same on every backend."""
+def first_of(reader: Reader) -> Batch:
+    """Returns the first batch; data that draws by `keras.random` draws the same on every backend, here as in a feed."""
+    with _drawing():
+        return reader.first()
+
+
+def _drawing() -> contextlib.AbstractContextManager[None]:
     return portable_draws("the data")
 
 
 @contextlib.contextmanager
 def open_feed(strategy: Strategy, reader: Reader, state: RunState | None = None) -> Iterator[Feed]:
     """Yields a feed of the reader's batches, from where `state` says, and closes it at the end."""
-    feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread, drawing_portably)
+    feed = Feed(reader, strategy.shard_batch, state, strategy.begin_reading_thread, _drawing)
     yield feed
     feed.close()  # not after a failure, when other processes may be gone
 

@@ -41,7 +41,7 @@ from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
-from kerasdp.training.readers import FitNumbers, drawing_portably, make_reader, open_feed
+from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_feed
 
 # The choices of which `build_model`, `make_optimizer`, `make_loss` and `load_data` make a part of the training.
 _OF_PARTS = {
@@ -186,7 +186,7 @@ class Runner:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with about_validation():
             reader = self._reader(x, y, sample_weight, batch_size, steps=steps, fitting=True)
-            check_data(model, reader, first := reader.first(), is_validation=True)
+            check_data(model, reader, first := first_of(reader), is_validation=True)
             with self.heartbeat.compiling():
                 find_rows(model, reader, self.config, self.strategy, "test_step")
         return reader, Evaluated(reader.num_batches and reader.num_batches * epochs, len(first.indices))
@@ -311,8 +311,7 @@ class Runner:
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
         self._made_before.refuse(model)
-        with drawing_portably():
-            batch = reader.first()
+        batch = first_of(reader)
         with self.heartbeat.compiling():
             prepare(model, reader, batch, self.config, self.strategy, self._scope, step)
         return len(batch.indices)

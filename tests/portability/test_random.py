@@ -1,13 +1,19 @@
 """The counter-based generator: published test vectors, statistics, and the place of a sample."""
 
+import importlib
+import sys
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
+import kerasdp
+from kerasdp.keras_compat import settings
 from kerasdp.portability import random as random_numbers
 from kerasdp.portability import replica_context
 from kerasdp.portability.random import threefry
+from kerasdp.training import first_step_check
 
 
 def words(*values):
@@ -116,3 +122,22 @@ def test_shapes_are_found_where_a_layer_looks_at_its_numbers():
 
     with random_numbers.portable_draws("layer mixer"), pytest.warns(UserWarning, match="shuffle"):
         assert keras.Sequential([keras.Input((4,)), Mixer()]).output_shape == (None, 4)
+
+
+def test_tensorflow_is_seeded_when_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "tensorflow").mkdir()
+    fake = "class random:\n    seeds = []\n    set_seed = seeds.append\n"
+    (tmp_path / "tensorflow" / "__init__.py").write_text(fake)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    for seed in (6, 7):
+        settings.set_seed(seed)
+    monkeypatch.setitem(sys.modules, "tensorflow", found := importlib.import_module("tensorflow"))
+    settings.set_seed(8)
+    assert found.random.seeds == [7, 8]
+
+
+def test_layers_of_keras_and_of_the_kit_are_not_asked_for_draws():
+    model = kerasdp.portable(keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)]))
+    first_step_check._warn_of_other_draws(model, reader=None)  # reads no data, calls no layer

@@ -10,13 +10,14 @@ import pathlib
 
 from tests.real_code.cases import BATCH, EPOCHS, ROWS, load_cases
 from tests.real_code.run import ROOT
-from tests.real_code.verdicts import LEARNED, Cell, Verdict, judge
+from tests.real_code.verdicts import FLOAT32, LEARNED, Cell, Verdict, judge
 
 DOCUMENT = ROOT / "docs" / "strangers.md"
 REQUIREMENTS = ROOT / "tests" / "strangers" / "requirements.txt"
-# Nets as deep as kimm's make up to 1.5e-4 of the round-off in the statistics of nine rows (2e-8 in float64), bayesflow
-# 2e-5; all else is within 1e-5, and what was wrong differed by 9e-3 and more.
-ROUND_OFF = 2e-4
+# What makes more than that of round-off: a deep net with batch norm over nine rows (seen 1.5e-4; 2e-8 in float64), and
+# flows (seen 2e-5).
+ROUND_OFF = {"kimm LCNet035": 2e-4, "bayesflow CouplingFlow": 5e-5}
+LIMITS = ", ".join(f"{name}: {limit:g}" for name, limit in ROUND_OFF.items())
 STEPS = EPOCHS * math.ceil(ROWS / BATCH)
 
 HEAD = f"""# Packages, and code that keeps state
@@ -25,7 +26,8 @@ HEAD = f"""# Packages, and code that keeps state
 batches; callbacks, data sets, optimizers and wrappers. Each is trained for {STEPS} steps of {BATCH} rows by Keras' own
 `fit`, and by kerasdp on one and on two virtual CPU devices, on torch, jax and tensorflow, from the same weights.
 
-**alike**: the logs of all steps, metrics too, are within {ROUND_OFF:g} of those of Keras' own `fit` on that backend,
+**alike**: the logs of all steps, metrics too, are within {FLOAT32:g} ({LIMITS}) of those of
+Keras' own `fit` on that backend,
 relative, and the way that the weights went is the same within {LEARNED["float32"]:.0%}. What draws random numbers is
 compared with kerasdp on one device of torch: Keras draws others on each backend, and takes the first batch of a
 PyDataset, and the end of an epoch, once more than there are. **refused**: the run ends with a line,
@@ -55,7 +57,11 @@ def main() -> None:
 def judged(out: pathlib.Path) -> list[Verdict]:
     cases = load_cases("strangers")
     draws = frozenset(name for name, each in cases.items() if each.draws)
-    return judge(out, list(cases), "strangers", draws)
+    verdicts = judge(out, list(cases), "strangers", draws)
+    for verdict in verdicts:
+        for cell in verdict.cells["float32"]:
+            cell.limit = ROUND_OFF.get(verdict.model, FLOAT32)
+    return verdicts
 
 
 def tried(verdict: Verdict) -> list[Cell]:
@@ -68,12 +74,7 @@ def word(cell: Cell) -> str:
         return "refused"
     if cell.error:
         return "error"
-    return "alike" if is_alike(cell) else "differs"
-
-
-def is_alike(cell: Cell) -> bool:
-    """Whether round-off alone is between a training, without the check if it was refused, and its reference."""
-    return cell.same_start and cell.losses <= ROUND_OFF and cell.learned <= LEARNED["float32"]
+    return "alike" if cell.alike else "differs"
 
 
 def document(verdicts: list[Verdict]) -> str:
@@ -119,7 +120,7 @@ def reason(cell: Cell) -> str:
         return f"*{cell.refusal}* Without the check it was not tried."
     if "losses" not in cell.unchecked:
         return f"*{cell.refusal}* Without the check: *{cell.unchecked.get('refused') or cell.unchecked['error']}*"
-    if is_alike(cell):
+    if cell.alike:
         return f"*{cell.refusal}* **Without the check it trains alike.**"
     return f"*{cell.refusal}* Without the check: {apart}."
 

@@ -47,9 +47,9 @@ def test_all_models_train_as_in_keras_or_are_refused(verdicts):
 
 def test_what_is_refused_would_train_otherwise(verdicts):
     """A refusal whose training without the check is alike was not needed."""
-    from tests.strangers.table import is_alike, tried
+    from tests.strangers.table import tried
 
     cells = [(verdict.model, cell) for verdict in verdicts for cell in tried(verdict) if cell.refusal]
     assert cells
-    assert not [f"{model}, {cell.way}: {cell.refusal}" for model, cell in cells if is_alike(cell)]
+    assert not [f"{model}, {cell.way}: {cell.refusal}" for model, cell in cells if cell.alike]
     assert not [f"{model}, {cell.way}: {cell.refusal}" for model, cell in cells if "\n" in cell.refusal]
