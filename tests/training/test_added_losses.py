@@ -45,14 +45,10 @@ def test_trains_as_on_one_device(backend, count, case):
     np.testing.assert_allclose(numbers(received[case]), numbers(expected[case]), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "precision"),
-    [
-        pytest.param(name, count, precision, marks=[pytest.mark.proof] * (case != ("tensorflow", 1, "bfloat16")))
-        for case in itertools.product(BACKENDS, (1, 2), ("bfloat16", "float16"))
-        for name, count, precision in [case]
-    ],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_of_halves_are_added(backend, count, precision):
     """By a layer, and by an activity regularizer: TensorFlow alone refuses to add bfloat16 to float32."""
     settings, cases = json.dumps({"precision": precision}), ("vae", "sums")[:count]

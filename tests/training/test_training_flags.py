@@ -133,6 +133,7 @@ def train(workdir, backend, count, *flags):
     return [line["loss"] for line in lines], json.loads((workdir / "report.json").read_text())
 
 
+@pytest.mark.proof  # of `.ci/run`
 def test_all_of_them_learn_the_same_on_two_devices(tmp_path):
     backend = "jax" if "jax" in BACKENDS else BACKENDS[0]
     flags = ["--augment=flip", "--max_steps=4"]  # which compiles quickly
