@@ -73,7 +73,7 @@ def test_two_nodes_learn_what_one_process_learns(backend, alone, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_node_is_killed_and_another_takes_its_place(backend, alone, tmp_path):
     workdir = tmp_path / "run"
-    done = on_two_nodes(backend, workdir, checkpoint_every="5", max_restarts=2, remove_at_step=30, spare_after=0)
+    done = on_two_nodes(backend, workdir, checkpoint_every="5", max_restarts=2, remove_at_step=20, spare_after=0)
     result = result_of(done)
     assert "a node was killed" in done.stdout and "resumes after step " in done.stdout
     assert_as_alone(workdir, alone(backend))
@@ -83,7 +83,7 @@ def test_a_node_is_killed_and_another_takes_its_place(backend, alone, tmp_path):
 def test_a_node_is_killed_and_fewer_workers_continue(alone, tmp_path):
     workdir, name = tmp_path / "run", BACKENDS[-1]
     done = on_two_nodes(
-        name, workdir, checkpoint_every="5", max_restarts=2, remove_at_step=30, num_workers=[1, 2],
+        name, workdir, checkpoint_every="5", max_restarts=2, remove_at_step=20, num_workers=[1, 2],
         checkpoint_dir=f"file://{tmp_path}/place",
     )  # fmt: skip
     result_of(done)

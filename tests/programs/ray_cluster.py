@@ -2,10 +2,11 @@
 
 python ray_cluster.py SETTINGS: fields of kerasdp.Config as JSON, and
     remove_at_step: behind it the node that is not the driver's is killed; a new one comes after `spare_after` seconds,
-        if that is given
+        if that is given. Each epoch ends with a pause, or the run could have ended before the node has
     num_workers: as in kerasdp.ray.run
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -33,7 +34,7 @@ def main():
     ray.init(address=cluster.address, log_to_driver=True, logging_level="warning")
 
     returned = []
-    trained = threading.Thread(target=lambda: returned.append(run(settings, num_workers)))
+    trained = threading.Thread(target=lambda: returned.append(run(settings, num_workers, 5 if remove_at_step else 0)))
     trained.start()
     if remove_at_step:  # in the main thread, in which alone Ray starts nodes
         path = pathlib.Path(settings["workdir"]) / "steps.jsonl"
@@ -51,12 +52,13 @@ def main():
     sys.exit(returned[0])
 
 
-def run(settings, num_workers):
-    """Trains, prints what came out, and returns the exit code."""
+def run(settings, num_workers, pause):
+    """Trains, prints what came out, and returns the exit code. `pause`: seconds behind each epoch."""
     fields = {"device": "cpu", "log_every": 1, "verbose": 2} | settings
     begin = time.monotonic()
     try:
-        history = kerasdp.ray.run(return_history, kerasdp.Config(**fields), num_workers=num_workers)
+        train_function = functools.partial(return_history, pause)
+        history = kerasdp.ray.run(train_function, kerasdp.Config(**fields), num_workers=num_workers)
     except kerasdp.RunError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -64,10 +66,15 @@ def run(settings, num_workers):
     return 0
 
 
-def return_history(runner):
+def return_history(pause, runner):
     """What recipes/train.py does; returns the metrics, too, which the recipe does not."""
     found = []
-    runner.state.epoch_listeners.append(lambda epoch, logs: found.append(logs))
+
+    def at_epoch_end(epoch, logs):
+        found.append(logs)
+        time.sleep(pause)
+
+    runner.state.epoch_listeners.append(at_epoch_end)
     train(runner)
     assert threading.current_thread() is threading.main_thread()  # where signals are handled
     return {"loss": [logs["loss"] for logs in found], "pid": os.getpid()}
