@@ -90,11 +90,12 @@ class Config:
         "Shares of the global batch for devices of unequal speed, in the order of the ranks: 3,1, or auto, which "
         "measures first.", "equal shards",
         only=[Only(None, NOT_JAX, ["data"], "XLA gives each device equally many rows")])
-    compile: str = choice("auto", DEVICES, one_of("auto", "on", "off"),
+    compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
         "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
-        "whole run has them). What cannot be captured runs uncompiled, with a warning. jax and tensorflow "
-        "do as the model's jit_compile says.",
+        "whole run has them). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
+        "messages in it. What cannot be captured runs uncompiled, with a warning. jax and tensorflow do as the model's "
+        "jit_compile says.",
         only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])
     check: str = choice("first", DEVICES, one_of("first", "off"),
         "first: before the first update on several devices, a few samples go through the model whole and split over "

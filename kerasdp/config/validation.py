@@ -180,9 +180,10 @@ def _check_sharing(config: Any) -> None:
                 f"--{flag}={getattr(config, flag)}: a dry run tells of equal shares, and of gradients that are added "
                 "on the devices; leave out one of them"
             )
-    if config.reduce == "host" and config.compile == "on":
+    if config.reduce == "host" and config.compile in ("on", "cudagraphs"):
         raise UserError(
-            "--reduce=host: not together with --compile=on, whose step is one graph on the GPU; leave out one of them"
+            f"--reduce=host: not together with --compile={config.compile}, whose step is one graph on the GPU; leave "
+            "out one of them"
         )
 
 

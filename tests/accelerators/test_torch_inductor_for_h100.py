@@ -22,6 +22,8 @@ CASES = {
     "convnet, Adam, float16": {"model": "convnet", "optimizer": "adam", "precision": "float16"},
     "resnet18, SGD": {"model": "resnet18", "optimizer": SGD, "image": (32, 32, 3)},
 }
+# What rank 0 of 4 computes. The first step's check would compare it with ranks that are not there.
+OF_RANKS = {"model": "convnet", "optimizer": SGD, "num_devices": 4, "check": "off"}
 
 
 def written(case):
@@ -39,6 +41,14 @@ def test_a_step_is_one_graph_of_the_device(name):
         assert step["partitions"] == 1
         assert step["waits"] == step["kernels on the CPU"] == 0
         assert step["mutated elsewhere"] == 0  # else Inductor leaves the CUDA graph out, in a line for debuggers
+
+
+def test_messages_of_ranks_are_in_the_graph_where_that_is_asked_for():
+    for choice, num_partitions in (("on", 0), ("cudagraphs", 1)):
+        for step in written(OF_RANKS | {"compile": choice}):
+            print(choice, step)
+            assert step["collectives"] > 0 and step["partitions"] == num_partitions
+            assert step["waits"] == step["kernels on the CPU"] == step["mutated elsewhere"] == 0
 
 
 def test_deterministic_times_nothing():

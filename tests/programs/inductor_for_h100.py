@@ -2,6 +2,7 @@
 
 python inductor_for_h100.py CASES: a JSON list of cases; each holds fields of kerasdp.Config, and
     image: shape of an image, [28, 28, 1] if it is left out
+    num_devices: if there are several, what rank 0 of them computes, for which `check` is to be off
 
 Needs the triton of this torch, in the environment or in a folder of PYTHONPATH. Leans on private names of torch 2.13.
 """
@@ -14,14 +15,13 @@ import sys
 import tempfile
 import types
 
-import cuda_on_cpu
+import capture_for_cuda
 import numpy as np
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Which of two ways was the faster is kept elsewhere, whatever is disabled.
 folder = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
-cuda_on_cpu.start()
 
 import torch  # noqa: E402
 import torch._dynamo.device_interface  # noqa: E402
@@ -33,6 +33,7 @@ from torch._inductor.runtime import benchmarking  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import kerasdp  # noqa: E402
+from kerasdp.backends.torch.train_step import RankSteps  # noqa: E402
 
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -123,6 +124,9 @@ def counts(code, num_timed, mutated):
         "triton kernels": len(set(re.findall(r"^(triton_\w+) =", step, re.M))),
         "kernels on the CPU": len(re.findall(r"^cpp_\w+ =", step, re.M)),
         "partitions": len(re.findall(r"^def partition_\d+", step, re.M)),
+        "collectives": len(re.findall(r"^ *buf\d+ = torch\.ops\._c10d_functional\.all_", step, re.M)),
+        "kernels run": len(re.findall(r"^ *triton_\w+\.run\(", step, re.M)),
+        "library calls": len(re.findall(r"^ *(?:buf\d+ = )?(?:extern_kernels|torch\.ops\.aten)\.\w+", step, re.M)),
         "waits": len(re.findall(r"\.copy_\(.*, False\)|\.item\(\)|empty_strided_cpu\w*\(", step)),
         "deterministic": sorted(set(re.findall(r"'deterministic': (\w+)", step))),
     }
@@ -165,7 +169,11 @@ def main():
     for case in json.loads(sys.argv[1]):
         steps, image = [], tuple(case.pop("image", (28, 28, 1)))
         work = functools.partial(train, image, steps)
-        kerasdp.launch(work, backend="torch", device="gpu", num_devices=1, compile="on", verbose=0, **case)
+        if case.setdefault("num_devices", 1) > 1:
+            capture_for_cuda.be_first_of(case["num_devices"])
+            torch.cuda.get_device_properties = lambda *_: H100
+            RankSteps.distributed = lambda steps, _: steps.model  # which the others would have to join
+        kerasdp.launch(work, backend="torch", device="gpu", verbose=0, **({"compile": "on"} | case))
         results.append(steps)
     print("RESULT", json.dumps(results))
 

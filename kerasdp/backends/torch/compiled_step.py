@@ -268,7 +268,9 @@ def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
     """Returns what Inductor (2.13) is told; `keeps_order`: whether a step exchanges messages in an order of its own."""
     # It takes every tensor of four axes for NCHW, and would permute Keras' NHWC.
     options = {"layout_optimization": False}
-    if strategy.is_gpu and strategy.num_replicas == 1:
+    if strategy.is_gpu and (strategy.num_replicas == 1 or strategy.config.compile == "cudagraphs"):
+        # Its first run warms up, the second records, the others replay: on all ranks alike, so NCCL's messages in it
+        # meet. Not seen on several GPUs yet, and so only where it is asked for.
         options["triton.cudagraphs"] = True
     if strategy.is_gpu and (strategy.num_replicas > 1 or strategy.config.deterministic):
         # It times several ways to sum, and to multiply with padding, and takes the fastest: another one in a resumed

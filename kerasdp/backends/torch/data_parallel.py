@@ -130,9 +130,10 @@ class DataParallel(TorchStrategy):
 
         `num_steps`: there are to come; None if that is not known.
         """
-        if model.run_eagerly or self.config.compile == "off" or self.host_sums is not None or not is_full:
+        choice = self.config.compile
+        if model.run_eagerly or choice == "off" or self.host_sums is not None or not is_full:
             return False
-        return self.config.compile == "on" or num_steps is None or num_steps >= _WORTH_COMPILING[self.device.type]
+        return choice != "auto" or num_steps is None or num_steps >= _WORTH_COMPILING[self.device.type]
 
     def _steps_to_compile(self, run_state: RunState) -> int | None:
         """Returns the steps of this process, in which compiling pays off or not; None if not known.

@@ -20,6 +20,7 @@ from kerasdp.backends.base import DeviceBatch, SingleProcess, Strategy, Structur
 from kerasdp.backends.steps import compared_variables
 from kerasdp.backends.torch import collectives
 from kerasdp.backends.torch.elastic import start_elastic_workers
+from kerasdp.backends.torch.private import leave_process_group
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
@@ -323,7 +324,7 @@ def _rank(worker: Callable[..., Any], *args: Any) -> Any:
     """Runs in the process of a rank."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which was read where torch was imported
     result = worker(*args)
-    dist.destroy_process_group()
+    leave_process_group()
     if (link := current_link()) is not None:
         link.leave()  # a process that was forked calls no `atexit` functions
     return result

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kerasdp import errors
+from kerasdp.backends.torch.private import leave_process_group
 from kerasdp.config import Config
 from kerasdp.runtime import addresses, outcome, signals
 from kerasdp.runtime.addresses import SECONDS_TO_JOIN
@@ -186,7 +187,7 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
         # The process group is not left in order: that would wait for ranks that wait for this one. Nor by the error,
         # which torch (2.13) would write into a file that nobody removes.
         raise SystemExit(1) from None
-    dist.destroy_process_group()
+    leave_process_group()
     return result
 
 

@@ -1,6 +1,7 @@
 """Holds all private names of torch in use."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -73,6 +74,17 @@ def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
     """
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def leave_process_group() -> None:
+    """Leaves the process group of the run, once no CUDA graph holds a message of its.
+
+    Torch 2.13: `torch._inductor.cudagraph_trees`, if it was ever imported; NCCL waits for graphs that hold its kernels.
+    """
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None:
+        trees.reset_cudagraph_trees()
+    dist.destroy_process_group()
 
 
 def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
