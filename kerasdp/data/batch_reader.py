@@ -7,6 +7,7 @@ import abc
 import functools
 import itertools
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -25,6 +26,8 @@ from kerasdp.runtime.workers import end_with_parent
 
 # Number of the messages about the first batch; those of an epoch's batches have the next ones.
 _FIRST = 0
+# So long the others wait when rank 0 could not read: its error has the frames, and the first one that is seen is shown.
+_SECONDS_TO_RAISE = 1.0
 # Shapes of inputs after which the reader says what they cost.
 _MANY_SHAPES = 8
 
@@ -165,6 +168,8 @@ class BatchReader(abc.ABC):
         if error is not None:
             raise error
         if isinstance(part, Exception):
+            if isinstance(part, WorkerError):
+                time.sleep(_SECONDS_TO_RAISE)
             raise part
         return part
 
