@@ -5,6 +5,7 @@ Crossentropies are the same functions of their arguments on all backends, and ta
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,24 @@ def _in_float64(
     if mask is not None:
         logits = ops.where(mask, logits, -np.inf)
     return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
+
+
+def channels_last_by_strides(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Returns a convolution that reads its inputs where they are.
+
+    Keras (3.15) on torch copies inputs with channels last into memory with channels first, and back before the
+    convolution (keras-team/keras #23279, mended later). To torch both are one kind of tensor with other strides.
+    """
+    given = _signature(original).bind(*args, **options)
+    inputs = ops.convert_to_tensor(given.arguments["inputs"])
+    is_last = (given.arguments.get("data_format") or keras.config.image_data_format()) == "channels_last"
+    if not is_last or inputs.dim() < 4:  # a tensor of three axes has one layout
+        return original(*args, **options)
+    given.arguments |= {"inputs": inputs.movedim(-1, 1), "data_format": "channels_first"}
+    return original(*given.args, **given.kwargs).movedim(1, -1)
+
+
+_signature = functools.cache(inspect.signature)
 
 
 # At exactly 0, which zero inputs and zero biases give, these have other gradients on one backend (Keras 3.15, jax 0.10,
@@ -319,6 +338,8 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "torch": {
         ("nn", "sparse_categorical_crossentropy"): sparse_of_rows,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("nn", "conv"): channels_last_by_strides,
+        ("nn", "conv_transpose"): channels_last_by_strides,
     },
     "jax": {
         ("nn", "sparse_categorical_crossentropy"): sparse_by_place,

@@ -14,8 +14,9 @@ from kerasdp.runtime.link import Link
 
 # A rank without a sign of life for so long is stopped, or gone.
 _SECONDS_OF_SILENCE = 6 * SECONDS_BETWEEN_SIGNS
-# So long may the other ranks need to leave a call that one has left, after the last step that they share.
-_SECONDS_TO_FOLLOW = 10.0
+# So long may the other ranks need to leave a call that one has left, after the last step that they share. On a machine
+# with more to do than cores, 10 s were too few once.
+_SECONDS_TO_FOLLOW = 20.0
 # What builds and compiles may take so long, or `hang_timeout` if that is longer.
 SECONDS_TO_COMPILE = 3600.0
 # After a signal, and after a second one: what does not heed it is killed. Kubernetes waits for 30 s, Docker for 10 s.

@@ -9,7 +9,7 @@ from tests.helpers import PROGRAMS, all_but, result_of, run
 @all_but("jax", "tensorflow")
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_losses_are_the_same(backend, count):
-    found = result_of(run(PROGRAMS / "deterministic.py", backend, count, backend=backend))
+    found = result_of(run(PROGRAMS / "deterministic.py", backend, count))
     assert len(found["True"]) == 10
     assert found["True"] == found["False"]
 

@@ -20,7 +20,7 @@ TENSOR = {"model": "gpt", "strategy": "tensor"}
 PIPELINE = {"model": "pooling", "strategy": "pipeline", "num_stages": 2}
 QUICK = [DATA, TENSOR, PIPELINE]
 MORE = [
-    *({"model": name, "strategy": "data"} for name in ("mlp", "lenet", "resnet18", "gpt", "pooling")),
+    *({"model": name, "strategy": "data"} for name in ("mlp", "lenet", "resnet18", "gpt", "pooling", "lstm")),
     {"model": "convnet", "strategy": "data", "precision": "bfloat16"},
     {"model": "convnet", "strategy": "data", "batch_norm": "replica"},
     {"model": "convnet", "strategy": "tensor", "optimizer": "adam"},
@@ -136,7 +136,7 @@ def most_for_data(case, model):
 @pytest.mark.parametrize(
     "case",
     [DATA, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE
-             if case["strategy"] == "data" and case["model"] in ("mlp", "lenet", "gpt", "pooling")
+             if case["strategy"] == "data" and case["model"] in ("mlp", "lenet", "gpt", "pooling", "lstm")
              and "accumulate" not in case)],
     ids=name_of,
 )  # fmt: skip
@@ -174,7 +174,10 @@ compilers = pytest.mark.parametrize("platform", [
         importlib.util.find_spec(wheel) is None, reason=f"{wheel} is not installed (tests/programs/targets.py)",
     )) for name, wheel in COMPILERS.items()
 ])  # fmt: skip
-COMPILED = [DATA, {"model": "gpt", "strategy": "data"}, TENSOR, PIPELINE]
+COMPILED = [
+    DATA, {"model": "gpt", "strategy": "data"}, TENSOR, PIPELINE,
+    *({"model": "lstm", "strategy": "data", "precision": precision} for precision in ("float32", "bfloat16")),
+]  # fmt: skip
 
 
 @pytest.mark.proof

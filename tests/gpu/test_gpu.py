@@ -94,12 +94,13 @@ def test_no_stage_waits_for_the_device(machine, backend, schedule):
     assert result_of(run(*program, timeout=900))["steps"] == 40
 
 
-def test_a_step_of_torch_is_one_cuda_graph(machine):
-    machine.need("torch")
+@pytest.mark.parametrize(("count", "choice"), [(1, "on"), (2, "cudagraphs")])
+def test_a_step_of_torch_is_one_cuda_graph(machine, count, choice):
+    machine.need("torch", count)
     machine.need_gpu("a CUDA graph")
     flags = (*SHORT, "--model=convnet")
-    expected = machine.train("torch", 1, *flags, "--compile=off")
-    received = machine.train("torch", 1, *flags, "--compile=on", TORCH_LOGS="cudagraphs,perf_hints")
+    expected = machine.train("torch", count, *flags, "--compile=off")
+    received = machine.train("torch", count, *flags, f"--compile={choice}", TORCH_LOGS="cudagraphs,perf_hints")
     assert "skipping cudagraphs" not in received.errors
     assert "ecording" in received.errors  # torch's word for making a CUDA graph
     assert apart(expected.losses, received.losses) < 1e-5

@@ -67,6 +67,9 @@ def model_of(name, config):
             keras.Input((28, 28, 1)), keras.layers.Rescaling(1 / 255), keras.layers.Conv2D(8, 3),
             keras.layers.MaxPooling2D(3, 2), keras.layers.Flatten(), keras.layers.Dense(12),
         ])  # fmt: skip
+    if name == "lstm":  # step by step, as on several GPUs
+        rows = [keras.Input((28, 28, 1)), keras.layers.Rescaling(1 / 255), keras.layers.Reshape((28, 28))]
+        return keras.Sequential([*rows, keras.layers.LSTM(16), keras.layers.Dense(12)])
     return kerasdp.build_model(config, (28, 28, 1), 12)
 
 
@@ -129,7 +132,7 @@ def programs_of(case):
                "strategy", "precision", "accumulate", "num_stages", "pipeline_schedule", "batch_norm"
            ) if name in case},
     }  # fmt: skip
-    settings |= {"model": case["model"]} if case["model"] not in ("gpt", "pooling") else {}
+    settings |= {"model": case["model"]} if case["model"] not in ("gpt", "pooling", "lstm") else {}
     if settings.get("strategy") == "pipeline":
         settings["balance"] = "flops"
     try:

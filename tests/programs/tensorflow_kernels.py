@@ -100,7 +100,7 @@ def as_on_gpus(watch: Watch) -> None:
         kind.shard_batch = watch.around(kind.shard_batch)
     make, names = tf.config.set_logical_device_configuration, devices.device_names
     tf.config.set_logical_device_configuration = lambda cpu, parts: make(cpu, [*parts, parts[0]])
-    tf.distribute.ReductionToOneDevice = lambda: None
+    tf.distribute.ReductionToOneDevice = lambda *_: None
 
     def device_names(chosen):
         found = names(chosen)

@@ -20,7 +20,6 @@ from kerasdp.backends.torch.graph_passes import (
     fold_padding,
     keep_channels_last,
     refuse_exchanges,
-    remove_layout_round_trips,
     send_early,
 )
 from kerasdp.backends.torch.private import (
@@ -145,7 +144,6 @@ class CompiledStep:
         with _unfiltered_tracebacks():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
         refuse_exchanges(graph.graph)
-        remove_layout_round_trips(graph.graph)
         fold_padding(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)

@@ -10,12 +10,6 @@ from kerasdp.backends.torch import collectives  # noqa: F401  # defines torch.op
 from kerasdp.backends.torch.private import force_strides
 
 _aten = torch.ops.aten
-_TAKES_ANY_LAYOUT = {
-    _aten.clone.default,
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-    _aten.constant_pad_nd.default,
-}
 # Places of their arguments.
 _FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
 
@@ -118,26 +112,15 @@ def _has_effect(node: Node) -> bool:
     return node.is_impure() or (node.op == "call_function" and not is_torchs)
 
 
-def remove_layout_round_trips(graph: Graph) -> None:
-    """Removes copies to NCHW that are undone at once: Keras makes one before each convolution."""
-    for node in graph.nodes:
-        is_copy = node.target is _aten.clone.default
-        into_nchw = is_copy and node.kwargs.get("memory_format") == torch.contiguous_format
-        if into_nchw and all(user.target in _TAKES_ANY_LAYOUT for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
 def fold_padding(graph: Graph) -> None:
     """Folds a `ZeroPadding2D` into the convolutions after it: one copy less forward, and one less backward."""
     for pad in graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
-        steps = _padded_for_convolutions(pad)
-        if steps is None:
+        permute = _padded_for_convolutions(pad)
+        if permute is None:
             continue
-        permute, copy = steps
         _, _, left, _, top, _ = pad.args[1]
         permute.replace_input_with(pad, pad.args[0])
-        for user in list(copy.users):
+        for user in list(permute.users):
             place = _FORWARD_PADDING if user.target is _aten.convolution.default else _BACKWARD_PADDING
             arguments = list(user.args)
             arguments[place] = [top, left]
@@ -164,8 +147,8 @@ def keep_channels_last(graph: Graph) -> None:
             convolution.replace_all_uses_with(turned, delete_user_cb=lambda user, turned=turned: user is not turned)
 
 
-def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
-    """Finds the permutation to NCHW and the copy after a padding that only convolutions use, with zeros, evenly."""
+def _padded_for_convolutions(pad: Node) -> Node | None:
+    """Finds the permutation to NCHW after a padding with zeros, evenly, that only convolutions use."""
     widths: Any = pad.args[1]
     value = pad.args[2] if len(pad.args) > 2 else 0.0
     if value != 0 or len(widths) != 6 or widths[:2] != [0, 0] or widths[2] != widths[3] or widths[4] != widths[5]:
@@ -173,17 +156,14 @@ def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
     if min(widths) < 0 or len(pad.users) != 1:
         return None
     (permute,) = pad.users
-    if permute.target is not _aten.permute.default or permute.args[1] != [0, 3, 1, 2] or len(permute.users) != 1:
+    if permute.target is not _aten.permute.default or permute.args[1] != [0, 3, 1, 2]:
         return None
-    (copy,) = permute.users
-    if copy.target is not _aten.clone.default:
-        return None
-    for user in copy.users:
+    for user in permute.users:
         args: Any = user.args
         if user.target is _aten.convolution.default:
-            fits = args[0] is copy and args[1] is not copy and set(args[_FORWARD_PADDING]) == {0}
+            fits = args[0] is permute and args[1] is not permute and set(args[_FORWARD_PADDING]) == {0}
         elif user.target is _aten.convolution_backward.default:
-            fits = args[_BACKWARD_INPUT] is copy and set(args[_BACKWARD_PADDING]) == {0}
+            fits = args[_BACKWARD_INPUT] is permute and set(args[_BACKWARD_PADDING]) == {0}
             crops = _crops(user)
             fits = fits and all(crop.args[1] == [-width for width in widths] for crop in crops or ())
             fits = fits and crops is not None
@@ -191,7 +171,7 @@ def _padded_for_convolutions(pad: Node) -> tuple[Node, Node] | None:
             fits = False
         if not fits:
             return None
-    return permute, copy
+    return permute
 
 
 def _crops(backward: Node) -> list[Node] | None:

@@ -9,6 +9,7 @@ from torch.distributed import pipelining
 
 from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.torch.collectives import all_gather_stacked, gather_rows, gather_statistics
+from kerasdp.backends.torch.train_step import numbers_made_on
 from kerasdp.portability.replica_context import ReplicaContext, alone, use
 
 
@@ -95,7 +96,8 @@ class PipelineStep:
             for number in numbers
         ]
         outputs = pipeline.plan.outputs([torch.cat(parts) for parts in zip(*leaves)])
-        with keras.StatelessScope():  # the losses of several outputs are metrics, too
+        # The losses of several outputs are metrics, too. On a GPU this is a thread of autograd's.
+        with keras.StatelessScope(), numbers_made_on(pipeline.strategy.device):
             loss = pipeline.compiled_loss(batch, outputs) * self.scale * share  # the scale is float32, the share not
         flat = [leaf for parts in leaves for leaf in parts if leaf.requires_grad]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
