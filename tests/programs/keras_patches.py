@@ -6,6 +6,7 @@ On the backend of KERAS_BACKEND. Prints, by name: [without, with, right].
 """
 
 import contextlib
+import functools
 import json
 
 import keras
@@ -61,6 +62,24 @@ def both(context, compute, right):
         return [without, outcome(), plain(np.asarray(right)) if not isinstance(right, str) else right]
 
 
+def copies(convolve):
+    """How often the image, with channels last, is copied on torch before it is convolved."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            self.number += operation is torch.ops.aten.clone.default and args[0].numel() == 75
+            return operation(*args, **(kwargs or {}))
+
+    image, kernel = (ops.convert_to_tensor(np.ones(shape, "float32")) for shape in ((1, 5, 5, 3), (3, 3, 3, 3)))
+    with Counter() as counter:
+        convolve(image, kernel, data_format="channels_last")
+    return counter.number
+
+
 def functions():
     """Those of `same_on_all_backends`: at ties, at 0, of probabilities that are clipped, where all is masked."""
     half = np.float64(0.5)
@@ -81,6 +100,8 @@ def functions():
             ),
             np.float32([-2, 1, 1] * 4).reshape(1, 2, 2, 3),
         )
+        cases["copies of a convolution's image"] = (functools.partial(copies, ops.conv), 0)
+        cases["copies of its transpose's"] = (functools.partial(copies, ops.conv_transpose), 0)
         return cases
     cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
     if BACKEND == "jax":
