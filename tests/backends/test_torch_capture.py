@@ -178,19 +178,20 @@ def test_compiling_may_begin_anew(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("is_gpu", "num_replicas", "deterministic", "expected"),
+    ("is_gpu", "num_replicas", "choices", "expected"),
     [
-        (False, 2, True, set()),
-        (True, 1, False, {"triton.cudagraphs"}),
-        (True, 1, True, {"triton.cudagraphs", "deterministic"}),
-        (True, 2, False, {"deterministic"}),
+        (False, 2, {"deterministic": True, "compile": "cudagraphs"}, set()),
+        (True, 1, {}, {"triton.cudagraphs"}),
+        (True, 1, {"deterministic": True}, {"triton.cudagraphs", "deterministic"}),
+        (True, 2, {"compile": "on"}, {"deterministic"}),
+        (True, 2, {"compile": "cudagraphs"}, {"triton.cudagraphs", "deterministic"}),
     ],
 )
-def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, deterministic, expected):
+def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, choices, expected):
     """On GPUs: what Inductor times would decide what a resumed run, or another rank, computes."""
     own = strategy()
     own.is_gpu, own.num_replicas = is_gpu, num_replicas
-    own.config = Config(backend="torch", deterministic=deterministic)
+    own.config = Config(backend="torch", **choices)
     options = compiled_step.inductor_options(own, False)
     assert {name for name, is_on in options.items() if is_on} == expected
     known = torch._inductor.config.get_config_copy()
