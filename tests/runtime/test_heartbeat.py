@@ -131,20 +131,20 @@ def test_other_arguments():
 
 @pytest.mark.parametrize("state", [State.OUTSIDE, State.END, State.MEETING])
 def test_a_rank_that_left_a_call(ranks, state):
-    """The other one waits in it in vain; for ten seconds it may still be on its way out."""
+    """The other one waits in it in vain; for 20 seconds it may still be on its way out."""
     left = {"state": state, "calls": (), "seconds": 30.0, "step": 0}
     if state != State.OUTSIDE:
         left |= {"num_meetings": 2, "meeting": ("" if state == State.END else "fit", "mine.py:3")}
         left["events"] = ["before fit", "train", "before fit"]
     for error in ("", "fit (mine.py:3) by ValueError: bad luck (mine.py:9)"):
-        assert find(ranks({"seconds": 9.0}, {**left, "error": error}), 100.0) is None
-        text = find(ranks({"seconds": 11.0}, {**left, "error": error}), 100.0)
+        assert find(ranks({"seconds": 19.0}, {**left, "error": error}), 100.0) is None
+        text = find(ranks({"seconds": 21.0}, {**left, "error": error}), 100.0)
         assert ("rank 1 left fit (mine.py:3) by ValueError: bad luck (mine.py:9), which did not end" in text) == (
             error != ""
         )
     # A nested call's own number is not that of the call around it.
     nested = {"calls": (*IN_FIT, (2, "fit (mine.py:3)")), "num_meetings": 2, "state": State.STEP, "seconds": 1.0}
-    assert find(ranks({"seconds": 11.0}, nested), 100.0) is None
+    assert find(ranks({"seconds": 21.0}, nested), 100.0) is None
 
 
 @pytest.fixture
