@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kerasdp.models import build_model
     from kerasdp.models.classifiers import load_backbone
     from kerasdp.portability import layers
+    from kerasdp.portability.gradients import value_and_grad
     from kerasdp.portability.portable import portable
     from kerasdp.portability.replica_context import all_rows
     from kerasdp.training.callbacks import make_callbacks
@@ -50,6 +51,7 @@ _MODULES = {
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.reduction",
     "portable": "kerasdp.portability.portable",
+    "value_and_grad": "kerasdp.portability.gradients",
 }
 
 _PACKAGES = {
@@ -94,6 +96,7 @@ __all__ = [
     "portable",
     "ray",
     "sweep",
+    "value_and_grad",
 ]
 
 

@@ -50,6 +50,20 @@ def all_variables(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
+def optimizers_of(model: Any) -> list[Any]:
+    """Returns the optimizers of a model: that of `compile`, and those that it holds for a user-defined step."""
+    from kerasdp.checkpoint.names import names_in
+
+    of_compile = getattr(model, "optimizer", None)
+    return [*filter(None, [of_compile]), *(optimizer for _, optimizer in names_in(model).optimizers)]
+
+
+def variables_of_own_step(model: Any) -> list[Any]:
+    """Returns the variables that a user-defined step may change: those of all of its optimizers, too."""
+    slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    return list({id(variable): variable for variable in (*all_variables(model), *slots)}.values())
+
+
 def compared_variables(model: Any, state_only: bool) -> list[Any]:
     """Returns the variables of a model that all replicas have; `state_only`: those that are not trained."""
     return model.non_trainable_variables if state_only else model.variables

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 from keras.src.backend.common import masking
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.models.functional import Functional
 
 from kerasdp.keras_compat.patches import wrap_for_good
@@ -148,6 +149,48 @@ def set_raw_value(variable: keras.Variable, value: Any) -> None:
     Keras 3.15: `Variable._value`. The public `assign` keeps the device.
     """
     variable._value = value
+
+
+def current_value(variable: keras.Variable) -> Any:
+    """Returns what a variable holds in the scope that is active, or by itself, in its own type.
+
+    Keras 3.15: `get_stateless_scope`. The public `value` casts within layers.
+    """
+    scope = get_stateless_scope()
+    value = None if scope is None else scope.get_current_value(variable)
+    return raw_value(variable) if value is None else value
+
+
+class InnerScope(keras.StatelessScope):
+    """A stateless scope in which variables have the values of the scope around it, but for those that are given.
+
+    Keras 3.15: of nested scopes the inner one knows nothing of the outer; `get_stateless_scope` has no public name.
+    """
+
+    def __init__(self, state_mapping: Iterable[tuple[keras.Variable, Any]] = ()):
+        """See `keras.StatelessScope`."""
+        super().__init__(state_mapping)
+        self._around = get_stateless_scope()
+        self._assigned: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Takes what a variable is assigned."""
+        self._assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Returns the value here, else that in the scope around; None if a variable has its own."""
+        value = super().get_current_value(variable)
+        return self._around.get_current_value(variable) if value is None and self._around is not None else value
+
+    def assigned_values(self) -> list[Any]:
+        """Returns what variables were assigned, in the order of `write_back`."""
+        return [super(InnerScope, self).get_current_value(variable) for variable in self._assigned.values()]
+
+    def write_back(self, values: list[Any] | None = None) -> None:
+        """Assigns, in the scope around or for good, what was assigned here; `values`: in its place."""
+        for variable, value in zip(self._assigned.values(), values or self.assigned_values()):
+            variable.assign(value)
 
 
 def is_of_keras(kind: type) -> bool:

@@ -349,6 +349,17 @@ def own_steps(model: keras.Model) -> set[str]:
     return {name for name in STEPS if getattr(type(model), name) is not getattr(keras.Model, name)}
 
 
+def portable_steps(model: keras.Model) -> set[str]:
+    """Returns which of the user-defined steps take the data alone: on jax Keras' own take the state before it."""
+    return {name for name in own_steps(model) if _takes_data_alone(getattr(type(model), name))}
+
+
+@functools.cache
+def _takes_data_alone(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return len(parameters) == 2 and all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+
+
 def as_keras_gives(data: Any) -> Any:
     """Returns inputs, targets and sample weights as Keras hands them to a step: without those that are None."""
     return keras.utils.pack_x_y_sample_weight(*data)

@@ -167,6 +167,24 @@ def wrapped_apply(apply: Callable[..., Any]) -> contextlib.AbstractContextManage
     return replaced_in_each((kind, {"apply": in_place_of(kind.apply, apply)}) for kind in kinds)
 
 
+def applying_in_scope() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which all optimizers can apply gradients within a `StatelessScope`, on jax.
+
+    Keras 3.15: `LossScaleOptimizer.apply` assigns in branches, and fails there; its public `stateless_apply` does not.
+    """
+
+    def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if inner_optimizer(optimizer) is optimizer or trainable_variables is None:
+            return original(optimizer, grads, trainable_variables)
+        weights = list(trainable_variables)
+        values = [variable.value for variable in optimizer.variables], list(grads), [each.value for each in weights]
+        for variables, new in zip((weights, optimizer.variables), optimizer.stateless_apply(*values)):
+            for variable, value in zip(variables, new):
+                variable.assign(value)
+
+    return wrapped_apply(apply)
+
+
 def no_gradient_sum() -> contextlib.AbstractContextManager[None]:
     """Returns the context in which optimizers on TensorFlow take gradients that are reduced over the replicas already.
 

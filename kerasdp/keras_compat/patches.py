@@ -24,6 +24,7 @@ class Step(NamedTuple):
         factor: by which the losses of single outputs are multiplied for their means: see `losses_of_whole_batch` in
             `kerasdp.keras_compat.models`.
         record: takes each layer and what it gives.
+        differentiates: whether `kerasdp.value_and_grad` is calling a function.
     """
 
     replica: Any = None
@@ -34,6 +35,7 @@ class Step(NamedTuple):
     reduce: Callable[..., Any] | None = None
     factor: float | None = None
     record: Callable[[Any, Any], None] | None = None
+    differentiates: bool = False
 
 
 _NOTHING = Step()

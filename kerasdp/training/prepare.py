@@ -20,14 +20,17 @@ from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError, addressed
 from kerasdp.keras_compat.layers import all_layers, living_variables
 from kerasdp.keras_compat.models import (
+    as_keras_gives,
     build_compiled,
     has_call,
     made_by_compile,
     output_losses,
     own_steps,
+    plain_attributes_kept,
+    portable_steps,
     symbols_of,
 )
-from kerasdp.portability.own_steps import find_rows_of_step
+from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged
 from kerasdp.portability.portable import batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.reduction import (
@@ -40,6 +43,7 @@ from kerasdp.portability.reduction import (
     try_metrics,
 )
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
+from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
@@ -103,12 +107,7 @@ def prepare(
         if with_targets:
             refuse_nan_inputs(model, reader, batch)
     require_known_weights(model)
-    outside = strategy.variables_outside_scope(model)
-    if outside:
-        raise UserError(
-            f"{outside[0]} of {model.name} was made outside of runner.scope(), so it is on one device only: make "
-            "all layers, the optimizer and the metrics within it"
-        )
+    require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)
     if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
@@ -122,8 +121,18 @@ def prepare(
         _refuse_state_of_losses(model, reader, symbols[0], config, strategy)
     if with_targets and step not in own_steps(model):
         find_sums(model, reader, batch, strategy)
-    if step == "train_step" and config.keeps_checkpoints and step in own_steps(model):
-        _build_optimizers(model, reader, config, strategy)
+    if step == "train_step" and step in own_steps(model):
+        with scope():
+            _build_optimizers(model, reader, config, strategy)
+
+
+def require_within_scope(model: keras.Model, strategy: Strategy) -> None:
+    """Raises `UserError` for a variable that is on one device only."""
+    for path in strategy.variables_outside_scope(model)[:1]:
+        raise UserError(
+            f"{path} of {model.name} was made outside of runner.scope(), so it is on one device only: make all "
+            "layers, the optimizer and the metrics within it"
+        )
 
 
 def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Strategy, step: str) -> None:
@@ -184,18 +193,22 @@ def find_sums(model: keras.Model, reader: Reader, batch: Batch, strategy: Strate
 
 
 def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strategy: Strategy) -> None:
-    """Builds the optimizers of a user-defined step, for a checkpoint to be read: it alone knows of which weights.
+    """Builds the optimizers of a user-defined step, which alone knows of which weights, before it is compiled.
 
     Raises:
-        UserError: for one that the step does not use, or does not use yet.
+        UserError: for one that the step does not use, or does not use yet, so that no checkpoint could hold it.
     """
     optimizers = names_in(model).optimizers
     if all(optimizer.built for _, optimizer in optimizers):
         return
-    if not strategy.splits_batches and config.backend != "jax":  # tried already; a function of states builds none
-        data = reader.sample(NUM_ROWS)
-        find_rows_of_step(model, "train_step", data, strategy.in_replicas, strategy.build_optimizer, True)
-    for name, optimizer in optimizers:
+    if config.backend != "jax" or "train_step" in portable_steps(model):  # a function of states builds none
+        with plain_attributes_kept(model) if config.backend == "jax" else leave_unchanged(model):
+            sample = as_keras_gives(reader.sample(NUM_ROWS))
+            parts = find_parts(model.train_step, sample, strategy.in_replicas)
+        for optimizer, weights in parts.optimizers:
+            if not optimizer.built:
+                optimizer.build(weights)
+    for name, optimizer in optimizers if config.keeps_checkpoints else ():
         if not optimizer.built:
             raise UserError(
                 f"{name} of {model.name} is an optimizer that the first step does not use, so that it is not known "

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -40,6 +41,7 @@ from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
+from kerasdp.training.own_loop import LoopBatch, Step, each_batch
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_feed
 
@@ -72,7 +74,7 @@ class Runner:
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
         self.steps = ModelSteps(strategy, self.state, heartbeat)
-        self._made_before, self._fit_numbers = MadeBefore(), FitNumbers()
+        self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
         set_seed(config.seed)
@@ -298,6 +300,53 @@ class Runner:
             with open_feed(self.strategy, reader) as feed:
                 yield Loop(model, self.strategy, self.state, functions), feed, callbacks
 
+    def step(self, function: Callable[..., Any] | None = None, *, returns: Any = "mean") -> Any:
+        """Makes of a function one step on all devices, compiled where the backend can: for a loop of one's own.
+
+        Args:
+            function: of a batch, as `(x, y)`, `(x, y, sample_weight)`, `x` alone, or whatever structure the step is
+                given; or of nothing. It may use Keras models, optimizers, metrics and variables as it likes, and
+                `kerasdp.value_and_grad`. None: the result is a decorator.
+            returns: how what it returns is joined over the devices, a word or a structure of them: `"mean"` over the
+                rows of the batch (results of metrics are those of all rows anyway), `"sum"`, `"rows"`: concatenated in
+                the order of the batch, `"same"`: it is the same on all.
+
+        Returns:
+            A function of a batch of `batches`, or of arrays that every process has the whole of.
+
+        Raises:
+            UserError: on the first call, if devices that each have some rows would do something else than one.
+        """
+        if function is None:
+            return functools.partial(self.step, returns=returns)
+        return Step(self, function, returns)
+
+    def batches(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        shuffle: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> Iterator[LoopBatch]:
+        """Yields the global batches of some epochs, in the order of `fit`, for functions that `step` makes.
+
+        The arguments are those of `fit`.
+        """
+        reader = self._reader(
+            x, y, sample_weight, batch_size or self.config.batch_size, training=True, fitting=True, shuffle=shuffle,
+            steps=steps_per_epoch,
+        )  # fmt: skip
+        self.state.begin_fit(
+            batch_size=len(first_of(reader).indices), num_batches=reader.num_batches, epochs=epochs,
+            max_steps=self.config.max_steps,
+        )  # fmt: skip
+        with open_feed(self.strategy, reader, self.state) as feed:
+            yield from each_batch(reader, self.state, feed, range(epochs))
+
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
         require_equal_replicas(model, self.strategy)
@@ -310,7 +359,7 @@ class Runner:
 
     def _prepare(self, model: keras.Model, reader: Reader, step: str) -> int:
         """Prepares a step of the model for the reader's first batch; returns that batch's rows."""
-        self._made_before.refuse(model)
+        self.made_before.refuse(model)
         batch = first_of(reader)
         with self.heartbeat.compiling():
             prepare(model, reader, batch, self.config, self.strategy, self._scope, step)

@@ -1,4 +1,5 @@
-"""Trains models that have a `train_step` of their own, in the form of each backend's guide, on several devices.
+"""Trains models that have a `train_step` of their own on several devices: one for all backends, or (OWN_STEPS=native)
+in the form of each backend's guide.
 
 python own_steps.py BACKEND NUM_DEVICES CASE... [SETTINGS]
 """
@@ -8,7 +9,7 @@ import json
 import sys
 
 import numpy as np
-from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, minimizing, numbers
+from own_steps_base import BATCH, ROWS, fitted, in_form_of_backend, is_native, minimizing, numbers
 from own_steps_clipped import clipped
 from own_steps_contrastive import neighbours
 from own_steps_diffusion import diffusion
@@ -59,15 +60,14 @@ def custom_step(runner):
 
         def train_step(self, data):
             x, y = data
-            found = []
 
             def loss_of():
-                found.append(self(x, training=True))
-                return keras.ops.mean(keras.losses.mean_squared_error(y, found[0]))
+                outputs = self(x, training=True)
+                return keras.ops.mean(keras.losses.mean_squared_error(y, outputs)), outputs
 
-            loss = self.minimize(loss_of, self.trainable_weights, self.optimizer)
+            loss, outputs = self.minimize(loss_of, self.trainable_weights, self.optimizer, has_aux=True)
             self.tracker.update_state(loss)
-            self.error.update_state(y, found[0])
+            self.error.update_state(y, outputs)
             return {metric.name: metric.result() for metric in self.metrics} | {"raw": loss}
 
     with runner.scope():
@@ -135,6 +135,8 @@ def gradient_penalty(runner):
     from keras import layers, ops
 
     def gradients_of(critic, mixed):
+        if not is_native():
+            return kerasdp.value_and_grad(lambda mixed: ops.sum(critic(mixed)))(mixed)[1]
         if keras.backend.backend() == "torch":
             import torch
 
@@ -207,14 +209,9 @@ def vae(runner):
 
         def train_step(self, data):
             x = data[0] if isinstance(data, tuple) else data
-            found = []
-
-            def loss_of():
-                found[:] = self.losses_of(x)
-                return found[0]
-
-            self.total.update_state(self.minimize(loss_of, self.trainable_weights, self.optimizer))
-            self.apart.update_state(ops.stop_gradient(found[1]))
+            found = self.minimize(lambda: self.losses_of(x), self.trainable_weights, self.optimizer, has_aux=True)
+            self.total.update_state(found[0])
+            self.apart.update_state(found[1])
             return {metric.name: metric.result() for metric in self.metrics}
 
         def test_step(self, data):
@@ -291,18 +288,17 @@ def as_in_the_guide(runner):
     class Custom(minimizing()):
         def train_step(self, data):
             x, y, sample_weight = data
-            found = []
 
             def loss_of():
-                found[:] = [self(x, training=True)]
-                return self.compute_loss(y=y, y_pred=found[0], sample_weight=sample_weight)
+                outputs = self(x, training=True)
+                return self.compute_loss(y=y, y_pred=outputs, sample_weight=sample_weight), outputs
 
-            loss = self.minimize(loss_of, self.trainable_weights, self.optimizer)
+            loss, outputs = self.minimize(loss_of, self.trainable_weights, self.optimizer, has_aux=True)
             for metric in self.metrics:
                 if metric.name == "loss":
                     metric.update_state(loss)
                 else:
-                    metric.update_state(y, keras.ops.stop_gradient(found[0]), sample_weight=sample_weight)
+                    metric.update_state(y, outputs, sample_weight=sample_weight)
             return {metric.name: metric.result() for metric in self.metrics}
 
     with runner.scope():

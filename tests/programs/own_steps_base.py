@@ -1,6 +1,10 @@
 """What the models with steps of their own share: the loop over them, and an update in the form of each backend."""
 
+import os
+
 import numpy as np
+
+import kerasdp
 
 BATCH, ROWS = 8, 29  # the last batch of an epoch has five rows
 EPOCHS = 3
@@ -41,43 +45,54 @@ class Steps:
 
 
 def minimizing():
-    """Returns a base class whose `minimize(loss, weights, optimizer)` takes one step, as the backend's guide does."""
+    """Returns a base class whose `minimize(loss_of, weights, optimizer)` takes one step.
+
+    By `kerasdp.value_and_grad`, alike on each backend, or, with OWN_STEPS=native, as the backend's guide does.
+    `loss_of` returns the loss, with has_aux=True also what else is wanted; so does `minimize`.
+    """
     import keras
 
-    if keras.backend.backend() == "jax":
-        return keras.Model
-    if keras.backend.backend() == "torch":
-        import torch
+    class Portable(keras.Model):
+        def minimize(self, loss_of, weights, optimizer, has_aux=False):
+            found, gradients = kerasdp.value_and_grad(loss_of, weights, has_aux)()
+            optimizer.apply(gradients, weights)
+            return found
 
-        class Model(keras.Model):
-            def minimize(self, loss_of, weights, optimizer):
-                for weight in weights:
-                    weight.value.grad = None
-                loss = loss_of()
-                loss.backward()
-                gradients = [weight.value.grad for weight in weights]
-                with torch.no_grad():
-                    optimizer.apply(gradients, weights)
-                return loss.detach()
+    class Torch(keras.Model):
+        def minimize(self, loss_of, weights, optimizer, has_aux=False):
+            import torch
 
-    else:
-        import tensorflow as tf
+            for weight in weights:
+                weight.value.grad = None
+            found = loss_of()
+            (found[0] if has_aux else found).backward()
+            with torch.no_grad():
+                optimizer.apply([weight.value.grad for weight in weights], weights)
+            return keras.tree.map_structure(keras.ops.stop_gradient, found)
 
-        class Model(keras.Model):
-            def minimize(self, loss_of, weights, optimizer):
-                with tf.GradientTape() as tape:
-                    loss = loss_of()
-                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-                return loss
+    class TensorFlow(keras.Model):
+        def minimize(self, loss_of, weights, optimizer, has_aux=False):
+            import tensorflow as tf
 
-    return Model
+            with tf.GradientTape() as tape:
+                found = loss_of()
+            gradients = tape.gradient(found[0] if has_aux else found, weights)
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return found
+
+    native = {"torch": Torch, "tensorflow": TensorFlow, "jax": keras.Model}
+    return native[keras.backend.backend()] if is_native() else Portable
+
+
+def is_native():
+    return os.environ.get("OWN_STEPS") == "native"
 
 
 def in_form_of_backend(kind):
-    """Returns the model's class; on jax the one of `own_steps_jax`."""
+    """Returns the model's class; of native steps on jax the one of `own_steps_jax`."""
     import keras
 
-    if keras.backend.backend() != "jax":
+    if keras.backend.backend() != "jax" or not is_native():
         return kind
     import own_steps_jax
 

@@ -65,22 +65,23 @@ def neighbours(runner):
 
         def train_step(self, data):
             x, y = data
-            y, one, other, found = ops.cast(y, "int32"), self.view(x), self.view(x), []
-
-            def loss_of():
-                found[:] = self.contrast(one, other)
-                return found[0]
-
-            loss = self.minimize(loss_of, self.coder.trainable_weights, self.contrastive_optimizer)
+            y, one, other = ops.cast(y, "int32"), self.view(x), self.view(x)
+            loss, seen = self.minimize(
+                lambda: self.contrast(one, other),
+                self.coder.trainable_weights,
+                self.contrastive_optimizer,
+                has_aux=True,
+            )
             self.of_contrast.update_state(loss)
-            self.queue.assign(ops.concatenate([found[1], self.queue[: -found[1].shape[0]]]))
+            self.queue.assign(ops.concatenate([seen, self.queue[: -seen.shape[0]]]))
 
             def of_probe():
-                found[:] = [self.probed(x)]
-                return self.probe_loss(y, found[0])
+                outputs = self.probed(x)
+                return self.probe_loss(y, outputs), outputs
 
-            self.of_probe.update_state(self.minimize(of_probe, self.probe.trainable_weights, self.probe_optimizer))
-            self.accuracy.update_state(y, ops.stop_gradient(found[0]))
+            loss, outputs = self.minimize(of_probe, self.probe.trainable_weights, self.probe_optimizer, has_aux=True)
+            self.of_probe.update_state(loss)
+            self.accuracy.update_state(y, outputs)
             return {metric.name: metric.result() for metric in self.metrics}
 
     with runner.scope():

@@ -65,15 +65,14 @@ def diffusion(runner):
             return self.loss(noise, noise_found), self.loss(images, images_found)
 
         def train_step(self, images):
-            found = []
-
-            def loss_of():
-                found[:] = self.losses_of(self.network, images, training=True)
-                return found[0]
-
-            loss = self.minimize(loss_of, self.network.trainable_weights, self.optimizer)
-            self.of_noise.update_state(loss)
-            self.of_images.update_state(ops.stop_gradient(found[1]))
+            of_noise, of_images = self.minimize(
+                lambda: self.losses_of(self.network, images, training=True),
+                self.network.trainable_weights,
+                self.optimizer,
+                has_aux=True,
+            )
+            self.of_noise.update_state(of_noise)
+            self.of_images.update_state(of_images)
             for weight, following in zip(self.network.weights, self.following.weights, strict=True):
                 following.assign(0.9 * following + 0.1 * ops.stop_gradient(weight))
             return {metric.name: metric.result() for metric in self.metrics}

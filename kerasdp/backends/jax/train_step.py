@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, learning_rate
+from kerasdp.backends.steps import TrainedWeights, learning_rate, variables_of_own_step
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -61,15 +61,21 @@ class ModelState:
 
 
 def _state_of(model: "keras.Model", step: str, replicated: NamedSharding) -> ModelState:
-    """Returns the state of a step, with the lists of Keras' own steps. `step`: `train`, `test` or `predict`.
+    """Returns the state of a step, with the lists of Keras' own steps, or those of `_portable_step`.
+
+    `step`: `train`, `test` or `predict`.
 
     For a value that is on one device without having been sent there, as that of a new variable or a reset metric, JAX
     (0.10.2) compiles another program: it would compile the first training step three times. So these are `replicated`.
     """
+    from kerasdp.keras_compat.models import portable_steps
+
     optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
     weights, metrics = (model.trainable_variables, model.non_trainable_variables), model.metrics_variables
     slots = [] if optimizer is None else optimizer.variables
     variables = {"train": (*weights, slots, metrics), "test": (*weights, metrics), "predict": weights}[step]
+    if f"{step}_step" in portable_steps(model):
+        variables = _lists_of_portable(model)
 
     def sharding_of(variable: "keras.Variable") -> NamedSharding:
         found = variable.value.sharding
@@ -92,12 +98,15 @@ def make_step_functions(
         replicated: the sharding of variables that have none yet.
         context: that of the layers in a training step.
     """
-    from kerasdp.keras_compat.models import own_steps
+    from kerasdp.keras_compat.models import own_steps, portable_steps
 
     own, weights = own_steps(model), TrainedWeights(model)
 
     def train_step(detail: Detail, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
         with use(context):
+            if "train_step" in portable_steps(model):
+                logs, state = _portable_step(model, "train_step", state, data)
+                return (logs.get("loss"), None, logs, {}), state
             if "train_step" in own:
                 logs, state = model.train_step(state, _packed(data))
                 return (logs.get("loss"), None, logs, {}), state
@@ -128,12 +137,41 @@ def make_step_functions(
 
 
 def _test_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+    from kerasdp.keras_compat.models import portable_steps
+
+    if "test_step" in portable_steps(model):
+        return _portable_step(model, "test_step", state, data)
     return model.test_step(state, _packed(data))
 
 
 def _predict_step(model: "keras.Model", state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
-    outputs, non_trainable_variables = model.predict_step(state, _packed((data[0], None, None, data[3])))
+    from kerasdp.keras_compat.models import portable_steps
+
+    data = data[0], None, None, data[3]
+    if "predict_step" in portable_steps(model):
+        return _portable_step(model, "predict_step", state, data)
+    outputs, non_trainable_variables = model.predict_step(state, _packed(data))
     return outputs, (state[0], non_trainable_variables)
+
+
+def _lists_of_portable(model: "keras.Model") -> tuple[list["keras.Variable"], list["keras.Variable"]]:
+    """Returns the weights that are trained, and all other variables that a step may change."""
+    weights = model.trainable_variables
+    seen = {id(weight) for weight in weights}
+    return weights, [variable for variable in variables_of_own_step(model) if id(variable) not in seen]
+
+
+def _portable_step(model: Any, name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Runs a user-defined step that takes the data alone, as on other backends; `state`: see `_lists_of_portable`."""
+    import keras
+
+    from kerasdp.keras_compat.optimizers import applying_in_scope
+
+    lists = _lists_of_portable(model)
+    begun = [pair for variables, values in zip(lists, state) for pair in zip(variables, values)]
+    with keras.StatelessScope(begun) as scope, applying_in_scope():
+        result = getattr(model, name)(_packed(data))
+    return result, tuple([scope.get_current_value(variable) for variable in variables] for variables in lists)
 
 
 def _on_state(

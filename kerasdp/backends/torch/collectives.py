@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kerasdp.backends.torch.private import all_gather_functional, is_being_captured
+from kerasdp.backends.torch.private import all_gather_functional, all_reduce_async, is_being_captured, wait
 from kerasdp.runtime.door import Door
 from kerasdp.runtime.door import connect as connect_to
 from kerasdp.runtime.link import Link
@@ -42,7 +42,7 @@ def sum_over_ranks(tensors: list[torch.Tensor], group: Any = None) -> list[torch
     for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
         places = [place for place, tensor in enumerate(sums) if tensor.dtype == dtype]
         flat = torch.cat([sums[place].detach().reshape(-1) for place in places])
-        dist.all_reduce(flat, group=group)
+        flat = wait(all_reduce_async(flat, group))
         for place, part in zip(places, flat.split([sums[place].numel() for place in places])):
             sums[place] = part.reshape(sums[place].shape)
     return sums

@@ -14,7 +14,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kerasdp.backends.base import DeviceBatch
-from kerasdp.backends.steps import TrainedWeights, all_variables, learning_rate
+from kerasdp.backends.steps import (
+    TrainedWeights,
+    all_variables,
+    learning_rate,
+    optimizers_of,
+    variables_of_own_step,
+)
 from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
     fold_padding,
@@ -54,8 +60,9 @@ class CompiledStep:
         """Made once for each compiled model."""
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
         self.model = steps.model
-        # Keras assigns in place, so these stay the variables' own memory.
-        self.values = [variable.value.detach() for variable in variables]
+        # Keras assigns in place, so these stay the variables' own memory. Of a float64 without axes, torch.compile (2.13,
+        # `aot_autograd`) loses what is written to it, since it takes it for a Python number; one axis saves it.
+        self.values = [_with_axis(variable.value.detach()) for variable in variables]
         if strategy.is_gpu:
             mark_static_addresses(self.values)
         self.graphs: dict[Any, Callable[..., Any]] = {}
@@ -139,6 +146,7 @@ class CompiledStep:
                 raise ValueError(f"{layer.name} wraps a torch.nn.Module")
 
         def step(values: list[torch.Tensor], data: Any) -> Any:
+            values = [value.view(variable.shape) for value, variable in zip(values, self.variables)]
             return self.step(values, DeviceBatch(data[0], data[1], data[2], range(num_rows)), detail)
 
         with _unfiltered_tracebacks():
@@ -218,6 +226,35 @@ class CompiledTraining(CompiledStep):
         return loss, rate, logs, seen
 
 
+class CompiledOwnStep(CompiledStep):
+    """Compiled user-defined training steps of a model, whose gradients are those of `kerasdp.value_and_grad`."""
+
+    def __init__(self, strategy: Any, steps: RankSteps):
+        super().__init__(strategy, steps, "train", variables_of_own_step(steps.model))
+        self.weights = TrainedWeights(steps.model)
+        self.optimizers = optimizers_of(steps.model)
+
+    def kind(self) -> Any:
+        """See `CompiledTraining`."""
+        return self.weights.key()
+
+    def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
+        """See `CompiledStep`."""
+        import keras
+
+        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
+
+        begun = list(zip(self.variables, values))
+        with torch.no_grad(), keras.StatelessScope(begun) as scope, contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(updating_one_by_one(optimizer))
+                stack.enter_context(deciding_on_device(optimizer))
+            logs, _ = self.steps.own_step("train_step", batch)
+        with torch.no_grad():
+            _write(self.variables, values, scope)
+        return logs.get("loss"), None, logs, {}
+
+
 class CompiledEvaluation(CompiledStep):
     """Compiled steps of `evaluate` or `predict` of one model: `test` or `predict` of `RankSteps`."""
 
@@ -237,6 +274,10 @@ class CompiledEvaluation(CompiledStep):
         with torch.no_grad():
             _write(self.variables, values, scope)
         return result
+
+
+def _with_axis(value: torch.Tensor) -> torch.Tensor:
+    return value.view(1) if value.dtype == torch.float64 and not value.ndim else value
 
 
 def _write(variables: list[Any], values: list[torch.Tensor], *scopes: Any) -> None:

@@ -69,24 +69,25 @@ class DataParallel(TorchStrategy):
             model: a built Keras model.
             run_state: says how many steps there will be, and of how many rows: whether compiling pays off.
         """
-        from kerasdp.backends.torch.compiled_step import CompiledTraining
+        from kerasdp.backends.torch.compiled_step import CompiledOwnStep, CompiledTraining
 
         if self.is_gpu:
             self.open_statistics_group(model)
         steps, weights = RankSteps(self, model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
+        is_own = "train_step" in steps.own
 
         def train(batch: DeviceBatch, detail: Detail) -> Trained:
             nonlocal parallel, parallel_for, compiled
-            if "train_step" in steps.own:
-                with numbers_made_on(self.device), updating_on(self.device, model.optimizer):
-                    logs, _ = steps.own_step("train_step", batch)
-                return Trained(to_host(logs.get("loss")), None, logs, {})
             done = None
             if self._compiles(model, self._steps_to_compile(run_state), len(batch.indices) == run_state.batch_size):
-                compiled = compiled or CompiledTraining(self, steps)
+                compiled = compiled or (CompiledOwnStep if is_own else CompiledTraining)(self, steps)
                 done = compiled(batch, detail)
-            if done is None:
+            if done is None and is_own:
+                with numbers_made_on(self.device), updating_on(self.device, getattr(model, "optimizer", None)):
+                    logs, _ = steps.own_step("train_step", batch)
+                done = logs.get("loss"), None, logs, {}
+            elif done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
                     parallel = None

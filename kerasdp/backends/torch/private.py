@@ -96,12 +96,12 @@ def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tens
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, name))
 
 
-def all_reduce_async(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts to sum a tensor over the ranks, as an operation that a graph can hold; see `wait`.
+def all_reduce_async(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Starts to sum a tensor over the ranks of a group, as an operation that a graph can hold; see `wait`.
 
     Torch 2.13: `torch.ops._c10d_functional`. The public `torch.distributed` works in place, which is not captured.
     """
-    return torch.ops._c10d_functional.all_reduce(tensor, "sum", _name_of(None))
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", _name_of(group))
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,168 @@
+"""Gives the gradients of a function written with Keras layers and `keras.ops`, on each backend alike."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import InnerScope, current_value
+from kerasdp.keras_compat.patches import current_step, step_with
+
+Tensor = Any
+# Computes a value and what else a function gives, from the tensors by which it is differentiated.
+Compute = Callable[[list[Tensor]], tuple[Tensor, Any]]
+
+
+def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux: bool = False) -> Callable[..., Any]:
+    """Makes a function that gives the value of `function`, and its gradients: as `jax.value_and_grad`, on each backend.
+
+    It works in a `train_step`, in a function of `Runner.step`, and outside of any run, with the backend that Keras has.
+    It may be nested: the gradient of a gradient is right. What layers assign to variables (moving statistics, seeds) is
+    kept. `keras.ops.stop_gradient` stops gradients.
+
+    Args:
+        function: returns a scalar, of any arguments. With a `LossScaleOptimizer`, let it return
+            `optimizer.scale_loss(loss)`, and give the optimizer the gradients as they are.
+        variables: a structure (list, tuple, dict) of Keras variables, or one of them. None: gradients are taken by the
+            first argument, a tensor or a structure of tensors.
+        has_aux: whether `function` returns `(scalar, aux)`, where `aux` is a structure of tensors.
+
+    Returns:
+        A function of the same arguments, which returns `(value, gradients)`, or `((value, aux), gradients)`.
+        `gradients` has the structure of `variables`, or of the first argument: a tensor of the shape of each, None for
+        what `function` does not depend on.
+
+    Raises:
+        UserError: if there is nothing to differentiate by, if it is no floating-point number, or if `function` does
+            not return a scalar.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+
+    @functools.wraps(function)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        if variables is None and not args:
+            raise UserError(f"value_and_grad: expected variables, or a first argument of {name}. Received: neither")
+        own = args[0] if variables is None else variables
+        leaves = _floats_in(own, name)
+        differentiate = {"torch": _with_torch, "jax": _with_jax, "tensorflow": _with_tensorflow}
+
+        def compute(values: list[Tensor]) -> tuple[Tensor, Any]:
+            given = (keras.tree.pack_sequence_as(own, values), *args[1:]) if variables is None else args
+            return _scalar_and_aux(function(*given, **kwargs), has_aux, name)
+
+        value, aux, gradients = differentiate[keras.backend.backend()](compute, leaves)
+        return ((value, aux) if has_aux else value), keras.tree.pack_sequence_as(own, gradients)
+
+    return differentiated
+
+
+def _floats_in(structure: Any, name: str) -> list[Any]:
+    """Returns the variables of a structure, or its tensors.
+
+    Raises:
+        UserError: for anything by which no gradient can be taken.
+    """
+    leaves = keras.tree.flatten(structure)
+    if not leaves:
+        raise UserError(
+            f"value_and_grad of {name}: expected variables to differentiate by. Received: none; a model has them once "
+            "it is built"
+        )
+    leaves = [leaf if isinstance(leaf, keras.Variable) else keras.ops.convert_to_tensor(leaf) for leaf in leaves]
+    for leaf in leaves:
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        if "float" not in dtype:
+            what = f"{leaf.path}, of {dtype}" if isinstance(leaf, keras.Variable) else f"a tensor of {dtype}"
+            raise UserError(f"value_and_grad of {name}: expected floating-point numbers. Received: {what}")
+    return leaves
+
+
+def _scalar_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise UserError(f"value_and_grad: with has_aux=True, expected {name} to return (scalar, aux)")
+    value, aux = result if has_aux else (result, None)
+    value = keras.ops.convert_to_tensor(value)
+    if len(value.shape) or "float" not in keras.backend.standardize_dtype(value.dtype):
+        raise UserError(
+            f"value_and_grad: expected {name} to return a scalar, as keras.ops.mean(...). Received: shape "
+            f"{tuple(value.shape)}, {keras.backend.standardize_dtype(value.dtype)}"
+        )
+    return value, aux
+
+
+def _variables_in(leaves: list[Any]) -> list[keras.Variable]:
+    return leaves if isinstance(leaves[0], keras.Variable) else []
+
+
+def _with_torch(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+    import torch
+
+    is_inner = current_step().differentiates  # then its gradients are differentiated in turn
+    variables = _variables_in(leaves)
+    with torch.enable_grad():
+        values = [current_value(leaf) for leaf in variables] or leaves
+        # A view of each tensor: what the function reads of it in other ways does not count.
+        values = [value if variables else value.view_as(value) for value in values]
+        values = [value if value.requires_grad else value.detach().requires_grad_() for value in values]
+        replaced = [pair for pair in zip(variables, values) if current_value(pair[0]) is not pair[1]]
+        scope = InnerScope(replaced) if replaced else contextlib.nullcontext()
+        with scope, step_with(differentiates=True):
+            value, aux = compute(values)
+        gradients = [None] * len(values)
+        if value.requires_grad:
+            gradients = list(torch.autograd.grad(value, values, create_graph=is_inner, allow_unused=True))
+    if not is_inner:  # what holds no graph may be kept
+        value, aux = keras.tree.map_structure(_detached, (value, aux))
+    if replaced:
+        scope.write_back(None if is_inner else [_detached(each) for each in scope.assigned_values()])
+    return value, aux, gradients
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if hasattr(leaf, "detach") else leaf
+
+
+def _with_tensorflow(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+    import tensorflow as tf
+
+    variables = _variables_in(leaves)
+    values = [current_value(leaf) for leaf in variables] or [tf.identity(leaf) for leaf in leaves]
+    with tf.GradientTape() as tape:
+        for value in values:  # of variables it knows those that are trained
+            tape.watch(value)
+        value, aux = compute(values)
+    gradients = tape.gradient(value, values)
+    # That of an embedding is rows and their indices.
+    return value, aux, [None if each is None else tf.convert_to_tensor(each) for each in gradients]
+
+
+def _with_jax(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+    import jax
+
+    variables = _variables_in(leaves)
+    values, scopes = [current_value(leaf) for leaf in variables] or leaves, list[InnerScope]()
+
+    def run(*values: Any) -> tuple[Any, Any]:
+        # What is assigned must leave through here: JAX lets nothing else out of a function that it differentiates.
+        with InnerScope(zip(variables, values)) as scope:
+            value, aux = compute(list(values))
+        scopes.append(scope)
+        return value, (aux, scope.assigned_values())
+
+    value, derivative, (aux, assigned) = jax.linearize(run, *values, has_aux=True)
+    gradients = jax.linear_transpose(derivative, *values)(jax.numpy.ones_like(value))
+    scopes[-1].write_back(assigned)
+    reached = _reached(jax.make_jaxpr(derivative)(*values).jaxpr)
+    return value, aux, [gradient if is_reached else None for gradient, is_reached in zip(gradients, reached)]
+
+
+def _reached(jaxpr: Any) -> list[bool]:
+    """Returns on which of its arguments a program's results depend."""
+    needed = {id(variable) for variable in jaxpr.outvars}
+    for equation in reversed(jaxpr.eqns):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed.update(map(id, equation.invars))
+    return [id(variable) in needed for variable in jaxpr.invars]

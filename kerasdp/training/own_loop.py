@@ -1,0 +1,224 @@
+"""Lets people write a training loop of their own: steps that run on all devices, and the batches for them.
+
+A function of the user's becomes the `train_step` of a Keras model that holds whatever the function uses. So it trains,
+and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_steps`).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import keras
+import numpy as np
+
+from kerasdp.backends.base import DeviceBatch, Strategy
+from kerasdp.config import Config
+from kerasdp.data.batch import batch_of
+from kerasdp.data.feed import Reader
+from kerasdp.data.sources import num_samples
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.models import as_keras_gives
+from kerasdp.keras_compat.patches import current_step
+from kerasdp.portability.portable import portable
+from kerasdp.portability.replica_context import all_rows
+from kerasdp.portability.row_search import NUM_ROWS
+from kerasdp.portability.step_parts import StepParts, find_parts
+from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.training.first_step_check import check_first_step
+from kerasdp.training.loop import ModelSteps
+from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope
+
+# How what a step returns is joined over the devices.
+REDUCTIONS = ("mean", "sum", "rows", "same")
+
+
+class LoopBatch(NamedTuple):
+    """A global batch of `Runner.batches`, for the functions that `Runner.step` makes.
+
+    Attributes:
+        epoch: from 0.
+        number: in the epoch, from 0.
+        is_last: whether it is the epoch's last one; None if that is not known.
+        num_rows: samples of the global batch.
+        data: on this process's devices.
+        reader: that it comes from.
+    """
+
+    epoch: int
+    number: int
+    is_last: bool | None
+    num_rows: int
+    data: DeviceBatch
+    reader: Reader
+
+
+class _GivenRows:
+    """Samples of a batch that was given as arrays: what `find_rows` and the first step's check ask a reader for."""
+
+    def __init__(self, data: tuple[Any, Any, Any]):
+        self.data = data
+
+    def sample(self, num_rows: int) -> Any:
+        """Returns so many rows; a batch of fewer is repeated."""
+        rows = np.resize(np.arange(num_samples(self.data)), num_rows)
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf)[rows], self.data)
+
+
+class CalledRunner(Protocol):
+    """What is used of a `kerasdp.Runner`."""
+
+    config: Config
+    strategy: Strategy
+    state: RunState
+    heartbeat: Heartbeat
+    steps: ModelSteps
+    made_before: MadeBefore
+
+    def _scope(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+# Under this name a batch is handed on that is not `(x, y)` or `(x, y, sample_weight)`.
+_GIVEN = "given"
+
+
+class StepModel(keras.Model):
+    """A function of the user's, as the `train_step` of a model that holds what the function uses."""
+
+    def __init__(self, function: Callable[..., Any], parts: StepParts, returns: Any):
+        """`returns`: see `Runner.step`."""
+        super().__init__(name=_name_of(function))
+        self.function, self._returns = function, returns
+        self.parts = [*parts.layers, *parts.metrics, *parts.variables]
+        self.optimizers = [optimizer for optimizer, _ in parts.optimizers]
+
+    def train_step(self, data: Any) -> Any:
+        """Calls the function; joins over the devices what it returns, but for means and metrics' results."""
+        result = keras.tree.map_structure(_as_tensor, _call(self.function, data))
+        declared = _declared(self._returns, result, self.name)
+        return {"result": keras.tree.map_structure(functools.partial(_joined, self.name), result, declared)}
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
+
+
+def _call(function: Callable[..., Any], data: Any) -> Any:
+    if isinstance(data, dict) and data.keys() == {_GIVEN}:
+        data = data[_GIVEN]
+        return function() if data.keys() == {"nothing"} else function(data["batch"])
+    return function(data)
+
+
+def _declared(returns: Any, result: Any, name: str) -> Any:
+    """Returns what each leaf of a result is declared to be."""
+    if isinstance(returns, str):
+        return keras.tree.map_structure(lambda leaf: returns, result)
+    if isinstance(returns, dict) and isinstance(result, dict) and returns.keys() <= result.keys():
+        return {key: _declared(returns.get(key, "mean"), value, name) for key, value in result.items()}
+    if isinstance(returns, (tuple, list)) and isinstance(result, (tuple, list)) and len(returns) == len(result):
+        return type(result)(_declared(one, value, name) for one, value in zip(returns, result))
+    raise UserError(f"the step {name}: returns={returns!r} does not fit what it returns, {type(result).__name__}")
+
+
+def _as_tensor(leaf: Any) -> Any:
+    # Not of a tensor: a metric's result would not be known as that any more.
+    return leaf if leaf is None or keras.ops.is_tensor(leaf) else keras.ops.convert_to_tensor(leaf)
+
+
+def _joined(name: str, leaf: Any, reduction: str) -> Any:
+    """Joins a leaf over the devices, unless it is a mean over the rows or a metric's result: that is done later."""
+    if leaf is None:
+        return None
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    if reduction == "mean" and "float" not in dtype:
+        raise UserError(
+            f"the step {name} returns {dtype}, of which the mean over the devices is none: say what it is by returns=, "
+            "as 'same', 'sum' or 'rows'"
+        )
+    share = current_step().share
+    if reduction == "mean" or share is None:
+        return leaf
+    if reduction == "rows":
+        leaf = all_rows(leaf)
+    elif reduction == "sum":
+        (leaf,) = share.of_all([leaf])
+    share.results.append((leaf, lambda: leaf))
+    return leaf
+
+
+class Step:
+    """A function of the user's that runs on all devices, one compiled program a step: what `Runner.step` returns."""
+
+    def __init__(self, runner: CalledRunner, function: Callable[..., Any], returns: Any):
+        """See `Runner.step`."""
+        for reduction in keras.tree.flatten(returns):
+            if reduction not in REDUCTIONS:
+                raise UserError(f"returns: expected some of {', '.join(REDUCTIONS)}. Received: {reduction!r}")
+        self._runner, self._function, self._returns = runner, function, returns
+        self._model: StepModel | None = None
+        self.__name__, self.__doc__ = _name_of(function), function.__doc__
+
+    def __call__(self, batch: Any = None) -> Any:
+        """Runs the function on a global batch, and returns what it returns, joined over the devices.
+
+        Args:
+            batch: of `Runner.batches`; or arrays, or a structure of them, with the samples on axis 0: on every process
+                the whole batch. None: the function takes none.
+        """
+        runner = self._runner
+        if not isinstance(batch, LoopBatch):
+            batch = _given(batch, runner.strategy)
+        if self._model is None:
+            with runner.heartbeat.compiling():
+                self._model = self._made(batch.reader)
+        with runner.steps.running(self._model) as functions:
+            return functions.train(batch.data, Detail.NOTHING).logs["result"]
+
+    def _made(self, reader: Reader) -> StepModel:
+        """Finds what the function uses, builds its optimizers, and prepares a model for the devices.
+
+        Raises:
+            UserError: if the function cannot be used on these devices.
+        """
+        runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
+        sample = as_keras_gives(reader.sample(NUM_ROWS))
+        with runner._scope():
+            parts = find_parts(lambda data: _call(self._function, data), sample, strategy.in_replicas)
+            for optimizer, weights in parts.optimizers:
+                if not optimizer.built:
+                    optimizer.build(weights)
+            model = StepModel(self._function, parts, self._returns)
+            portable(model, config.batch_norm)
+        runner.made_before.refuse(model)
+        require_within_scope(model, strategy)
+        find_rows(model, reader, config, strategy, "train_step")
+        with runner.steps.running(model):
+            check_first_step(model, config, strategy, reader)
+        return model
+
+
+def _given(batch: Any, strategy: Strategy) -> LoopBatch:
+    """Brings a batch that was given as arrays to the devices."""
+    if batch is None:
+        batch = {_GIVEN: {"nothing": np.zeros((strategy.num_replicas, 1), "float32")}}
+    elif not (isinstance(batch, tuple) and len(batch) in (2, 3)):
+        batch = {_GIVEN: {"batch": batch}}
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
+    own = batch_of(data, strategy.split, strategy.shard)
+    rows: Any = _GivenRows(data)
+    return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), rows)
+
+
+def each_batch(reader: Reader, state: RunState, feed: Any, epochs: range) -> Iterator[LoopBatch]:
+    """Yields the batches of some epochs, each once the step on the one before has been asked for."""
+    for epoch in epochs:
+        state.begin_epoch(epoch)
+        for batch in feed:
+            number, num_rows = state.batch, len(batch.indices)
+            is_last = None if reader.num_batches is None else number + 1 == reader.num_batches
+            yield LoopBatch(epoch, number, is_last, num_rows, batch, reader)
+            state.after_step(None, batch.indices, {})
+        state.end_epoch()
