@@ -181,6 +181,7 @@ def applying_in_scope() -> contextlib.AbstractContextManager[None]:
         for variables, new in zip((weights, optimizer.variables), optimizer.stateless_apply(*values)):
             for variable, value in zip(variables, new):
                 variable.assign(value)
+        return None
 
     return wrapped_apply(apply)
 

@@ -108,12 +108,12 @@ def _with_torch(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[
         values = [value if variables else value.view_as(value) for value in values]
         values = [value if value.requires_grad else value.detach().requires_grad_() for value in values]
         replaced = [pair for pair in zip(variables, values) if current_value(pair[0]) is not pair[1]]
-        scope = InnerScope(replaced) if replaced else contextlib.nullcontext()
-        with scope, step_with(differentiates=True):
+        scope = InnerScope(replaced)
+        with scope if replaced else contextlib.nullcontext(), step_with(differentiates=True):
             value, aux = compute(values)
-        gradients = [None] * len(values)
+        gradients: list[Tensor | None] = [None] * len(values)
         if value.requires_grad:
-            gradients = list(torch.autograd.grad(value, values, create_graph=is_inner, allow_unused=True))
+            gradients = [*torch.autograd.grad(value, values, create_graph=is_inner, allow_unused=True)]
     if not is_inner:  # what holds no graph may be kept
         value, aux = keras.tree.map_structure(_detached, (value, aux))
     if replaced:

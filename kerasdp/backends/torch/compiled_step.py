@@ -60,8 +60,8 @@ class CompiledStep:
         """Made once for each compiled model."""
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
         self.model = steps.model
-        # Keras assigns in place, so these stay the variables' own memory. Of a float64 without axes, torch.compile (2.13,
-        # `aot_autograd`) loses what is written to it, since it takes it for a Python number; one axis saves it.
+        # Keras assigns in place, so these stay the variables' own memory. Of a float64 without axes, torch.compile
+        # (2.13, `aot_autograd`) loses what is written to it, since it takes it for a Python number; an axis saves it.
         self.values = [_with_axis(variable.value.detach()) for variable in variables]
         if strategy.is_gpu:
             mark_static_addresses(self.values)
