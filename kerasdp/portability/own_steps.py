@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -51,16 +51,20 @@ class Share:
     found: list[Found] = dataclasses.field(default_factory=list)
     results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
 
-    def of_all(self, tensors: list[Tensor | None], weight: float = 1.0) -> list[Tensor | None]:
-        """Sums tensors over the replicas; a replica without rows of its own adds nothing. None stays None."""
-        present = [ops.convert_to_tensor(tensor) for tensor in tensors if tensor is not None]
-        own = [tensor * weight if self.rows else ops.zeros_like(tensor) for tensor in present]
-        sums = iter(self.add_up(own) if own else [])
-        return [None if tensor is None else next(sums) for tensor in tensors]
+    def of_all(self, sums: list[Tensor | None], means: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
+        """Sums tensors over the replicas, and averages others, weighted by rows, in one message for each type.
+
+        A replica without rows of its own adds nothing. None stays None.
+        """
+        own = [*sums, *(None if tensor is None else tensor * (self.rows / self.total_rows) for tensor in means)]
+        present = [ops.convert_to_tensor(tensor) for tensor in own if tensor is not None]
+        own_share = [tensor if self.rows else ops.zeros_like(tensor) for tensor in present]
+        found = iter(self.add_up(own_share) if present else [])
+        return [None if tensor is None else next(found) for tensor in own]
 
     def mean(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """Averages tensors over the replicas, weighted by their rows."""
-        return self.of_all(tensors, self.rows / self.total_rows)
+        return self.of_all([], tensors)
 
 
 @contextlib.contextmanager
@@ -85,19 +89,20 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     before = [ops.copy(variable) for variable in variables]
     with step_with(share=share):
         logs = getattr(model, name)(as_keras_gives(data))
-    changes = share.of_all([variable - value for variable, value in zip(variables, before)])
+    changes = [variable - value for variable, value in zip(variables, before)]
     if share.is_trial:
+        changes = share.of_all(changes)
         share.found += [(f"change of metric {variable.path}", change) for variable, change in zip(variables, changes)]
         return logs
-    for variable, value, change in zip(variables, before, changes):
-        variable.assign(value + change)
     # A value that a metric gave is computed again; others are averaged.
     found = [
         (value, next((again for known, again in share.results if known is value), None))
         for value in keras.tree.flatten(logs)
     ]
-    means = iter(share.mean([value for value, again in found if again is None]))
-    return keras.tree.pack_sequence_as(logs, [next(means) if again is None else again() for _, again in found])
+    joined = iter(share.of_all(changes, [value for value, again in found if again is None]))
+    for variable, value in zip(variables, before):
+        variable.assign(value + next(joined))
+    return keras.tree.pack_sequence_as(logs, [next(joined) if again is None else again() for _, again in found])
 
 
 def run_on_shard(

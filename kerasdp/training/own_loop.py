@@ -13,9 +13,10 @@ import keras
 import numpy as np
 
 from kerasdp.backends.base import DeviceBatch, Strategy
+from kerasdp.backends.steps import variables_of_own_step
 from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
-from kerasdp.data.feed import Reader
+from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import num_samples
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import as_keras_gives
@@ -75,6 +76,7 @@ class CalledRunner(Protocol):
     heartbeat: Heartbeat
     steps: ModelSteps
     made_before: MadeBefore
+    saved_parts: "SavedParts | None"
 
     def _scope(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -192,6 +194,8 @@ class Step:
             model = StepModel(self._function, parts, self._returns)
             portable(model, config.batch_norm)
         runner.made_before.refuse(model)
+        if runner.saved_parts is not None:
+            runner.saved_parts.require(model)
         require_within_scope(model, strategy)
         find_rows(model, reader, config, strategy, "train_step")
         with runner.steps.running(model):
@@ -212,13 +216,94 @@ def _given(batch: Any, strategy: Strategy) -> LoopBatch:
     return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), rows)
 
 
-def each_batch(reader: Reader, state: RunState, feed: Any, epochs: range) -> Iterator[LoopBatch]:
-    """Yields the batches of some epochs, each once the step on the one before has been asked for."""
-    for epoch in epochs:
-        state.begin_epoch(epoch)
-        for batch in feed:
-            number, num_rows = state.batch, len(batch.indices)
-            is_last = None if reader.num_batches is None else number + 1 == reader.num_batches
-            yield LoopBatch(epoch, number, is_last, num_rows, batch, reader)
-            state.after_step(None, batch.indices, {})
-        state.end_epoch()
+class SavedParts(keras.Model):
+    """What a loop saves, as a model that holds it: see `Runner.checkpoint`."""
+
+    # What the callbacks of a run ask of a model that `fit` trains.
+    loss, stop_training = None, False
+
+    def __init__(self, models: Any, optimizers: Any, metrics: Any, variables: Any):
+        """Takes the parts; of the optimizers, the first is that whose learning rate the files of the run show."""
+        super().__init__(name="loop")
+        self.models, self.metrics_held, self.variables_held = _by_name(models), _by_name(metrics), _by_name(variables)
+        (_, self.optimizer), *others = _by_name(optimizers).items()
+        self.optimizers = dict(others)
+
+    @classmethod
+    def checked(cls, models: Any, optimizers: Any, metrics: Any, variables: Any) -> "SavedParts":
+        """Makes one. Raises `UserError` for what cannot be saved."""
+        kinds = {
+            "models": (models, keras.layers.Layer),
+            "optimizers": (optimizers, keras.optimizers.Optimizer),
+            "metrics": (metrics, keras.metrics.Metric),
+            "variables": (variables, (keras.Variable, keras.random.SeedGenerator)),
+        }
+        for name, (given, kind) in kinds.items():
+            for part in _by_name(given).values():
+                if not isinstance(part, kind):
+                    words = "a Keras variable or SeedGenerator" if isinstance(kind, tuple) else f"a {kind.__name__}"
+                    raise UserError(f"checkpoint, {name}: expected {words}. Received: {type(part).__name__}")
+                if not getattr(part, "built", True):
+                    raise UserError(
+                        f"checkpoint, {name}: {part.name} is not built, so that it is not known what there is to save: "
+                        "call its build (of an optimizer with the weights that it updates) before"
+                    )
+        if not _by_name(optimizers):
+            raise UserError("checkpoint, optimizers: expected at least one. Received: none")
+        return cls(models, optimizers, metrics, variables)
+
+    def require(self, step: StepModel) -> None:
+        """Raises `UserError` for a variable that a step may change, but that would not be saved."""
+        known = {id(variable) for variable in variables_of_own_step(self)}
+        for variable in variables_of_own_step(step):
+            if id(variable) not in known:
+                raise UserError(
+                    f"checkpoint: the step {step.name} uses {variable.path}, which is not among what is saved, so that "
+                    "a resumed run would differ: name what holds it in models, optimizers, metrics or variables"
+                )
+
+
+def _by_name(parts: Any) -> dict[str, Any]:
+    """Returns parts that were given as a dictionary, as a list, or one alone."""
+    if parts is None:
+        return {}
+    if isinstance(parts, dict):
+        return dict(parts)
+    return {str(place): part for place, part in enumerate(parts if isinstance(parts, (list, tuple)) else [parts])}
+
+
+class OwnLoop:
+    """The batches of a loop of one's own, and what the loop tells of each: as `Loop.fit` without the steps.
+
+    Attributes:
+        logs: what the loop has logged since the last batch.
+    """
+
+    def __init__(self, reader: Reader, state: RunState, callbacks: keras.callbacks.CallbackList | None):
+        """`callbacks` record and save; None: nothing does."""
+        self.reader, self.state, self.callbacks = reader, state, callbacks
+        self.logs: dict[str, Any] = {}
+
+    def batches(self, feed: Feed, epochs: range) -> Iterator[LoopBatch]:
+        """Yields the batches; what follows a step is done when the next batch is asked for."""
+        callbacks = self.callbacks or keras.callbacks.CallbackList()
+        callbacks.on_train_begin()
+        for epoch in epochs:
+            if self.callbacks is None:
+                self.state.begin_epoch(epoch)
+            callbacks.on_epoch_begin(epoch)
+            for batch in feed:
+                if self.state.is_at_last_step:
+                    break
+                callbacks.on_train_batch_begin(self.state.batch)
+                is_last = None if self.reader.num_batches is None else self.state.batch + 1 == self.reader.num_batches
+                yield LoopBatch(epoch, self.state.batch, is_last, len(batch.indices), batch, self.reader)
+                number, logs = self.state.batch, self.logs
+                self.state.after_step(logs.get("loss"), batch.indices, {})
+                callbacks.on_train_batch_end(number, logs)
+            callbacks.on_epoch_end(epoch, self.logs)
+            if self.callbacks is None:
+                self.state.end_epoch()
+            if self.state.is_at_last_step:
+                break
+        callbacks.on_train_end(self.logs)

@@ -41,7 +41,7 @@ from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
 from kerasdp.training.model_calls import model_calls_through, through_model
-from kerasdp.training.own_loop import LoopBatch, Step, each_batch
+from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
 from kerasdp.training.readers import FitNumbers, first_of, make_reader, open_feed
 
@@ -75,6 +75,8 @@ class Runner:
         self.num_fits = self.num_model_calls = 0
         self.steps = ModelSteps(strategy, self.state, heartbeat)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
+        self.saved_parts: SavedParts | None = None
+        self._loop: OwnLoop | None = None
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
         set_seed(config.seed)
@@ -334,18 +336,66 @@ class Runner:
     ) -> Iterator[LoopBatch]:
         """Yields the global batches of some epochs, in the order of `fit`, for functions that `step` makes.
 
-        The arguments are those of `fit`.
+        The arguments are those of `fit`. What `checkpoint` was told of is saved between the batches, and a resumed run
+        begins with the batch after.
         """
-        reader = self._reader(
-            x, y, sample_weight, batch_size or self.config.batch_size, training=True, fitting=True, shuffle=shuffle,
-            steps=steps_per_epoch,
-        )  # fmt: skip
-        self.state.begin_fit(
-            batch_size=len(first_of(reader).indices), num_batches=reader.num_batches, epochs=epochs,
-            max_steps=self.config.max_steps,
-        )  # fmt: skip
-        with open_feed(self.strategy, reader, self.state) as feed:
-            yield from each_batch(reader, self.state, feed, range(epochs))
+        batch_size = batch_size or self.config.batch_size
+        order = {"shuffle": shuffle, "steps": steps_per_epoch}
+        reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
+        saved, num_rows, initial_epoch = self.saved_parts, len(first_of(reader).indices), 0
+        if self._loop is not None:
+            raise UserError("batches: the loop over other batches is not over")
+        with contextlib.ExitStack() as stack:
+            callbacks = None
+            if saved is None:
+                self.state.begin_fit(
+                    batch_size=num_rows,
+                    num_batches=reader.num_batches,
+                    epochs=epochs,
+                    max_steps=self.config.max_steps,
+                )
+                if self.config.keeps_checkpoints:
+                    self._say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
+            else:
+                callbacks = self._begin_fit(saved, reader, None, batch_size, num_rows, epochs, "auto")
+                stack.enter_context(contextlib.closing(callbacks))
+                if callbacks.checkpointer:
+                    stack.enter_context(signals.awaited())
+                if callbacks.resumed is not None:
+                    initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
+            feed = stack.enter_context(open_feed(self.strategy, reader, self.state))
+            self._loop = OwnLoop(reader, self.state, callbacks)
+            stack.callback(setattr, self, "_loop", None)
+            yield from self._loop.batches(feed, range(initial_epoch, epochs))
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Tells the files, the progress and the trackers of the run what a step of the loop over `batches` gave.
+
+        Args:
+            logs: scalars by name, tensors that the device may still compute; `loss` is the curve of the run.
+
+        Raises:
+            UserError: outside of a loop over `batches`.
+        """
+        if self._loop is None:
+            raise UserError("log: there is no loop over runner.batches")
+        self._loop.logs = dict(logs)
+
+    def checkpoint(self, *, models: Any, optimizers: Any, metrics: Any = None, variables: Any = None) -> None:
+        """Says what the loops over `batches` from now on save: as with `fit`, they resume on any backend and devices.
+
+        With it a loop also has the files, the progress and the trackers of `fit`; see `log`.
+
+        Args:
+            models: by name, as a list, or one alone; and so for the others.
+            optimizers: that are built.
+            metrics: whose values go from one step to the next.
+            variables: that are in none of these; `keras.random.SeedGenerator` likewise.
+
+        Raises:
+            UserError: for what cannot be saved. A step that changes anything else raises it later.
+        """
+        self.saved_parts = SavedParts.checked(models, optimizers, metrics, variables)
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""
