@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kerasdp.models import build_model
     from kerasdp.models.classifiers import load_backbone
     from kerasdp.portability import layers
-    from kerasdp.portability.gradients import value_and_grad
+    from kerasdp.portability.gradients import portable_step, value_and_grad
     from kerasdp.portability.portable import portable
     from kerasdp.portability.replica_context import all_rows
     from kerasdp.training.callbacks import make_callbacks
@@ -51,6 +51,7 @@ _MODULES = {
     "make_optimizer": "kerasdp.training.optimizers",
     "per_sample": "kerasdp.portability.reduction",
     "portable": "kerasdp.portability.portable",
+    "portable_step": "kerasdp.portability.gradients",
     "value_and_grad": "kerasdp.portability.gradients",
 }
 
@@ -94,6 +95,7 @@ __all__ = [
     "per_sample",
     "pipeline",
     "portable",
+    "portable_step",
     "ray",
     "sweep",
     "value_and_grad",

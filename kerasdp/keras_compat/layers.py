@@ -173,6 +173,11 @@ class InnerScope(keras.StatelessScope):
         self._around = get_stateless_scope()
         self._assigned: dict[int, keras.Variable] = {}
 
+    @property
+    def assigned(self) -> list[keras.Variable]:
+        """Returns the variables that were assigned here."""
+        return list(self._assigned.values())
+
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Takes what a variable is assigned."""
         self._assigned[id(update[0])] = update[0]
@@ -185,11 +190,11 @@ class InnerScope(keras.StatelessScope):
 
     def assigned_values(self) -> list[Any]:
         """Returns what variables were assigned, in the order of `write_back`."""
-        return [super(InnerScope, self).get_current_value(variable) for variable in self._assigned.values()]
+        return [self.get_current_value(variable) for variable in self.assigned]
 
     def write_back(self, values: list[Any] | None = None) -> None:
         """Assigns, in the scope around or for good, what was assigned here; `values`: in its place."""
-        for variable, value in zip(self._assigned.values(), values or self.assigned_values()):
+        for variable, value in zip(self.assigned, values or self.assigned_values()):
             variable.assign(value)
 
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import InnerScope, current_value
+from kerasdp.keras_compat.optimizers import applying_in_scope
 from kerasdp.keras_compat.patches import current_step, step_with
 
 Tensor = Any
@@ -57,6 +58,49 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         return ((value, aux) if has_aux else value), keras.tree.pack_sequence_as(own, gradients)
 
     return differentiated
+
+
+def portable_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `train_step(self, data)` (or `test_step`, `predict_step`) of a model train with Keras alone on jax, too.
+
+    A decorator. There Keras calls it with the state before the data, and wants the state back. Under `kerasdp.launch`
+    such a method needs no decorator. Its optimizers must be built before.
+    """
+
+    @functools.wraps(method)
+    def step(model: keras.Model, *args: Any) -> Any:
+        if len(args) == 1:
+            return method(model, *args)
+        state, data = args
+        lists = [model.trainable_variables, model.non_trainable_variables]
+        if method.__name__ == "train_step":
+            lists.append(model.optimizer.variables)
+        if method.__name__ != "predict_step":
+            lists.append(model.metrics_variables)
+        result, new = in_scope(lists, state, functools.partial(method, model, data))
+        return result, (new[1] if method.__name__ == "predict_step" else new)
+
+    return step
+
+
+def in_scope(lists: Sequence[list[keras.Variable]], state: Sequence[list[Tensor]], step: Callable[[], Any]) -> Any:
+    """Runs a step on given values of variables, on jax; returns its result, and their values afterwards.
+
+    Raises:
+        UserError: if it assigns to another variable, which would forget it.
+    """
+    begun = [pair for variables, values in zip(lists, state) for pair in zip(variables, values)]
+    known = {id(variable) for variables in lists for variable in variables}
+    with InnerScope(begun) as scope, applying_in_scope():
+        result = step()
+    for variable in scope.assigned:
+        if id(variable) not in known:
+            raise UserError(
+                f"the step assigns to {variable.path}, which is no variable of the model, so that jax would forget it: "
+                "make it an attribute of the model; of an optimizer other than that of compile, outside of "
+                "kerasdp.launch, its list of variables"
+            )
+    return result, tuple([scope.get_current_value(variable) for variable in variables] for variables in lists)
 
 
 def _floats_in(structure: Any, name: str) -> list[Any]:

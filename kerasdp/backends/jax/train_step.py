@@ -163,15 +163,9 @@ def _lists_of_portable(model: "keras.Model") -> tuple[list["keras.Variable"], li
 
 def _portable_step(model: Any, name: str, state: Any, data: tuple[Any, ...]) -> tuple[Any, Any]:
     """Runs a user-defined step that takes the data alone, as on other backends; `state`: see `_lists_of_portable`."""
-    import keras
+    from kerasdp.portability.gradients import in_scope
 
-    from kerasdp.keras_compat.optimizers import applying_in_scope
-
-    lists = _lists_of_portable(model)
-    begun = [pair for variables, values in zip(lists, state) for pair in zip(variables, values)]
-    with keras.StatelessScope(begun) as scope, applying_in_scope():
-        result = getattr(model, name)(_packed(data))
-    return result, tuple([scope.get_current_value(variable) for variable in variables] for variables in lists)
+    return in_scope(_lists_of_portable(model), state, lambda: getattr(model, name)(_packed(data)))
 
 
 def _on_state(
