@@ -165,11 +165,12 @@ class InnerScope(keras.StatelessScope):
     """A stateless scope in which variables have the values of the scope around it, but for those that are given.
 
     Keras 3.15: of nested scopes the inner one knows nothing of the outer; `get_stateless_scope` has no public name.
+    `layer.losses` has what layers add only with `collect_losses`, and penalties of weights want each weight's value.
     """
 
     def __init__(self, state_mapping: Iterable[tuple[keras.Variable, Any]] = ()):
         """See `keras.StatelessScope`."""
-        super().__init__(state_mapping)
+        super().__init__(state_mapping, collect_losses=True)
         self._around = get_stateless_scope()
         self._assigned: dict[int, keras.Variable] = {}
 
@@ -184,9 +185,11 @@ class InnerScope(keras.StatelessScope):
         super().add_update(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """Returns the value here, else that in the scope around; None if a variable has its own."""
+        """Returns the value here, else that in the scope around, else the variable's own."""
         value = super().get_current_value(variable)
-        return self._around.get_current_value(variable) if value is None and self._around is not None else value
+        if value is None and self._around is not None:
+            value = self._around.get_current_value(variable)
+        return raw_value(variable) if value is None else value
 
     def assigned_values(self) -> list[Any]:
         """Returns what variables were assigned, in the order of `write_back`."""

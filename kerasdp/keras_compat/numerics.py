@@ -104,10 +104,16 @@ def channels_last_by_strides(original: Callable[..., Any], *args: Any, **options
     given = _signature(original).bind(*args, **options)
     inputs = ops.convert_to_tensor(given.arguments["inputs"])
     is_last = (given.arguments.get("data_format") or keras.config.image_data_format()) == "channels_last"
-    if not is_last or inputs.dim() < 4:  # a tensor of three axes has one layout
-        return original(*args, **options)
-    given.arguments |= {"inputs": inputs.movedim(-1, 1), "data_format": "channels_first"}
-    return original(*given.args, **given.kwargs).movedim(1, -1)
+    kernel = ops.convert_to_tensor(given.arguments["kernel"])
+    if kernel.shape[-1] == 1 and keras.backend.standardize_dtype(kernel.dtype) == "float64":
+        # Of one filter (of a transposed convolution: one channel) in float64 PyTorch (2.13) has no gradient on the CPU,
+        # "slow_conv2d: grad_weight must be contiguous", unless its memory is in PyTorch's own order.
+        kernel = kernel.movedim((-1, -2), (0, 1)).contiguous().movedim((0, 1), (-1, -2))
+    given.arguments["kernel"] = kernel
+    if is_last and inputs.dim() > 3:  # a tensor of three axes has one layout
+        given.arguments |= {"inputs": inputs.movedim(-1, 1), "data_format": "channels_first"}
+        return original(*given.args, **given.kwargs).movedim(1, -1)
+    return original(*given.args, **given.kwargs)
 
 
 _signature = functools.cache(inspect.signature)

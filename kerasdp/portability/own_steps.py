@@ -16,6 +16,7 @@ import keras
 from keras import ops
 
 from kerasdp.keras_compat.models import as_keras_gives, hooked_steps, losses_of_whole_batch, plain_attributes_kept
+from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.patches import current_step, step_with
 from kerasdp.portability import replica_context
 from kerasdp.portability.layer_calls import keep
@@ -228,7 +229,7 @@ def leave_unchanged(model: keras.Model) -> Iterator[None]:
     model.reset_metrics()
     values = fixed_values(model)
     try:
-        with plain_attributes_kept(model), join_steps(model):
+        with plain_attributes_kept(model), join_steps(model), same_on_all_backends():
             yield
     finally:
         model.reset_metrics()

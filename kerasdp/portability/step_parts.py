@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kerasdp.keras_compat.layers import InnerScope, all_layers
+from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.optimizers import wrapped_apply
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.layer_calls import hook_layers
@@ -73,7 +74,7 @@ def find_parts(step: Callable[[Any], Any], data: Any, in_replicas: Callable[[Cal
             step(tensors)
 
     hook_layers()
-    with wrapped_apply(apply):
+    with wrapped_apply(apply), same_on_all_backends():
         if keras.backend.backend() == "jax":
             import jax
 

@@ -76,7 +76,7 @@ class CalledRunner(Protocol):
     heartbeat: Heartbeat
     steps: ModelSteps
     made_before: MadeBefore
-    saved_parts: "SavedParts | None"
+    loop: "OwnLoop | None"
 
     def _scope(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -175,6 +175,8 @@ class Step:
         if self._model is None:
             with runner.heartbeat.compiling():
                 self._model = self._made(batch.reader)
+        if runner.loop is not None:
+            runner.loop.require(self._model)
         with runner.steps.running(self._model) as functions:
             return functions.train(batch.data, Detail.NOTHING).logs["result"]
 
@@ -194,8 +196,6 @@ class Step:
             model = StepModel(self._function, parts, self._returns)
             portable(model, config.batch_norm)
         runner.made_before.refuse(model)
-        if runner.saved_parts is not None:
-            runner.saved_parts.require(model)
         require_within_scope(model, strategy)
         find_rows(model, reader, config, strategy, "train_step")
         with runner.steps.running(model):
@@ -253,7 +253,7 @@ class SavedParts(keras.Model):
         return cls(models, optimizers, metrics, variables)
 
     def require(self, step: StepModel) -> None:
-        """Raises `UserError` for a variable that a step may change, but that would not be saved."""
+        """Raises `UserError` for a variable that a step uses, but that would not be saved."""
         known = {id(variable) for variable in variables_of_own_step(self)}
         for variable in variables_of_own_step(step):
             if id(variable) not in known:
@@ -279,10 +279,23 @@ class OwnLoop:
         logs: what the loop has logged since the last batch.
     """
 
-    def __init__(self, reader: Reader, state: RunState, callbacks: keras.callbacks.CallbackList | None):
-        """`callbacks` record and save; None: nothing does."""
+    def __init__(
+        self,
+        reader: Reader,
+        state: RunState,
+        callbacks: keras.callbacks.CallbackList | None,
+        saved: SavedParts | None,
+    ):
+        """`callbacks` record, and save these parts; None: nothing does."""
         self.reader, self.state, self.callbacks = reader, state, callbacks
         self.logs: dict[str, Any] = {}
+        self._saved, self._known = saved, set[int]()
+
+    def require(self, step: StepModel) -> None:
+        """Raises `UserError` if what a step uses would not be saved."""
+        if self._saved is not None and id(step) not in self._known:
+            self._saved.require(step)
+            self._known.add(id(step))
 
     def batches(self, feed: Feed, epochs: range) -> Iterator[LoopBatch]:
         """Yields the batches; what follows a step is done when the next batch is asked for."""

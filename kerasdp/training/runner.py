@@ -66,6 +66,7 @@ class Runner:
         num_fits: calls of `fit`.
         steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
+        loop: that runs over `batches`; None outside of one.
     """
 
     def __init__(self, config: Config, devices: Devices, strategy: Strategy, heartbeat: Heartbeat):
@@ -75,8 +76,8 @@ class Runner:
         self.num_fits = self.num_model_calls = 0
         self.steps = ModelSteps(strategy, self.state, heartbeat)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
-        self.saved_parts: SavedParts | None = None
-        self._loop: OwnLoop | None = None
+        self._saved_parts: SavedParts | None = None
+        self.loop: OwnLoop | None = None
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
         set_seed(config.seed)
@@ -342,8 +343,9 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         order = {"shuffle": shuffle, "steps": steps_per_epoch}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
-        saved, num_rows, initial_epoch = self.saved_parts, len(first_of(reader).indices), 0
-        if self._loop is not None:
+        saved, self._saved_parts = self._saved_parts, None
+        num_rows, initial_epoch = len(first_of(reader).indices), 0
+        if self.loop is not None:
             raise UserError("batches: the loop over other batches is not over")
         with contextlib.ExitStack() as stack:
             callbacks = None
@@ -364,9 +366,9 @@ class Runner:
                 if callbacks.resumed is not None:
                     initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
             feed = stack.enter_context(open_feed(self.strategy, reader, self.state))
-            self._loop = OwnLoop(reader, self.state, callbacks)
-            stack.callback(setattr, self, "_loop", None)
-            yield from self._loop.batches(feed, range(initial_epoch, epochs))
+            self.loop = OwnLoop(reader, self.state, callbacks, saved)
+            stack.callback(setattr, self, "loop", None)
+            yield from self.loop.batches(feed, range(initial_epoch, epochs))
 
     def log(self, logs: dict[str, Any]) -> None:
         """Tells the files, the progress and the trackers of the run what a step of the loop over `batches` gave.
@@ -377,14 +379,14 @@ class Runner:
         Raises:
             UserError: outside of a loop over `batches`.
         """
-        if self._loop is None:
+        if self.loop is None:
             raise UserError("log: there is no loop over runner.batches")
-        self._loop.logs = dict(logs)
+        self.loop.logs = dict(logs)
 
     def checkpoint(self, *, models: Any, optimizers: Any, metrics: Any = None, variables: Any = None) -> None:
-        """Says what the loops over `batches` from now on save: as with `fit`, they resume on any backend and devices.
+        """Says what the next loop over `batches` saves: as with `fit`, it resumes on any backend and number of devices.
 
-        With it a loop also has the files, the progress and the trackers of `fit`; see `log`.
+        With it the loop also has the files, the progress and the trackers of `fit`; see `log`.
 
         Args:
             models: by name, as a list, or one alone; and so for the others.
@@ -393,9 +395,9 @@ class Runner:
             variables: that are in none of these; `keras.random.SeedGenerator` likewise.
 
         Raises:
-            UserError: for what cannot be saved. A step that changes anything else raises it later.
+            UserError: for what cannot be saved. A step of the loop that uses anything else raises it later.
         """
-        self.saved_parts = SavedParts.checked(models, optimizers, metrics, variables)
+        self._saved_parts = SavedParts.checked(models, optimizers, metrics, variables)
 
     def check_replicas(self, model: keras.Model) -> None:
         """Raises `ReplicasDifferError` unless all replicas hold bit-equal weights."""

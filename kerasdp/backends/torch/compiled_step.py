@@ -242,10 +242,11 @@ class CompiledOwnStep(CompiledStep):
         """See `CompiledStep`."""
         import keras
 
+        from kerasdp.keras_compat.layers import InnerScope
         from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 
-        begun = list(zip(self.variables, values))
-        with torch.no_grad(), keras.StatelessScope(begun) as scope, contextlib.ExitStack() as stack:
+        begun = zip(self.variables, values)
+        with torch.no_grad(), InnerScope(begun) as scope, contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(updating_one_by_one(optimizer))
                 stack.enter_context(deciding_on_device(optimizer))

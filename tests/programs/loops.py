@@ -1,0 +1,524 @@
+"""Trains by loops of one's own, each written once for all backends. Steps without a batch, or with one of NumPy, too.
+
+python loops.py BACKEND NUM_DEVICES CASE... [SETTINGS]
+"""
+
+import functools
+import json
+import sys
+
+import numpy as np
+from own_steps_base import BATCH, ROWS, numbers
+
+import kerasdp
+
+EPOCHS = 5  # of four batches, the last with five rows
+IMAGES = (8, 8, 1)
+
+
+def train(runner, names):
+    return {name: outcome(CASES[name], runner) for name in names}
+
+
+def outcome(case, runner):
+    try:
+        return case(runner)
+    except kerasdp.UserError as error:
+        return str(error)
+
+
+def stepped(runner, step, x, y=None, *, epochs=EPOCHS, each=lambda batch: None):
+    """The logs of all steps."""
+    found = []
+    for batch in runner.batches(x, y, batch_size=BATCH, epochs=epochs):
+        logs = step(batch)
+        runner.log(logs)
+        found.append({name: float(value) for name, value in logs.items()})
+        each(batch)
+    return found
+
+
+def minimize(loss_of, model, optimizer, has_aux=False):
+    """A step of an optimizer; on the weights of a model, or on a list of variables."""
+    weights = getattr(model, "trainable_variables", model)
+    found, gradients = kerasdp.value_and_grad(loss_of, weights, has_aux)()
+    optimizer.apply(gradients, weights)
+    return found
+
+
+def dense(*sizes, activation="tanh"):
+    import keras
+
+    hidden = [keras.layers.Dense(size, activation) for size in sizes[1:-1]]
+    return keras.Sequential([keras.Input((sizes[0],)), *hidden, keras.layers.Dense(sizes[-1])])
+
+
+def dcgan(runner):
+    """Convolutions, batch norm, dropout, and noise of the step's own."""
+    import keras
+    from keras import layers, ops
+
+    with runner.scope():
+        judge = keras.Sequential(
+            [keras.Input(IMAGES), layers.Conv2D(4, 3, 2, "same"), layers.LeakyReLU(0.2), layers.Dropout(0.2),
+             layers.Flatten(), layers.Dense(1)]
+        )  # fmt: skip
+        maker = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4 * 4 * 4), layers.Reshape((4, 4, 4)), layers.BatchNormalization(),
+             layers.Conv2DTranspose(4, 4, 2, "same"), layers.LeakyReLU(0.2), layers.Conv2D(1, 3, padding="same")]
+        )  # fmt: skip
+        for_judge, for_maker = keras.optimizers.Adam(0.01, beta_1=0.5), keras.optimizers.Adam(0.01, beta_1=0.5)
+        seeds = keras.random.SeedGenerator(7)
+        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @runner.step
+    def step(real):
+        rows = ops.shape(real)[0]
+        made = ops.stop_gradient(maker(keras.random.normal((rows, 6), seed=seeds), training=True))
+        noise = keras.random.normal((rows, 6), seed=seeds)
+
+        def of_judge():
+            ones = ops.ones((rows, 1))
+            return entropy(ones, judge(real, training=True)) + entropy(0 * ones, judge(made, training=True))
+
+        def of_maker():
+            return entropy(ops.ones((rows, 1)), judge(maker(noise, training=True), training=True))
+
+        return {"judge": minimize(of_judge, judge, for_judge), "maker": minimize(of_maker, maker, for_maker)}
+
+    return stepped(runner, step, numbers(0, ROWS, *IMAGES))
+
+
+def wgan(runner):
+    """A gradient penalty, and several steps of the critic for one of the generator: two functions."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        critic, maker = dense(4, 8, 1), dense(3, 8, 4)
+        for_critic, for_maker = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)
+        seeds, seen = keras.random.SeedGenerator(3), keras.metrics.Mean(name="critic")
+    for_critic.build(critic.trainable_variables)
+    for_maker.build(maker.trainable_variables)
+    runner.checkpoint(
+        models={"critic": critic, "maker": maker}, optimizers=[for_critic, for_maker], metrics=seen, variables=seeds
+    )
+
+    @runner.step
+    def of_critic(real):
+        rows = ops.shape(real)[0]
+        made = ops.stop_gradient(maker(keras.random.normal((rows, 3), seed=seeds)))
+        share = keras.random.uniform((rows, 1), seed=seeds)
+
+        def loss_of():
+            _, slope = kerasdp.value_and_grad(lambda mixed: ops.sum(critic(mixed)))(share * real + (1 - share) * made)
+            penalty = ops.mean(ops.square(ops.sqrt(ops.sum(ops.square(slope), axis=1)) - 1))
+            return ops.mean(critic(made)) - ops.mean(critic(real)) + 10.0 * penalty
+
+        loss = minimize(loss_of, critic, for_critic)
+        seen.update_state(loss)
+        return {"loss": loss, "mean": seen.result()}
+
+    @runner.step
+    def of_maker(real):
+        noise = keras.random.normal((ops.shape(real)[0], 3), seed=seeds)
+        return minimize(lambda: -ops.mean(critic(maker(noise))), maker, for_maker)
+
+    found = []
+
+    def each(batch):
+        if batch.number % 2:
+            found.append(float(of_maker(batch)))
+
+    return {"critic": stepped(runner, of_critic, numbers(0, ROWS, 4), each=each), "maker": found}
+
+
+def conditional_gan(runner):
+    """Labels, as `(x, y)`; label smoothing by a variable that the loop sets; a step that gives rows."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        judge, maker = dense(4 + 3, 8, 1), dense(2 + 3, 8, 4)
+        for_judge, for_maker = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
+        seeds, smooth = keras.random.SeedGenerator(5), keras.Variable(0.0, trainable=False)
+        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def made_of(labels, training=False):
+        noise = keras.random.normal((ops.shape(labels)[0], 2), seed=seeds)
+        return maker(ops.concatenate([noise, labels], axis=1), training=training)
+
+    @runner.step
+    def step(batch):
+        real, labels = batch[0], ops.one_hot(batch[1], 3, dtype="float64")
+        made = ops.stop_gradient(made_of(labels, training=True))
+        both = ops.concatenate([ops.concatenate([each, labels], axis=1) for each in (real, made)])
+        truth = ops.concatenate([ops.ones_like(real[:, :1]) - smooth, ops.zeros_like(real[:, :1])])
+        return {
+            "judge": minimize(lambda: entropy(truth, judge(both)), judge, for_judge),
+            "maker": minimize(
+                lambda: entropy(
+                    ops.ones_like(real[:, :1]), judge(ops.concatenate([made_of(labels, training=True), labels], axis=1))
+                ),
+                maker,
+                for_maker,
+            ),
+        }
+
+    made = runner.step(lambda labels: made_of(ops.one_hot(labels, 3, dtype="float64")), returns="rows")
+    labels = np.arange(ROWS) % 3
+    logs = stepped(runner, step, numbers(0, ROWS, 4), labels, each=lambda batch: smooth.assign(smooth + 0.01))
+    return {"logs": logs, "made": keras.ops.convert_to_numpy(made(labels[:7])).tolist()}
+
+
+def vae(runner):
+    """Samples of the step's own, a regularizer, and metrics; evaluation by a second function."""
+    import keras
+    from keras import layers, ops
+
+    with runner.scope():
+        coder = keras.Sequential([keras.Input((4,)), layers.Dense(8, "relu", kernel_regularizer="l2"), layers.Dense(4)])
+        decoder, optimizer = dense(2, 8, 4), keras.optimizers.Adam(0.01)
+        seeds, error = keras.random.SeedGenerator(5), keras.metrics.MeanSquaredError(name="error")
+
+    def losses_of(x):
+        mean, spread = ops.split(coder(x), 2, axis=1)
+        made = decoder(mean + ops.exp(0.5 * spread) * keras.random.normal(ops.shape(mean), seed=seeds))
+        apart = ops.mean(ops.sum(-0.5 * (1 + spread - ops.square(mean) - ops.exp(spread)), axis=1))
+        return ops.mean(ops.sum(ops.square(x - made), axis=1)) + apart + sum(coder.losses), made
+
+    @runner.step
+    def step(x):
+        weights = coder.trainable_variables + decoder.trainable_variables
+        loss, made = minimize(lambda: losses_of(x), weights, optimizer, has_aux=True)
+        error.update_state(x, made)
+        return {"loss": loss, "error": error.result()}
+
+    evaluate = runner.step(lambda x: losses_of(x)[0])
+    logs = stepped(runner, step, numbers(0, ROWS, 4))
+    return {"logs": logs, "evaluated": float(evaluate(numbers(2, 13, 4)))}
+
+
+def ddim(runner):
+    """A network that is averaged within the step (EMA), by variables that no optimizer knows."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        network, following = dense(5, 16, 4), dense(5, 16, 4)
+        optimizer, seeds = keras.optimizers.AdamW(0.01, weight_decay=1e-3), keras.random.SeedGenerator(11)
+        following.set_weights(network.get_weights())
+
+    @runner.step
+    def step(images):
+        noise = keras.random.normal(ops.shape(images), seed=seeds)
+        share = keras.random.uniform((ops.shape(images)[0], 1), 0.05, 0.95, seed=seeds)
+        noisy = ops.cos(share) * images + ops.sin(share) * noise
+
+        def loss_of():
+            return ops.mean(ops.abs(noise - network(ops.concatenate([noisy, ops.square(share)], axis=1))))
+
+        loss = minimize(loss_of, network, optimizer)
+        for weight, average in zip(network.weights, following.weights):
+            average.assign(0.9 * average + 0.1 * weight)
+        return {"loss": loss}
+
+    logs = stepped(runner, step, numbers(0, ROWS, 4))
+    return {"logs": logs, "following": [float(ops.sum(ops.abs(weight))) for weight in following.weights]}
+
+
+def cycle_gan(runner):
+    """Four networks, two of which share an optimizer; pairs of images as a structure."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        there, back, judge_a, judge_b = dense(4, 8, 4), dense(4, 8, 4), dense(4, 8, 1), dense(4, 8, 1)
+        for_makers, for_judges = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
+
+    @runner.step
+    def step(batch):
+        a, b = batch["a"], batch["b"]
+
+        def of_makers():
+            made_b, made_a = there(a), back(b)
+            cycles = ops.mean(ops.abs(back(made_b) - a)) + ops.mean(ops.abs(there(made_a) - b))
+            fooled = ops.mean(ops.square(judge_b(made_b) - 1)) + ops.mean(ops.square(judge_a(made_a) - 1))
+            return fooled + 10 * cycles, (made_a, made_b)
+
+        makers = there.trainable_variables + back.trainable_variables
+        loss, (made_a, made_b) = minimize(of_makers, makers, for_makers, has_aux=True)
+
+        def of_judges():
+            of_real = ops.mean(ops.square(judge_a(a) - 1)) + ops.mean(ops.square(judge_b(b) - 1))
+            return of_real + ops.mean(ops.square(judge_a(made_a))) + ops.mean(ops.square(judge_b(made_b)))
+
+        judges = judge_a.trainable_variables + judge_b.trainable_variables
+        return {"makers": loss, "judges": minimize(of_judges, judges, for_judges)}
+
+    return stepped(runner, step, {"a": numbers(0, ROWS, 4), "b": numbers(1, ROWS, 4)})
+
+
+def momentum_contrast(runner):
+    """A momentum encoder, and a queue of what it saw, of all rows; two views of each sample."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        coder, momentum = dense(4, 8, 3), dense(4, 8, 3)
+        optimizer, seeds = keras.optimizers.SGD(0.05, momentum=0.9), keras.random.SeedGenerator(2)
+        queue = keras.Variable(numbers(7, 20, 3), trainable=False)
+        momentum.set_weights(coder.get_weights())
+
+    @runner.step
+    def step(x):
+        one, other = (x + 0.1 * keras.random.normal(ops.shape(x), seed=seeds) for _ in range(2))
+        keys = ops.normalize(momentum(other), axis=1)
+
+        def loss_of():
+            found = ops.normalize(coder(one), axis=1)
+            alike = ops.concatenate(
+                [ops.sum(found * keys, axis=1, keepdims=True), ops.matmul(found, ops.transpose(queue))], axis=1
+            )
+            return -ops.mean(ops.log_softmax(alike / 0.2, axis=1)[:, 0])
+
+        loss = minimize(loss_of, coder, optimizer)
+        for weight, average in zip(coder.weights, momentum.weights):
+            average.assign(0.95 * average + 0.05 * weight)
+        queue.assign(ops.concatenate([kerasdp.all_rows(keys), queue])[:20])
+        return {"loss": loss}
+
+    logs = stepped(runner, step, numbers(0, ROWS, 4))
+    return {"logs": logs, "queue": ops.convert_to_numpy(queue.value).tolist()}
+
+
+def distillation(runner):
+    """A teacher that is not trained, sample weights, and a schedule of the learning rate."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        teacher, student = dense(4, 16, 3), dense(4, 6, 3)
+        optimizer = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 20), momentum=0.9, clipnorm=0.5)
+        teacher.trainable = False
+        entropy, apart = keras.losses.SparseCategoricalCrossentropy(from_logits=True), keras.losses.KLDivergence()
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    @runner.step
+    def step(batch):
+        x, y = batch
+        soft = ops.softmax(teacher(x) / 3.0)
+
+        def loss_of():
+            logits = student(x, training=True)
+            return 0.3 * entropy(y, logits) + 0.7 * 9.0 * apart(soft, ops.softmax(logits / 3.0)), logits
+
+        loss, logits = minimize(loss_of, student, optimizer, has_aux=True)
+        accuracy.update_state(y, logits)
+        return {"loss": loss, "accuracy": accuracy.result()}
+
+    return stepped(runner, step, numbers(0, ROWS, 4), np.arange(ROWS) % 3)
+
+
+def maml(runner):
+    """Each row is a task: an inner update by each task's own gradient, through which the outer one is taken."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        slope, shift = keras.Variable(numbers(1, 3)), keras.Variable(numbers(2, 3))
+        optimizer = keras.optimizers.Adam(0.02)
+
+    def error_of(slopes, shifts, x, y):
+        return ops.mean(ops.square(ops.sum(slopes[:, None] * ops.sin(x[..., None] + shifts[:, None]), axis=2) - y), 1)
+
+    @runner.step
+    def step(batch):
+        x, y = batch["x"], batch["y"]
+
+        def outer():
+            rows = [ops.broadcast_to(each, (ops.shape(x)[0], 3)) for each in (slope, shift)]
+            inner = kerasdp.value_and_grad(lambda rows: ops.sum(error_of(*rows, x[:, :5], y[:, :5])))
+            _, gradients = inner(rows)
+            slopes, shifts = (each - 0.05 * gradient for each, gradient in zip(rows, gradients))
+            return ops.mean(error_of(slopes, shifts, x[:, 5:], y[:, 5:]))
+
+        return {"loss": minimize(outer, [slope, shift], optimizer)}
+
+    x = numbers(0, ROWS, 10)
+    return stepped(runner, step, {"x": x, "y": np.sin(x + numbers(3, ROWS, 1))})
+
+
+def style(runner):
+    """The pixels of an image are trained: variables that are no weights, by a step without a batch."""
+    import keras
+    from keras import layers, ops
+
+    with runner.scope():
+        features = keras.Sequential([keras.Input(IMAGES), layers.Conv2D(4, 3, activation="relu"), layers.Conv2D(4, 3)])
+        image, optimizer = keras.Variable(numbers(0, 1, *IMAGES)), keras.optimizers.Adam(0.05)
+        content, pattern = (ops.convert_to_tensor(numbers(seed, 1, *IMAGES)) for seed in (1, 2))
+
+    def gram(image):
+        found = ops.reshape(features(image), (-1, 4))
+        return ops.matmul(ops.transpose(found), found) / 16.0
+
+    @runner.step
+    def step():
+        def loss_of():
+            alike = ops.mean(ops.square(features(image) - features(content)))
+            return alike + ops.mean(ops.square(gram(image) - gram(pattern)))
+
+        return minimize(loss_of, [image], optimizer)
+
+    return [float(step()) for _ in range(20)]
+
+
+class CartPole:
+    """gymnasium's, on each process with one seed, so that all see the same."""
+
+    def __init__(self):
+        import gymnasium
+
+        self.game = gymnasium.make("CartPole-v1")
+        self.state, _ = self.game.reset(seed=0)
+
+    def act(self, action):
+        before = self.state
+        self.state, reward, is_over, is_cut, _ = self.game.step(int(action))
+        found = before, self.state, reward, float(is_over)
+        if is_over or is_cut:
+            self.state, _ = self.game.reset()
+        return found
+
+
+def dqn(runner):
+    """Q-learning with a buffer and a target network; batches of NumPy, the environment on each process."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        network, target, optimizer = dense(4, 16, 2), dense(4, 16, 2), keras.optimizers.Adam(0.01)
+    target.set_weights(network.get_weights())
+    values = runner.step(lambda states: network(states), returns="rows")
+
+    @runner.step
+    def step(batch):
+        states, following, rewards, overs, actions = batch
+        best = rewards + 0.9 * (1 - overs) * ops.max(target(following), axis=1)
+
+        def loss_of():
+            chosen = ops.sum(network(states) * ops.one_hot(actions, 2, dtype="float64"), axis=1)
+            return ops.mean(ops.square(chosen - ops.stop_gradient(best)))
+
+        return minimize(loss_of, network, optimizer)
+
+    game, random, seen, losses = CartPole(), np.random.RandomState(0), [], []
+    for number in range(30):
+        known = ops.convert_to_numpy(values(game.state[None].astype("float64")))[0]
+        action = random.randint(2) if random.rand() < 0.3 else int(known.argmax())
+        seen.append((*game.act(action), action))
+        if number >= 10:
+            rows = [seen[place] for place in random.randint(0, len(seen), BATCH - 1)]
+            losses.append(float(step(tuple(np.array(part, part_type) for part, part_type in zip(zip(*rows), _TYPES)))))
+        if number % 8 == 0:
+            target.set_weights(network.get_weights())
+    return losses
+
+
+_TYPES = ("float64", "float64", "float64", "float64", "int64")
+
+
+def actor_critic(runner):
+    """An episode is a batch, of another length each time."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        trunk, optimizer = dense(4, 16, 3), keras.optimizers.Adam(0.01)
+    outputs = runner.step(lambda states: trunk(states), returns="rows")
+
+    @runner.step
+    def step(batch):
+        states, actions, returns = batch["states"], batch["actions"], batch["returns"]
+
+        def loss_of():
+            found = trunk(states)
+            chosen = ops.sum(ops.log_softmax(found[:, :2]) * ops.one_hot(actions, 2, dtype="float64"), axis=1)
+            advantage = returns - found[:, 2]
+            return ops.mean(ops.square(advantage)) - ops.mean(chosen * ops.stop_gradient(advantage))
+
+        return minimize(loss_of, trunk, optimizer)
+
+    game, random, losses = CartPole(), np.random.RandomState(1), []
+    for length in (12, 9, 12, 9, 12):
+        states, actions, rewards = [], [], []
+        for _ in range(length):
+            known = ops.convert_to_numpy(outputs(game.state[None].astype("float64")))[0]
+            states.append(game.state)
+            actions.append(int(random.rand() > 1 / (1 + np.exp(known[1] - known[0]))))
+            rewards.append(game.act(actions[-1])[2])
+        returns = np.cumsum(rewards[::-1])[::-1] / 10
+        episode = {"states": np.array(states, "float64"), "actions": np.array(actions), "returns": returns.copy()}
+        losses.append(float(step(episode)))
+    return losses
+
+
+def supervised(runner):
+    """The loop beside `fit`: the same curve."""
+    import keras
+    from keras import layers
+
+    def made():
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(0.3),
+             layers.Dense(3)]
+        )  # fmt: skip
+        return model, keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    with runner.scope():
+        model, optimizer, loss = made()
+    with runner.scope():
+        fitted, of_fit, loss_of_fit = made()
+        fitted.compile(of_fit, loss_of_fit)
+
+    @runner.step
+    def step(batch):
+        x, y = batch
+
+        def loss_of():
+            return loss(y, model(x, training=True))
+
+        return {"loss": minimize(loss_of, model, optimizer)}
+
+    x, y = numbers(0, ROWS, 4), np.arange(ROWS) % 3
+    logs = stepped(runner, step, x, y)
+    losses = []
+
+    class Losses(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            sums.append(float(fitted.metrics[0].total.value))
+
+    sums: list[float] = []
+    runner.fit(fitted, x, y, batch_size=BATCH, epochs=EPOCHS, callbacks=[Losses()], verbose=0)
+    for place, total in enumerate(sums):
+        before = sums[place - 1] if place % 4 else 0.0
+        losses.append({"loss": (total - before) / (BATCH if place % 4 < 3 else 5)})
+    return {"loop": logs, "fit": losses}
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        supervised, dcgan, wgan, conditional_gan, vae, ddim, cycle_gan, momentum_contrast, distillation, maml, style,
+        dqn, actor_critic,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    backend, num_devices, *names = sys.argv[1:]
+    more = json.loads(names.pop()) if names and names[-1].startswith("{") else {}
+    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"} | more
+    result = kerasdp.launch(functools.partial(train, names=names or list(CASES)), **settings, verbose=0)
+    print("RESULT " + json.dumps(result))
