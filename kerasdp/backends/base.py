@@ -285,6 +285,13 @@ class Strategy(Protocol):
         """Calls a function in each replica of this process, as its step would be."""
         function()
 
+    def trace(self, function: Callable[[], None]) -> None:
+        """Calls a function in each replica of this process, on tensors without numbers, as what compiles a step does.
+
+        Raises:
+            Exception: of the framework's, where the function asks for a number.
+        """
+
     def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on each replica's rows, without an update.
 

@@ -11,7 +11,7 @@ see the gathered outputs.
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -117,7 +117,7 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
     try:
         return _make_known_call(make, layer, *args, **kwargs)
     except Exception as error:
-        other = None if isinstance(error, RunError) else _other_framework_of(layer)
+        other = None if isinstance(error, RunError) else other_frameworks_of(_function_of(layer))
         if other is None:
             raise
         reason = str(error).strip().partition("\n")[0]
@@ -127,12 +127,16 @@ def _make_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs: Any)
         ) from error
 
 
-_FRAMEWORKS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+FRAMEWORKS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
 
-def _other_framework_of(layer: Any) -> str | None:
-    """Returns the name of a framework, other than the backend, that the `call` of a user-defined layer refers to."""
-    function = inspect.unwrap(getattr(layer, "function", getattr(type(layer), "call", None)) or len)
+def _function_of(layer: Any) -> Callable[..., Any]:
+    return getattr(layer, "function", getattr(type(layer), "call", None)) or len
+
+
+def other_frameworks_of(function: Callable[..., Any], frameworks: Mapping[str, str] = FRAMEWORKS) -> str | None:
+    """Returns the names of frameworks, other than the backend, that a user-defined function refers to."""
+    function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType) or function.__module__.startswith(("keras.", "kerasdp.")):
         return None
     known = inspect.getclosurevars(function)
@@ -141,7 +145,12 @@ def _other_framework_of(layer: Any) -> str | None:
         getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "") for value in values
     ]
     imported = {str(name).partition(".")[0] for name in (*names, *function.__code__.co_names)}
-    others = sorted(_FRAMEWORKS[name] for name in _FRAMEWORKS.keys() & imported - {keras.backend.backend()})
+    within = [each for each in function.__code__.co_consts if isinstance(each, types.CodeType)]
+    for code in within:  # of functions within it
+        held = [known.nonlocals.get(name, function.__globals__.get(name)) for name in code.co_names]
+        imported |= {getattr(value, "__name__", "") for value in held if isinstance(value, types.ModuleType)}
+        within += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    others = sorted(frameworks[name] for name in frameworks.keys() & imported - {keras.backend.backend()})
     return " and ".join(others) or None
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from kerasdp.keras_compat.layers import InnerScope, all_layers
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import InnerScope, all_layers, raw_value
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.optimizers import wrapped_apply
 from kerasdp.keras_compat.patches import step_with
@@ -44,17 +45,27 @@ class _Recording(InnerScope):
         super().add_update(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
+        if raw_value(variable) is None:  # Keras makes it when the scope is left
+            raise UserError(
+                f"the step makes the variable {variable.path}: make variables, layers and metrics, and build them, "
+                "before the step"
+            )
         self.used.setdefault(id(variable), variable)
         return super().get_current_value(variable)
 
 
-def find_parts(step: Callable[[Any], Any], data: Any, in_replicas: Callable[[Callable[[], None]], None]) -> StepParts:
+def find_parts(
+    step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], None]
+) -> StepParts:
     """Runs a step, and returns what it uses; no variable changes, no optimizer updates or is built.
 
     Args:
-        step: on jax it is traced, elsewhere it computes.
+        step: of a user.
         data: a few samples, as the step takes them, in NumPy.
-        in_replicas: see `kerasdp.backends.base.Strategy`.
+        run_in_replicas: `trace` or `in_replicas` of a `kerasdp.backends.base.Strategy`.
+
+    Raises:
+        UserError: if the step makes a variable.
     """
     calls: dict[int, keras.layers.Layer] = {}
     applied: dict[int, tuple[Any, list[Any]]] = {}
@@ -75,12 +86,7 @@ def find_parts(step: Callable[[Any], Any], data: Any, in_replicas: Callable[[Cal
 
     hook_layers()
     with wrapped_apply(apply), same_on_all_backends():
-        if keras.backend.backend() == "jax":
-            import jax
-
-            jax.eval_shape(run)
-        else:
-            in_replicas(run)
+        run_in_replicas(run)
     inner = {id(part) for layer in calls.values() for part in all_layers(layer, include_self=False)}
     layers = [layer for key, layer in calls.items() if key not in inner]
     optimizers = list(applied.values())

@@ -195,7 +195,7 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
     differing = [*apart, *(name for name in differing if not _is_alike(whole, split, name, noisy))]
     found = strategy.processes.all_gather_object((drawn[:1], differing[:1]))  # all ranks report the same
     drawn, differing = (next(filter(None, names), []) for names in zip(*found))
-    title = f"train_step of {type(model).__name__}"
+    title = getattr(model, "title", f"train_step of {type(model).__name__}")
     if drawn:
         raise UserError(
             f"{title} gives another {drawn[0]} each time for the same batch: random numbers that are not from "

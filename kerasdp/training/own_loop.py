@@ -6,6 +6,7 @@ and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_ste
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -18,9 +19,10 @@ from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import num_samples
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
+from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
 from kerasdp.portability.portable import portable
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS
@@ -86,12 +88,16 @@ _GIVEN = "given"
 
 
 class StepModel(keras.Model):
-    """A function of the user's, as the `train_step` of a model that holds what the function uses."""
+    """A function of the user's, as the `train_step` of a model that holds what the function uses.
+
+    Attributes:
+        title: for messages.
+    """
 
     def __init__(self, function: Callable[..., Any], parts: StepParts, returns: Any):
         """`returns`: see `Runner.step`."""
         super().__init__(name=_name_of(function))
-        self.function, self._returns = function, returns
+        self.function, self._returns, self.title = function, returns, f"the step {self.name}"
         self.parts = [*parts.layers, *parts.metrics, *parts.variables]
         self.optimizers = [optimizer for optimizer, _ in parts.optimizers]
 
@@ -125,6 +131,8 @@ def _declared(returns: Any, result: Any, name: str) -> Any:
 
 
 def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, (str, bytes)):
+        raise UserError(f"a step returns tensors. Received: {leaf!r:.100}")
     # Not of a tensor: a metric's result would not be known as that any more.
     return leaf if leaf is None or keras.ops.is_tensor(leaf) else keras.ops.convert_to_tensor(leaf)
 
@@ -170,6 +178,8 @@ class Step:
                 the whole batch. None: the function takes none.
         """
         runner = self._runner
+        if current_step().record is not None:
+            raise UserError(f"the step {self.__name__} is called within a step: call its function there")
         if not isinstance(batch, LoopBatch):
             batch = _given(batch, runner.strategy)
         if self._model is None:
@@ -177,8 +187,18 @@ class Step:
                 self._model = self._made(batch.reader)
         if runner.loop is not None:
             runner.loop.require(self._model)
-        with runner.steps.running(self._model) as functions:
+        with runner.steps.running(self._model) as functions, self._explaining():
             return functions.train(batch.data, Detail.NOTHING).logs["result"]
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raises `UserError` for what the function does that cannot be compiled."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RunError) or (words := _explained(error, self._function)) is None:
+                raise
+            raise UserError(f"the step {self.__name__} {words}") from error
 
     def _made(self, reader: Reader) -> StepModel:
         """Finds what the function uses, builds its optimizers, and prepares a model for the devices.
@@ -189,7 +209,8 @@ class Step:
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
-            parts = find_parts(lambda data: _call(self._function, data), sample, strategy.in_replicas)
+            with self._explaining():
+                parts = find_parts(lambda data: _call(self._function, data), sample, strategy.trace)
             for optimizer, weights in parts.optimizers:
                 if not optimizer.built:
                     optimizer.build(weights)
@@ -201,6 +222,33 @@ class Step:
         with runner.steps.running(model):
             check_first_step(model, config, strategy, reader)
         return model
+
+
+# Kinds and texts of errors of frameworks, and what a step has done then.
+_READS = (
+    "reads numbers while it runs ({line}): it is compiled, so use keras.ops instead of NumPy, keras.ops.where or "
+    "keras.ops.cond instead of a condition of Python, and return what is to be read"
+)
+_KEEPS = "keeps a tensor of value_and_grad's function outside of it ({line}): return it, with has_aux=True"
+_MAKES = "makes a variable: make variables, layers and metrics, and build them, before the step"
+_ERRORS = (
+    (r"variable while in a stateless scope|only supports singleton tf.Variables", _MAKES),
+    (r"UnexpectedTracerError", _KEEPS),
+    (r"ConcretizationTypeError|Tracer\w+ConversionError|NonConcreteBoolean|OperatorNotAllowedInGraph", _READS),
+    (r"DataDependentOutput|Can't call numpy\(\)|to a numpy array|numpy\(\) is not supported", _READS),
+)
+
+
+def _explained(error: Exception, function: Callable[..., Any]) -> str | None:
+    """Returns what a step does that cannot be compiled; None for an error of another kind."""
+    line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+    for pattern, words in _ERRORS:
+        if re.search(pattern, line):
+            return words.format(line=line)
+    others = other_frameworks_of(function, {"numpy": "NumPy", **FRAMEWORKS})
+    if others is None:
+        return None
+    return f"failed ({line}). It refers to {others} in a run of {keras.backend.backend()}; use keras.ops"
 
 
 def _given(batch: Any, strategy: Strategy) -> LoopBatch:

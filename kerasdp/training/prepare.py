@@ -204,7 +204,8 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
     if config.backend != "jax" or "train_step" in portable_steps(model):  # a function of states builds none
         with plain_attributes_kept(model) if config.backend == "jax" else leave_unchanged(model):
             sample = as_keras_gives(reader.sample(NUM_ROWS))
-            parts = find_parts(model.train_step, sample, strategy.in_replicas)
+            in_replicas = strategy.trace if config.backend == "jax" else strategy.in_replicas
+            parts = find_parts(model.train_step, sample, in_replicas)
         for optimizer, weights in parts.optimizers:
             if not optimizer.built:
                 optimizer.build(weights)

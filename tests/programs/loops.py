@@ -219,7 +219,7 @@ def ddim(runner):
             return ops.mean(ops.abs(noise - network(ops.concatenate([noisy, ops.square(share)], axis=1))))
 
         loss = minimize(loss_of, network, optimizer)
-        for weight, average in zip(network.weights, following.weights):
+        for weight, average in zip(network.weights, following.weights, strict=True):
             average.assign(0.9 * average + 0.1 * weight)
         return {"loss": loss}
 
@@ -283,7 +283,7 @@ def momentum_contrast(runner):
             return -ops.mean(ops.log_softmax(alike / 0.2, axis=1)[:, 0])
 
         loss = minimize(loss_of, coder, optimizer)
-        for weight, average in zip(coder.weights, momentum.weights):
+        for weight, average in zip(coder.weights, momentum.weights, strict=True):
             average.assign(0.95 * average + 0.05 * weight)
         queue.assign(ops.concatenate([kerasdp.all_rows(keys), queue])[:20])
         return {"loss": loss}
@@ -340,7 +340,7 @@ def maml(runner):
             rows = [ops.broadcast_to(each, (ops.shape(x)[0], 3)) for each in (slope, shift)]
             inner = kerasdp.value_and_grad(lambda rows: ops.sum(error_of(*rows, x[:, :5], y[:, :5])))
             _, gradients = inner(rows)
-            slopes, shifts = (each - 0.05 * gradient for each, gradient in zip(rows, gradients))
+            slopes, shifts = (each - 0.05 * gradient for each, gradient in zip(rows, gradients, strict=True))
             return ops.mean(error_of(slopes, shifts, x[:, 5:], y[:, 5:]))
 
         return {"loss": minimize(outer, [slope, shift], optimizer)}
@@ -420,13 +420,11 @@ def dqn(runner):
         seen.append((*game.act(action), action))
         if number >= 10:
             rows = [seen[place] for place in random.randint(0, len(seen), BATCH - 1)]
-            losses.append(float(step(tuple(np.array(part, part_type) for part, part_type in zip(zip(*rows), _TYPES)))))
+            parts = [np.array(part) for part in zip(*rows, strict=True)]
+            losses.append(float(step((*(part.astype("float64") for part in parts[:-1]), parts[-1]))))
         if number % 8 == 0:
             target.set_weights(network.get_weights())
     return losses
-
-
-_TYPES = ("float64", "float64", "float64", "float64", "int64")
 
 
 def actor_critic(runner):
@@ -497,7 +495,7 @@ def supervised(runner):
 
     class Losses(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            sums.append(float(fitted.metrics[0].total.value))
+            sums.append(float(keras.ops.convert_to_numpy(fitted.metrics[0].total)))
 
     sums: list[float] = []
     runner.fit(fitted, x, y, batch_size=BATCH, epochs=EPOCHS, callbacks=[Losses()], verbose=0)

@@ -178,6 +178,10 @@ class JaxStrategy(Strategy):
             for layer, choice in zip(layers, chosen, strict=True):
                 layer.use_cudnn = choice
 
+    def trace(self, function: Callable[[], None]) -> None:
+        """See `Strategy`."""
+        jax.eval_shape(function)
+
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, with a shard that differs between devices that hold it."""
 

@@ -141,6 +141,10 @@ class DataParallel(TensorFlowStrategy):
         """Calls a function in each replica, in a thread of its own, one at a time."""
         self.mirrored.run(function)
 
+    def trace(self, function: Callable[[], None]) -> None:
+        """See `Strategy`."""
+        tf.function(lambda: self.in_replicas(function), autograph=False).get_concrete_function()
+
     def try_own_step(self, model: "keras.Model", batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on each replica's rows, without an update; returns what it found."""
         steps, found = ReplicaSteps(self, model), []

@@ -240,8 +240,6 @@ class CompiledOwnStep(CompiledStep):
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
-        import keras
-
         from kerasdp.keras_compat.layers import InnerScope
         from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
 

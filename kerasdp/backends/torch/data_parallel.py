@@ -9,6 +9,7 @@ from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
 from kerasdp.backends.steps import TrainedWeights, median_seconds
 from kerasdp.backends.torch.collectives import HostSums
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
@@ -121,6 +122,11 @@ class DataParallel(TorchStrategy):
                 return getattr(steps, name)(batch)
 
         return evaluate
+
+    def trace(self, function: Callable[[], None]) -> None:
+        """See `Strategy`."""
+        with without_numbers():
+            function()
 
     def try_own_step(self, model: Any, batch: DeviceBatch) -> list[tuple[str, Any]]:
         """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kerasdp.keras_compat.patches import wrapped
 
@@ -41,6 +41,14 @@ def force_strides() -> Callable[..., torch.Tensor]:
     import torch._inductor.inductor_prims  # makes it; seconds that a run without --compile need not wait
 
     return torch.ops.prims.inductor_force_stride_order.default
+
+
+def without_numbers() -> contextlib.AbstractContextManager[Any]:
+    """Returns the context in which tensors have shapes and types, and nothing is computed.
+
+    Torch 2.13: `FakeTensorMode`; no public name.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_being_captured(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,90 @@
+"""Loops of one's own train, stop and resume alike on all backends and device counts; wrong ones say so in a line."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.training.test_own_steps import numbers
+
+CASES = (
+    "supervised", "dcgan", "wgan", "conditional_gan", "vae", "ddim", "cycle_gan", "momentum_contrast", "distillation",
+    "maml", "style", "dqn", "actor_critic",
+)  # fmt: skip
+# In the default suite; the others, and other numbers of devices, are proofs.
+USUAL = {
+    ("torch", 2): CASES,
+    ("jax", 2): ("supervised", "wgan", "momentum_contrast", "dqn"),
+    ("tensorflow", 2): ("wgan",),
+}
+WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
+
+
+@functools.cache
+def outcomes(backend, count, cases, settings="{}"):
+    return result_of(run(PROGRAMS / "loops.py", backend, count, *cases, settings, backend=backend))
+
+
+def outcome(backend, count, case):
+    """What a case gave; those of the default suite share a process, and so do the proofs."""
+    usual = USUAL.get((backend, count), ())
+    if count == 1 and backend == BACKENDS[0]:
+        return outcomes(backend, count, CASES)[case]
+    return outcomes(backend, count, tuple(name for name in CASES if (name in usual) == (case in usual)))[case]
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "case"),
+    [
+        pytest.param(*way, case, marks=[pytest.mark.proof] * (case not in USUAL.get(way, ())))
+        for way in WAYS
+        for case in CASES
+    ],
+)
+def test_trains_as_on_one_device(backend, count, case):
+    """In float64: what each of 20 steps gives, the last batch of an epoch uneven."""
+    expected, received = outcome(BACKENDS[0], 1, case), outcome(backend, count, case)
+    assert not isinstance(received, str), received
+    np.testing.assert_allclose(numbers(received), numbers(expected), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere steps are compiled anyway")
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.proof)])
+def test_compiled_on_torch(count):
+    """All but those whose batches are arrays train by graphs, in which nothing is left out."""
+    done = run(PROGRAMS / "loops.py", "torch", count, *CASES, '{"compile": "on"}', backend="torch")
+    assert "cannot be captured" not in done.stderr
+    for case, received in result_of(done).items():
+        np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-9, atol=1e-12)
+
+
+def test_a_loop_is_fit(request):
+    """The same model, optimizer, data and seed give the curve of `fit`."""
+    found = outcome(BACKENDS[0], 1, "supervised")
+    np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-12)
+
+
+MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 1, "torch", 2), ("torch", 2, "torch", 1))
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        pytest.param(move, marks=[pytest.mark.proof] * (move != MOVES[-1]))
+        for move in MOVES
+        if {move[0], move[2]} <= set(BACKENDS)
+    ],
+)
+def test_resumes(move, tmp_path):
+    """Stopped within the second epoch, between a step of the critic and one of the generator; resumed elsewhere."""
+    workdir = {"workdir": str(tmp_path / "run"), "log_every": 1}
+    outcomes(*move[:2], ("wgan",), json.dumps(workdir | {"max_steps": 6}))
+    received = outcomes(*move[2:], ("wgan",), json.dumps(workdir | {"resume": True}))["wgan"]
+    expected = outcome(BACKENDS[0], 1, "wgan")
+    np.testing.assert_allclose(numbers(received["critic"]), numbers(expected["critic"][6:]), rtol=1e-11)
+    np.testing.assert_allclose(received["maker"], expected["maker"][3:], rtol=1e-11)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    np.testing.assert_allclose([step["loss"] for step in steps], [step["loss"] for step in expected["critic"]], 1e-11)
