@@ -89,11 +89,12 @@ def is_native():
 
 
 def in_form_of_backend(kind):
-    """Returns the model's class; of native steps on jax the one of `own_steps_jax`."""
+    """Returns the model's class; of native steps on jax the one of `own_steps_jax`, if it is there."""
     import keras
 
     if keras.backend.backend() != "jax" or not is_native():
         return kind
     import own_steps_jax
 
-    return type(kind.__name__, (getattr(own_steps_jax, kind.__name__), kind), {})
+    native = getattr(own_steps_jax, kind.__name__, None)
+    return kind if native is None else type(kind.__name__, (native, kind), {})

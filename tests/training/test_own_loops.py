@@ -88,3 +88,32 @@ def test_resumes(move, tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, 21))
     np.testing.assert_allclose([step["loss"] for step in steps], [step["loss"] for step in expected["critic"]], 1e-11)
+
+
+REFUSED = {
+    "makes_variable": "the step makes_variable makes a variable: make variables, layers and metrics",
+    "makes_layer": "the step makes the variable dense",
+    "numpy_inside": "the step numpy_inside reads numbers while it runs",
+    "condition": "the step condition reads numbers while it runs",
+    "other_framework": "the step other_framework ",
+    "gradient_of_integers": "expected floating-point numbers. Received: variable, of int32",
+    "text": "a step returns tensors. Received: 'done'",
+    "integers": "say what it is by returns=, as 'same', 'sum' or 'rows'",
+    "step_in_step": "the step lambda is called within a step: call its function there",
+    "sum_of_rows": "the step sum_of_rows does something else with a batch that is split over the devices",
+    "nothing": "gave None",
+    "log": "log: there is no loop over runner.batches",
+    "not_built": "is not built, so that it is not known what there is to save: call its build",
+    "no_optimizer": "checkpoint, optimizers: expected at least one. Received: none",
+    "wrong_part": "checkpoint, models: expected a Layer. Received: Adam",
+    "reduction": "returns: expected some of mean, sum, rows, same. Received: 'median'",
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_step_cannot_do(backend):
+    received = result_of(run(PROGRAMS / "loops_refused.py", backend, 2, backend=backend))
+    expected = REFUSED | ({"sum_of_rows": "gave "} if backend == "jax" else {})  # one program for the whole batch
+    for name, words in expected.items():
+        assert words in received[name], name
+        assert "\n" not in received[name]

@@ -1,0 +1,46 @@
+"""`kerasdp.value_and_grad` gives the same on each backend; `portable_step` lets Keras alone train with it."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+WORDS = (
+    "expected <lambda> to return a scalar, as keras.ops.mean(...). Received: shape (5, 1)",
+    "expected variables to differentiate by. Received: none; a model has them once it is built",
+    "expected floating-point numbers. Received: a tensor of int",
+    "expected variables, or a first argument of <lambda>. Received: neither",
+    "with has_aux=True, expected <lambda> to return (scalar, aux)",
+)
+
+
+@functools.cache
+def found(backend):
+    return result_of(run(PROGRAMS / "gradients.py", backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients(backend):
+    received, expected = found(backend), found(BACKENDS[0])
+    for name, values in expected.items():
+        if name != "errors":
+            own = received[name]
+            assert [value is None for value in own] == [value is None for value in values], name
+            given = [[value for value in each if value is not None] for each in (own, values)]
+            np.testing.assert_allclose(*given, rtol=2e-4, atol=1e-5, err_msg=name)
+    assert received["structure"][1] is None and received["structure"][2] > 0 and received["stopped"] == [None]
+    assert None in received["penalty"] and len(received["errors"]) == len(WORDS)
+    assert all(words in error for words, error in zip(WORDS, received["errors"], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keras_alone_trains_a_portable_step(backend):
+    """On jax the decorator finds what Keras would forget."""
+    received = result_of(run(PROGRAMS / "portable_step.py", backend=backend))
+    expected = result_of(run(PROGRAMS / "portable_step.py", backend=BACKENDS[0]))
+    np.testing.assert_allclose(received["losses"], expected["losses"], rtol=1e-5)
+    np.testing.assert_allclose(received["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5)
+    assert received["losses"][-1] < 0.6 * received["losses"][0] and received["steps"] == 16
+    assert ("is no variable of the model, so that jax would forget it" in received["forgotten"]) == (backend == "jax")

@@ -1,0 +1,99 @@
+"""Uses `runner.step` as it cannot be used, and prints what is said.
+
+python loops_refused.py BACKEND NUM_DEVICES
+"""
+
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+
+def train(runner):
+    import keras
+    from keras import layers, ops
+
+    with runner.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        optimizer, counts = keras.optimizers.Adam(0.01), keras.Variable(np.arange(3), dtype="int32", trainable=False)
+    weights = model.trainable_variables
+
+    def minimized(loss_of):
+        loss, gradients = kerasdp.value_and_grad(loss_of, weights)()
+        optimizer.apply(gradients, weights)
+        return loss
+
+    def makes_variable(x):
+        factor = keras.Variable(1.0)
+        return minimized(lambda: ops.mean(model(x)) * factor)
+
+    def makes_layer(x):
+        last = layers.Dense(2)
+        return minimized(lambda: ops.mean(last(model(x))))
+
+    def numpy_inside(x):
+        total = float(np.asarray(x).sum())
+        return minimized(lambda: ops.mean(model(x)) * total)
+
+    def condition(x):
+        loss = minimized(lambda: ops.mean(ops.square(model(x))))
+        return loss * 2 if loss > 0.1 else loss
+
+    def other_framework(x):
+        if keras.backend.backend() == "tensorflow":
+            import torch
+
+            return minimized(lambda: ops.mean(torch.relu(model(x))))
+        import tensorflow as tf
+
+        return minimized(lambda: ops.mean(tf.nn.relu(model(x))))
+
+    def gradient_of_integers(x):
+        return kerasdp.value_and_grad(lambda: ops.mean(model(x)), [counts])()[0]
+
+    def text(x):
+        return "done"
+
+    def integers(x):
+        return ops.argmax(model(x), axis=1)
+
+    inner = runner.step(lambda x: ops.mean(model(x)))
+
+    def step_in_step(x):
+        return inner(x)
+
+    def sum_of_rows(x):
+        return minimized(lambda: ops.sum(ops.square(model(x))))
+
+    def nothing(x):
+        minimized(lambda: ops.mean(ops.square(model(x))))
+
+    found, x = {}, np.random.RandomState(0).randn(16, 4).astype("float32")
+    for step in (
+        makes_variable, makes_layer, numpy_inside, condition, other_framework, gradient_of_integers, text, integers,
+        step_in_step, sum_of_rows, nothing,
+    ):  # fmt: skip
+        try:
+            found[step.__name__] = f"gave {runner.step(step)(x)}"
+        except kerasdp.UserError as error:
+            found[step.__name__] = str(error)
+    for name, call in {
+        "log": lambda: runner.log({}),
+        "not_built": lambda: runner.checkpoint(models=model, optimizers=keras.optimizers.Adam()),
+        "no_optimizer": lambda: runner.checkpoint(models=model, optimizers=[]),
+        "wrong_part": lambda: runner.checkpoint(models=optimizer, optimizers=optimizer),
+        "reduction": lambda: runner.step(nothing, returns="median"),
+    }.items():
+        try:
+            found[name] = f"gave {call()}"
+        except kerasdp.UserError as error:
+            found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    backend, num_devices = sys.argv[1:]
+    result = kerasdp.launch(train, backend=backend, num_devices=int(num_devices), device="cpu", verbose=0)
+    print("RESULT " + json.dumps(result))
