@@ -65,7 +65,7 @@ API = {
     "Data": ["load_data", "Dataset", "ArraySource", "ColumnSource", "RecordSource", "ImageFolder", "Buckets", "Order"],
     "Models and training": [
         "build_model", "load_backbone", "make_optimizer", "make_loss", "make_callbacks", "portable", "layers",
-        "per_sample", "all_rows",
+        "per_sample", "all_rows", "value_and_grad", "portable_step",
     ],
     "Trained models": ["inference", "export"],
     "Many runs, and measuring": ["parity", "sweep", "ray", "benchmark", "pipeline"],

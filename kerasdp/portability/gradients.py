@@ -1,7 +1,7 @@
 """Gives the gradients of a function written with Keras layers and `keras.ops`, on each backend alike."""
 
-import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +10,8 @@ import keras
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import InnerScope, current_value
 from kerasdp.keras_compat.optimizers import applying_in_scope
-from kerasdp.keras_compat.patches import current_step, step_with
 
 Tensor = Any
-# Computes a value and what else a function gives, from the tensors by which it is differentiated.
-Compute = Callable[[list[Tensor]], tuple[Tensor, Any]]
 
 
 def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux: bool = False) -> Callable[..., Any]:
@@ -48,13 +45,14 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
             raise UserError(f"value_and_grad: expected variables, or a first argument of {name}. Received: neither")
         own = args[0] if variables is None else variables
         leaves = _floats_in(own, name)
-        differentiate = {"torch": _with_torch, "jax": _with_jax, "tensorflow": _with_tensorflow}
+        values = [current_value(leaf) if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
+        backend: Any = importlib.import_module(f"kerasdp.backends.{keras.backend.backend()}.train_step")
 
         def compute(values: list[Tensor]) -> tuple[Tensor, Any]:
             given = (keras.tree.pack_sequence_as(own, values), *args[1:]) if variables is None else args
             return _scalar_and_aux(function(*given, **kwargs), has_aux, name)
 
-        value, aux, gradients = differentiate[keras.backend.backend()](compute, leaves)
+        value, aux, gradients = backend.differentiate(compute, values, leaves if variables is not None else [])
         return ((value, aux) if has_aux else value), keras.tree.pack_sequence_as(own, gradients)
 
     return differentiated
@@ -135,78 +133,3 @@ def _scalar_and_aux(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]
             f"{tuple(value.shape)}, {keras.backend.standardize_dtype(value.dtype)}"
         )
     return value, aux
-
-
-def _variables_in(leaves: list[Any]) -> list[keras.Variable]:
-    return leaves if isinstance(leaves[0], keras.Variable) else []
-
-
-def _with_torch(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
-    import torch
-
-    is_inner = current_step().differentiates  # then its gradients are differentiated in turn
-    variables = _variables_in(leaves)
-    with torch.enable_grad():
-        values = [current_value(leaf) for leaf in variables] or leaves
-        # A view of each tensor: what the function reads of it in other ways does not count.
-        values = [value if variables else value.view_as(value) for value in values]
-        values = [value if value.requires_grad else value.detach().requires_grad_() for value in values]
-        replaced = [pair for pair in zip(variables, values) if current_value(pair[0]) is not pair[1]]
-        scope = InnerScope(replaced)
-        with scope if replaced else contextlib.nullcontext(), step_with(differentiates=True):
-            value, aux = compute(values)
-        gradients: list[Tensor | None] = [None] * len(values)
-        if value.requires_grad:
-            gradients = [*torch.autograd.grad(value, values, create_graph=is_inner, allow_unused=True)]
-    if not is_inner:  # what holds no graph may be kept
-        value, aux = keras.tree.map_structure(_detached, (value, aux))
-    if replaced:
-        scope.write_back(None if is_inner else [_detached(each) for each in scope.assigned_values()])
-    return value, aux, gradients
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if hasattr(leaf, "detach") else leaf
-
-
-def _with_tensorflow(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
-    import tensorflow as tf
-
-    variables = _variables_in(leaves)
-    values = [current_value(leaf) for leaf in variables] or [tf.identity(leaf) for leaf in leaves]
-    with tf.GradientTape() as tape:
-        for value in values:  # of variables it knows those that are trained
-            tape.watch(value)
-        value, aux = compute(values)
-    gradients = tape.gradient(value, values)
-    # That of an embedding is rows and their indices.
-    return value, aux, [None if each is None else tf.convert_to_tensor(each) for each in gradients]
-
-
-def _with_jax(compute: Compute, leaves: list[Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
-    import jax
-
-    variables = _variables_in(leaves)
-    values, scopes = [current_value(leaf) for leaf in variables] or leaves, list[InnerScope]()
-
-    def run(*values: Any) -> tuple[Any, Any]:
-        # What is assigned must leave through here: JAX lets nothing else out of a function that it differentiates.
-        with InnerScope(zip(variables, values)) as scope:
-            value, aux = compute(list(values))
-        scopes.append(scope)
-        return value, (aux, scope.assigned_values())
-
-    value, derivative, (aux, assigned) = jax.linearize(run, *values, has_aux=True)
-    gradients = jax.linear_transpose(derivative, *values)(jax.numpy.ones_like(value))
-    scopes[-1].write_back(assigned)
-    reached = _reached(jax.make_jaxpr(derivative)(*values).jaxpr)
-    return value, aux, [gradient if is_reached else None for gradient, is_reached in zip(gradients, reached)]
-
-
-def _reached(jaxpr: Any) -> list[bool]:
-    """Returns on which of its arguments a program's results depend."""
-    needed = {id(variable) for variable in jaxpr.outvars}
-    for equation in reversed(jaxpr.eqns):
-        if any(id(variable) in needed for variable in equation.outvars):
-            needed.update(map(id, equation.invars))
-    return [id(variable) in needed for variable in jaxpr.invars]

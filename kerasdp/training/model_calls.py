@@ -34,13 +34,13 @@ class CalledRunner(Protocol):
 
     Attributes:
         strategy: how the devices share the work.
-        steps: know whether one of its methods runs.
+        model_steps: know whether one of its methods runs.
         heartbeat: lets all ranks begin a call together.
         num_model_calls: calls of models' own methods that came to the runner.
     """
 
     strategy: Strategy
-    steps: ModelSteps
+    model_steps: ModelSteps
     heartbeat: Heartbeat
     num_model_calls: int
 
@@ -115,7 +115,7 @@ def _through_runner(
     runner: CalledRunner, name: str, method: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Is called in the place of a method of all models while a runner is there."""
-    if runner.steps.num_running and name != "evaluate":
+    if runner.model_steps.num_running and name != "evaluate":
         return method(model, *args, **kwargs)
     if name in ("train_on_batch", "test_on_batch"):
         raise UserError(f"expected runner.fit or runner.evaluate. Received: model.{name}, which uses one device")

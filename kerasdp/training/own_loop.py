@@ -1,6 +1,6 @@
 """Lets people write a training loop of their own: steps that run on all devices, and the batches for them.
 
-A function of the user's becomes the `train_step` of a Keras model that holds whatever the function uses. So it trains,
+A user-defined function becomes the `train_step` of a Keras model that holds whatever the function uses. So it trains,
 and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_steps`).
 """
 
@@ -76,7 +76,7 @@ class CalledRunner(Protocol):
     strategy: Strategy
     state: RunState
     heartbeat: Heartbeat
-    steps: ModelSteps
+    model_steps: ModelSteps
     made_before: MadeBefore
     loop: "OwnLoop | None"
 
@@ -88,7 +88,7 @@ _GIVEN = "given"
 
 
 class StepModel(keras.Model):
-    """A function of the user's, as the `train_step` of a model that holds what the function uses.
+    """A user-defined function, as the `train_step` of a model that holds what the function uses.
 
     Attributes:
         title: for messages.
@@ -159,7 +159,7 @@ def _joined(name: str, leaf: Any, reduction: str) -> Any:
 
 
 class Step:
-    """A function of the user's that runs on all devices, one compiled program a step: what `Runner.step` returns."""
+    """A user-defined function that runs on all devices, one compiled program a step: what `Runner.step` returns."""
 
     def __init__(self, runner: CalledRunner, function: Callable[..., Any], returns: Any):
         """See `Runner.step`."""
@@ -187,7 +187,7 @@ class Step:
                 self._model = self._made(batch.reader)
         if runner.loop is not None:
             runner.loop.require(self._model)
-        with runner.steps.running(self._model) as functions, self._explaining():
+        with runner.model_steps.running(self._model) as functions, self._explaining():
             return functions.train(batch.data, Detail.NOTHING).logs["result"]
 
     @contextlib.contextmanager
@@ -219,7 +219,7 @@ class Step:
         runner.made_before.refuse(model)
         require_within_scope(model, strategy)
         find_rows(model, reader, config, strategy, "train_step")
-        with runner.steps.running(model):
+        with runner.model_steps.running(model):
             check_first_step(model, config, strategy, reader)
         return model
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
@@ -64,7 +65,7 @@ class Runner:
         state: where the training is.
         heartbeat: marks what this rank does (`kerasdp.runtime.heartbeat`).
         num_fits: calls of `fit`.
-        steps: the step functions of the models.
+        model_steps: the step functions of the models.
         num_model_calls: calls of models' own methods that came to this runner.
         loop: that runs over `batches`; None outside of one.
     """
@@ -74,7 +75,7 @@ class Runner:
         self._numbering = initial_weights.WeightNumbering(config.seed)
         self.state = RunState()
         self.num_fits = self.num_model_calls = 0
-        self.steps = ModelSteps(strategy, self.state, heartbeat)
+        self.model_steps = ModelSteps(strategy, self.state, heartbeat)
         self.made_before, self._fit_numbers = MadeBefore(), FitNumbers()
         self._saved_parts: SavedParts | None = None
         self.loop: OwnLoop | None = None
@@ -160,7 +161,7 @@ class Runner:
             ReplicasDifferError: if the replicas do not hold equal weights at the end.
         """
         batch_size = batch_size or self.config.batch_size
-        if self.steps.num_running:
+        if self.model_steps.num_running:
             raise UserError("fit within fit: a callback cannot train; train the other model after this one")
         is_number = hasattr(validation_freq, "__index__")
         if not hasattr(validation_freq, "__iter__") and not (is_number and validation_freq >= 1):
@@ -295,7 +296,7 @@ class Runner:
             callbacks = keras.callbacks.CallbackList(
                 callbacks, add_progbar=verbose != 0, verbose=verbose, epochs=1, steps=reader.num_batches, model=model
             )
-        with self.steps.running(model, evaluated) as functions:
+        with self.model_steps.running(model, evaluated) as functions:
             with_loss = step == "test_step"
             if ("loss" if with_loss else "outputs") not in row_axes_of(model).checked and not own_steps(model):
                 with self.heartbeat.compiling():
@@ -370,6 +371,15 @@ class Runner:
             stack.callback(setattr, self, "loop", None)
             yield from self.loop.batches(feed, range(initial_epoch, epochs))
 
+    def steps(self, number: int) -> Iterator[int]:
+        """Yields the numbers of the steps of a loop that brings its own data, from 0, or from where a run resumes.
+
+        As `batches` in all else: `log`, `checkpoint` before the loop. What the data comes from, an environment say, is
+        not saved.
+        """
+        for batch in self.batches(np.zeros((number, 1), "float32"), batch_size=1, shuffle=False):
+            yield batch.number
+
     def log(self, logs: dict[str, Any]) -> None:
         """Tells the files, the progress and the trackers of the run what a step of the loop over `batches` gave.
 
@@ -428,7 +438,7 @@ class Runner:
         """
         checkpointer = callbacks.checkpointer
         waiting = signals.awaited() if checkpointer else contextlib.nullcontext()
-        with self.steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
+        with self.model_steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
             try:
                 with self.heartbeat.compiling():
                     if self.config.device_shares == "auto":

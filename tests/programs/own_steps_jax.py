@@ -1,6 +1,5 @@
 """The steps of the models in `own_steps.py` in the form that Keras' guide has for jax: functions of a state."""
 
-
 import jax
 import keras
 from keras import ops

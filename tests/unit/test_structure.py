@@ -168,13 +168,25 @@ def test_recipes_use_public_names_only():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kerasdp"
         }
         assert used <= set(kerasdp.__all__), path
-        known = {"kerasdp", "keras", "numpy", "sklearn", "PIL", "datasets", "grain", "array_record", *STANDARD_LIBRARY}
+        known = {
+            "kerasdp",
+            "keras",
+            "numpy",
+            "gymnasium",
+            "sklearn",
+            "PIL",
+            "datasets",
+            "grain",
+            "array_record",
+            *STANDARD_LIBRARY,
+        }
         known |= {"train"} if path.name in ("ray_train.py", "sweep.py") else set()  # the recipe beside it
         # The lesson, which shows what the engines do: each framework's gradient, and all of it in one file.
         is_lesson = path.name == "from_scratch.py"
         known |= {"time", "itertools", "json", *FRAMEWORKS} if is_lesson else set()
         assert roots(imports(path, anywhere=True)) <= known, path
-        assert len(path.read_text().splitlines()) <= (175 if is_lesson else 70), path
+        has_loop = path.name in ("gan.py", "diffusion.py", "cartpole.py")  # model, step and loop are in the recipe
+        assert len(path.read_text().splitlines()) <= (175 if is_lesson else 115 if has_loop else 70), path
 
 
 def test_every_function_is_short():

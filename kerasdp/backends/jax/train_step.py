@@ -296,3 +296,35 @@ def _updated(model: Any, state: Any, gradients: list[Any]) -> tuple[list[Any], l
         )
     value_of |= dict(zip(map(id, weights), values))
     return [value_of[id(variable)] for variable in model.trainable_variables], optimizer
+
+
+def differentiate(
+    compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
+) -> tuple[Any, Any, list[Any]]:
+    """Computes a value, and takes its gradients; as with torch."""
+    from kerasdp.keras_compat.layers import InnerScope
+
+    scopes: list[InnerScope] = []
+
+    def run(*values: Any) -> tuple[Any, Any]:
+        # What is assigned must leave through here: JAX lets nothing else out of a function that it differentiates.
+        with InnerScope(zip(variables, values)) as scope:
+            value, aux = compute(list(values))
+        scopes.append(scope)
+        return value, (aux, scope.assigned_values())
+
+    # As `jax.value_and_grad` does, which gives zeros for what the value does not depend on.
+    value, derivative, (aux, assigned) = jax.linearize(run, *values, has_aux=True)
+    gradients = jax.linear_transpose(derivative, *values)(jnp.ones_like(value))
+    reached = _reached(jax.make_jaxpr(derivative)(*values).jaxpr)
+    scopes[-1].write_back(assigned)
+    return value, aux, [gradient if is_reached else None for gradient, is_reached in zip(gradients, reached)]
+
+
+def _reached(jaxpr: Any) -> list[bool]:
+    """Returns on which of its arguments a program's results depend."""
+    needed = {id(variable) for variable in jaxpr.outvars}
+    for equation in reversed(jaxpr.eqns):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed.update(map(id, equation.invars))
+    return [id(variable) in needed for variable in jaxpr.invars]

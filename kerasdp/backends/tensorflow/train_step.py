@@ -128,6 +128,18 @@ def dense(gradients: list[Any]) -> list[Any]:
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
+def differentiate(
+    compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
+) -> tuple[Any, Any, list[Any]]:
+    """Computes a value, and takes its gradients; as with torch."""
+    own = values if variables else [tf.identity(value) for value in values]
+    with tf.GradientTape() as tape:
+        for value in own:  # of variables it knows those that are trained
+            tape.watch(value)
+        value, aux = compute(own)
+    return value, aux, dense(tape.gradient(value, own))
+
+
 def taking_dense() -> contextlib.AbstractContextManager[None]:
     """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
     from kerasdp.keras_compat.optimizers import wrapped_apply

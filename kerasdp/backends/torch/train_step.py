@@ -15,7 +15,7 @@ from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
-from kerasdp.keras_compat.patches import replaced, wrapped
+from kerasdp.keras_compat.patches import current_step, replaced, step_with, wrapped
 from kerasdp.portability.replica_context import ReplicaContext, gather_shards, use
 from kerasdp.runtime.run_state import Detail
 
@@ -164,6 +164,46 @@ def reduce_others(parallel: Any, variables: list[Any]) -> None:
         if id(variable.value) not in known and gradient is not None:
             torch.distributed.all_reduce(gradient)
             gradient /= torch.distributed.get_world_size()
+
+
+def differentiate(
+    compute: Callable[[list[Any]], tuple[Any, Any]], values: list[Any], variables: list[Any]
+) -> tuple[Any, Any, list[Any]]:
+    """Computes a value, and takes its gradients: see `kerasdp.value_and_grad`.
+
+    Args:
+        compute: returns a scalar and what else there is, from tensors, or with variables that hold them.
+        values: tensors by which the scalar is differentiated.
+        variables: that hold them; empty where they are an argument.
+
+    Returns:
+        The scalar, what else there is, and the gradients: None for what the scalar does not depend on.
+    """
+    import keras
+
+    from kerasdp.keras_compat.layers import InnerScope
+
+    is_inner = current_step().differentiates  # then its gradients are differentiated in turn
+    with torch.enable_grad():
+        # A view of each argument: what the function reads of it in other ways does not count.
+        own = [value if variables else value.view_as(value) for value in values]
+        own = [value if value.requires_grad else value.detach().requires_grad_() for value in own]
+        others = [(variable, new) for variable, new, old in zip(variables, own, values) if new is not old]
+        scope = InnerScope(others)
+        with scope if others else contextlib.nullcontext(), step_with(differentiates=True):
+            value, aux = compute(own)
+        gradients: list[Any] = [None] * len(own)
+        if value.requires_grad:
+            gradients = [*torch.autograd.grad(value, own, create_graph=is_inner, allow_unused=True)]
+    assigned = scope.assigned_values()
+    if not is_inner:  # what holds no graph may be kept
+        value, aux, assigned = keras.tree.map_structure(_detached, (value, aux, assigned))
+    scope.write_back(assigned)
+    return value, aux, gradients
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:

@@ -1,0 +1,115 @@
+"""Trains a diffusion model, a loop of one's own: a small U-Net that takes noise out of digits, and its moving average.
+
+    python recipes/diffusion.py                                          # the first backend installed
+    python recipes/diffusion.py --backend=jax --gpus=2 --workdir=runs/diffusion
+    python recipes/diffusion.py --backend=torch --workdir=runs/diffusion --resume
+
+Expected of the first: 440 steps in a few minutes on two CPU cores, after which the mean error in the noise has fallen
+from 0.8 to below 0.2; it is the same on all backends and numbers of devices. With --workdir made.png shows digits that
+were drawn from noise, in 20 steps of DDIM.
+
+The step is one function, written with Keras layers, `keras.ops` and `kerasdp.value_and_grad`. Copy this file into your
+project and change what you like.
+"""
+
+import os
+
+import kerasdp
+
+SAMPLING_STEPS = 20
+UNUSED = [
+    "model", "export", "schedule", "augment", "label_smoothing", "ema", "early_stopping", "optimizer", "loss",
+]  # fmt: skip
+
+
+def build(image_shape: tuple[int, int, int]):
+    """Returns a network that gives the noise in images, of which it is told how much there is."""
+    import keras
+    from keras import layers
+
+    def block(x, width):
+        residual = layers.Conv2D(width, 1)(x)
+        x = layers.Conv2D(width, 3, padding="same", activation="swish")(layers.GroupNormalization(8)(residual))
+        return layers.add([residual, layers.Conv2D(width, 3, padding="same")(x)])
+
+    images, share = keras.Input(image_shape), keras.Input((1,))
+    waves = layers.Dense(32, "swish")(layers.Dense(32, "swish")(share))
+    waves = layers.UpSampling2D(image_shape[:2])(layers.Reshape((1, 1, 32))(waves))
+    first = block(layers.concatenate([layers.Conv2D(32, 3, padding="same")(images), waves]), 32)
+    second = block(layers.AveragePooling2D(2)(first), 48)
+    x = block(layers.AveragePooling2D(2)(second), 64)
+    x = block(layers.concatenate([layers.UpSampling2D(2)(x), second]), 48)
+    x = block(layers.concatenate([layers.UpSampling2D(2)(x), first]), 32)
+    return keras.Model([images, share], layers.Conv2D(image_shape[2], 1, kernel_initializer="zeros")(x))
+
+
+def train(runner: "kerasdp.Runner") -> float:
+    """Runs in every worker process, after the backend is chosen."""
+    import keras
+    import numpy as np
+    from keras import ops
+
+    config = runner.config
+    data = kerasdp.load_data(config)
+    with runner.scope():
+        network, average = build(data.input_shape), build(data.input_shape)
+        optimizer = keras.optimizers.AdamW(2e-3, weight_decay=1e-4)
+        seeds, error = keras.random.SeedGenerator(config.seed), keras.metrics.Mean(name="error")
+    average.set_weights(network.get_weights())
+    optimizer.build(network.trainable_variables)
+
+    def rates(time):
+        """The shares of image and noise at a time from 0 to 1, of shape (rows, 1); their squares add up to 1."""
+        angle = np.arccos(0.999) + time * (np.arccos(0.02) - np.arccos(0.999))
+        return ops.cos(angle), ops.sin(angle)
+
+    def mixed(images, noise, time):
+        of_image, of_noise = (rate[:, :, None, None] for rate in rates(time))
+        return of_image * images + of_noise * noise
+
+    @runner.step
+    def train_step(batch):
+        images = ops.cast(batch[0], "float32") / 127.5 - 1
+        noise = keras.random.normal(ops.shape(images), seed=seeds)
+        time = keras.random.uniform((ops.shape(images)[0], 1), seed=seeds)
+
+        def loss_of():
+            return ops.mean(ops.abs(noise - network([mixed(images, noise, time), time], training=True)))
+
+        loss, gradients = kerasdp.value_and_grad(loss_of, network.trainable_variables)()
+        optimizer.apply(gradients, network.trainable_variables)
+        for weight, own in zip(network.weights, average.weights, strict=True):
+            own.assign(0.98 * own + 0.02 * weight)
+        error.update_state(loss)
+        return {"loss": loss, "error": error.result()}
+
+    runner.checkpoint(models=[network, average], optimizers=optimizer, metrics=error, variables=seeds)
+    for batch in runner.batches(data.train, batch_size=config.batch_size, epochs=config.epochs):
+        if batch.number == 0:
+            error.reset_state()
+        runner.log(train_step(batch))
+
+    @runner.step(returns="rows")
+    def less_noise(batch):
+        """Takes noisy images from one time to an earlier one."""
+        noisy, time, earlier = batch["noisy"], batch["time"], batch["earlier"]
+        noise = average([noisy, time], training=False)
+        of_image, of_noise = (rate[:, :, None, None] for rate in rates(time))
+        return mixed((noisy - of_noise * noise) / of_image, noise, earlier)
+
+    images = np.random.RandomState(config.seed).normal(size=(32, *data.input_shape)).astype("float32")
+    times = np.linspace(1, 0, SAMPLING_STEPS + 1, dtype="float32")
+    for now, next_one in zip(times[:-1], times[1:], strict=True):
+        now, next_one = (np.full((32, 1), time) for time in (now, next_one))
+        images = ops.convert_to_numpy(less_noise({"noisy": images, "time": now, "earlier": next_one}))
+    if runner.is_chief and config.workdir is not None:
+        height, width, channels = data.input_shape
+        rows = images.reshape(4, 8, height, width, channels).transpose(0, 2, 1, 3, 4)
+        path = os.path.join(config.workdir, "made.png")
+        keras.utils.save_img(path, rows.reshape(4 * height, 8 * width, channels))
+        print(f"digits from noise: {path}")
+    return float(error.result())
+
+
+if __name__ == "__main__":
+    kerasdp.main(train, defaults={"batch_size": 64, "epochs": 20}, unused=UNUSED)
