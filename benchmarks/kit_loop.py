@@ -81,12 +81,19 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
         )
     before = protocol.memory_now()
 
+    train_own = make_own_loop(runner, model, x, y) if args.loop else None
+
     def repeat(steps: int) -> dict[str, float]:
         processes.any_rank(False)  # all ranks begin together
         begin = time.perf_counter()
-        history = runner.fit(
-            model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
-        ).history
+        if train_own is not None:
+            logs = train_own(steps)
+            history = {name: [float(value)] for name, value in logs.items()}  # waits for the last step
+            runner.epoch_seconds[-1] = time.perf_counter() - begin
+        else:
+            history = runner.fit(
+                model, x, y, steps_per_epoch=steps, initial_epoch=runner.num_fits, epochs=runner.num_fits + 1
+            ).history
         seconds = time.perf_counter() - begin
         growth = processes.all_gather_object(protocol.memory_growth(before))
         memory = processes.all_gather_object(runner.strategy.peak_memory_bytes())
@@ -105,6 +112,37 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
         parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
         flops=forward_flops(model), device=device_name(runner),
     )  # fmt: skip
+
+
+def make_own_loop(runner: "kerasdp.Runner", model: Any, x: Any, y: Any) -> Callable[[int], dict[str, Any]]:
+    """Returns what trains as a loop of one's own: so many steps, of which it gives the last one's logs."""
+    import keras
+
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with runner.scope():
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+    weights, optimizer = model.trainable_variables, model.optimizer
+
+    @runner.step
+    def train_step(batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+
+        def forward() -> tuple[Any, Any]:
+            outputs = model(inputs, training=True)
+            return loss_of(targets, outputs), outputs
+
+        (loss, outputs), gradients = kerasdp.value_and_grad(forward, weights, has_aux=True)()
+        optimizer.apply(gradients, weights)
+        accuracy.update_state(targets, outputs)
+        return {"loss": loss, "accuracy": accuracy.result()}
+
+    def train_own(steps: int) -> dict[str, Any]:
+        logs: dict[str, Any] = {}
+        for batch in runner.batches(x, y, steps_per_epoch=steps):
+            logs = train_step(batch)
+        return logs
+
+    return train_own
 
 
 def forward_flops(model: Any) -> float | None:
@@ -142,6 +180,7 @@ def main() -> None:
     flags = protocol.parser(__doc__, models=[*protocol.WIDTHS, *MODELS])
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
+    flags.add_argument("--loop", action="store_true", help="of one's own, instead of fit")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
     flags.add_argument("--dataset", default="synthetic", help="of a built-in model")
     flags.add_argument("--config", help="a kerasdp.Config in JSON, instead of other flags but --backend and --steps")

@@ -25,6 +25,7 @@ PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "tensorflow": ("tensorflow", "tensorflow_loop.py", []),
     "tensorflow-xla": ("tensorflow", "tensorflow_loop.py", ["--compile"]),
     "keras": (None, "keras_fit.py", []),
+    "own-loop": (None, "", []),  # kerasdp itself, by `Runner.step` instead of `Runner.fit`
     "replica-norm": (None, "", []),  # kerasdp itself, with batch norm on each device's shard of the batch
 }
 _CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # that of the package
@@ -119,7 +120,8 @@ def choose(
             raise UserError(f"--batch_size: expected a multiple of {count} devices. Received: {config.batch_size}")
     if config.model in SHAPES and config.batch_size > NUM_SAMPLES:
         raise UserError(f"--batch_size: expected at most {NUM_SAMPLES} here. Received: {config.batch_size}")
-    names = [name for name in PEERS if PEERS[name][0] in (None, *backends)] if peers is None else peers
+    names = [name for name in PEERS if PEERS[name][0] in (None, *backends) and name != "own-loop"]
+    names = names if peers is None else peers
     for name in peers or ():
         if name not in PEERS:
             raise UserError(f"--peers: expected some of {', '.join(PEERS)}. Received: {name!r}")
@@ -130,8 +132,8 @@ def choose(
             raise UserError("--peers: replica-norm is what --batch_norm=sync is measured against; add that")
         if framework and config.model not in SHAPES:
             raise UserError(
-                f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras can take part, and, with "
-                "--batch_norm=sync, replica-norm"
+                f"--peers: {name} trains {', '.join(SHAPES)}; of {config.model} only keras and own-loop can take part, "
+                "and, with --batch_norm=sync, replica-norm"
             )
     if config.model not in SHAPES:
         names = [name for name in names if PEERS[name][0] is None]
@@ -177,6 +179,9 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
 
 
 def _peer(name: str, backend: str, config: Config, count: int, steps: int, folder: str) -> Contender:
+    if name == "own-loop":
+        kit = _kit(config, backend, count, steps)
+        return dataclasses.replace(kit, name=f"{name}-{backend}", command=(*kit.command, "--loop"))
     if name == "replica-norm":
         kit = _kit(dataclasses.replace(config, batch_norm="replica"), backend, count, steps)
         return dataclasses.replace(kit, name=f"{name}-{backend}")

@@ -1,8 +1,9 @@
 """Owns where a training is and how far it may go: one object that all rooms share."""
 
+import contextlib
 import enum
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 
@@ -98,6 +99,15 @@ class RunState:
         # When the epoch began, and how long its training part took; None outside of an epoch, and until it is over.
         self._clock: float | None = None
         self._seconds: float | None = None
+
+    @contextlib.contextmanager
+    def of_full_batch(self, num_rows: int) -> Iterator[None]:
+        """Returns the context of a step whose batch is a full one, whatever those of the training are."""
+        kept, self.batch_size = self.batch_size, num_rows
+        try:
+            yield
+        finally:
+            self.batch_size = kept
 
     def resume(
         self,

@@ -180,15 +180,19 @@ class Step:
         runner = self._runner
         if current_step().record is not None:
             raise UserError(f"the step {self.__name__} is called within a step: call its function there")
-        if not isinstance(batch, LoopBatch):
+        is_given = not isinstance(batch, LoopBatch)
+        if is_given:
             batch = _given(batch, runner.strategy)
         if self._model is None:
             with runner.heartbeat.compiling():
                 self._model = self._made(batch.reader)
         if runner.loop is not None:
             runner.loop.require(self._model)
+        # Where it is not known how many steps there will be, torch compiles them only if it is told to.
+        is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
         with runner.model_steps.running(self._model) as functions, self._explaining():
-            return functions.train(batch.data, Detail.NOTHING).logs["result"]
+            with runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext():
+                return functions.train(batch.data, Detail.NOTHING).logs["result"]
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
