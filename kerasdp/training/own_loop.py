@@ -190,9 +190,9 @@ class Step:
             runner.loop.require(self._model)
         # Where it is not known how many steps there will be, torch compiles them only if it is told to.
         is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
-        with runner.model_steps.running(self._model) as functions, self._explaining():
-            with runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext():
-                return functions.train(batch.data, Detail.NOTHING).logs["result"]
+        rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
+        with runner.model_steps.running(self._model) as functions, self._explaining(), rows:
+            return functions.train(batch.data, Detail.NOTHING).logs["result"]
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

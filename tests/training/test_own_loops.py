@@ -24,7 +24,7 @@ WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
 
 @functools.cache
 def outcomes(backend, count, cases, settings="{}"):
-    return result_of(run(PROGRAMS / "loops.py", backend, count, *cases, settings, backend=backend))
+    return result_of(run(PROGRAMS / "loops.py", backend, count, *cases, settings, backend=backend, timeout=800))
 
 
 def outcome(backend, count, case):
@@ -51,10 +51,12 @@ def test_trains_as_on_one_device(backend, count, case):
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere steps are compiled anyway")
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [1, 2])
 def test_compiled_on_torch(count):
-    """All but those whose batches are arrays train by graphs, in which nothing is left out."""
-    done = run(PROGRAMS / "loops.py", "torch", count, *CASES, '{"compile": "on"}', backend="torch")
+    """All train by graphs, in which nothing is left out."""
+    done = run(PROGRAMS / "loops.py", "torch", count, *CASES, '{"compile": "on"}', backend="torch", timeout=800)
     assert "cannot be captured" not in done.stderr
     for case, received in result_of(done).items():
         np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-9, atol=1e-12)
