@@ -374,10 +374,11 @@ class Runner:
     def steps(self, number: int) -> Iterator[int]:
         """Yields the numbers of the steps of a loop that brings its own data, from 0, or from where a run resumes.
 
-        As `batches` in all else: `log`, `checkpoint` before the loop. What the data comes from, an environment say, is
-        not saved.
+        As `batches` in all else: `log`, `checkpoint` before the loop; the files of the run count `config.batch_size`
+        samples a step. What the data comes from, an environment say, is not saved.
         """
-        for batch in self.batches(np.zeros((number, 1), "float32"), batch_size=1, shuffle=False):
+        rows = np.broadcast_to(np.zeros((), "float32"), (number * self.config.batch_size, 1))  # one number in memory
+        for batch in self.batches(rows, shuffle=False):
             yield batch.number
 
     def log(self, logs: dict[str, Any]) -> None:
