@@ -361,8 +361,19 @@ def _takes_data_alone(function: Callable[..., Any]) -> bool:
 
 
 def as_keras_gives(data: Any) -> Any:
-    """Returns inputs, targets and sample weights as Keras hands them to a step: without those that are None."""
+    """Returns inputs, targets and sample weights as Keras hands them to a step: without those that are None.
+
+    In float64, numbers are that, too; layers would convert them by themselves.
+    """
+    if keras.config.floatx() == "float64":
+        data = keras.tree.map_structure(_as_float64, tuple(data))
     return keras.utils.pack_x_y_sample_weight(*data)
+
+
+def _as_float64(leaf: Any) -> Any:
+    if leaf is None or keras.backend.standardize_dtype(leaf.dtype) != "float32":
+        return leaf
+    return keras.ops.cast(leaf, "float64") if keras.ops.is_tensor(leaf) else leaf.astype("float64")
 
 
 def has_call(model: keras.Model) -> bool:

@@ -42,6 +42,7 @@ class Share:
         found: in a trial, by name: the gradients that reached an optimizer, and by how much metrics' variables changed,
             of the global batch.
         results: what metrics gave within the step, each with a function that computes it again.
+        declared: what the step returns that is no mean.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Share:
     is_trial: bool = False
     found: list[Found] = dataclasses.field(default_factory=list)
     results: list[tuple[Tensor, Callable[[], Tensor]]] = dataclasses.field(default_factory=list)
+    declared: list[Tensor] = dataclasses.field(default_factory=list)
 
     def of_all(self, sums: list[Tensor | None], means: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
         """Sums tensors over the replicas, and averages others, weighted by rows, in one message for each type.
@@ -91,16 +93,17 @@ def run(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any
     with step_with(share=share):
         logs = getattr(model, name)(as_keras_gives(data))
     changes = [variable - value for variable, value in zip(variables, before)]
-    if share.is_trial:
-        changes = share.of_all(changes)
-        share.found += [(f"change of metric {variable.path}", change) for variable, change in zip(variables, changes)]
-        return logs
     # A value that a metric gave is computed again; others are averaged.
     found = [
         (value, next((again for known, again in share.results if known is value), None))
         for value in keras.tree.flatten(logs)
     ]
     joined = iter(share.of_all(changes, [value for value, again in found if again is None]))
+    if share.is_trial:
+        share.found += [(f"change of metric {variable.path}", next(joined)) for variable in variables]
+        if getattr(model, "checks_results", False):
+            share.found += [("value that it returns", value) for value in (*joined, *share.declared)]
+        return logs
     for variable, value in zip(variables, before):
         variable.assign(value + next(joined))
     return keras.tree.pack_sequence_as(logs, [next(joined) if again is None else again() for _, again in found])

@@ -230,6 +230,8 @@ class _Drawing(NamedTuple):
 
 # User-defined code that is no layer with a seed generator.
 UNNAMED = "a layer, loss or step"
+# That of `Runner.step`, while it is looked at.
+STEP = "the step"
 _UNNAMED = _Drawing(UNNAMED, [], None)
 
 
@@ -315,7 +317,8 @@ def _state(seed: Any) -> Any:
     """Returns two words to draw with."""
     drawing = _running_draw()
     words = drawing.unseeded if drawing is not None and seed is None else None
-    if seed is None and words is None and drawing is not None and is_in_layer_call():
+    is_known = drawing is not None and (is_in_layer_call() or drawing.name == STEP)
+    if seed is None and words is None and drawing is not None and is_known:
         raise UserError(
             f"{drawing.name} draws from keras.random without a seed, so its numbers differ between backends, devices "
             "and a resumed run: give it seed=keras.random.SeedGenerator(0), made with the layer, or do without it"

@@ -55,7 +55,7 @@ class _Recording(InnerScope):
 
 
 def find_parts(
-    step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], None]
+    step: Callable[[Any], Any], data: Any, run_in_replicas: Callable[[Callable[[], None]], None], name: str = UNNAMED
 ) -> StepParts:
     """Runs a step, and returns what it uses; no variable changes, no optimizer updates or is built.
 
@@ -63,6 +63,7 @@ def find_parts(
         step: of a user.
         data: a few samples, as the step takes them, in NumPy.
         run_in_replicas: `trace` or `in_replicas` of a `kerasdp.backends.base.Strategy`.
+        name: of what draws random numbers: see `portable_draws`.
 
     Raises:
         UserError: if the step makes a variable.
@@ -81,7 +82,7 @@ def find_parts(
         tensors = keras.tree.map_structure(
             lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), data
         )
-        with step_with(record=record), _Recording(used), portable_draws(UNNAMED):
+        with step_with(record=record), _Recording(used), portable_draws(name):
             step(tensors)
 
     hook_layers()

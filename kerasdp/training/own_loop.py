@@ -7,7 +7,7 @@ and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_ste
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -24,14 +24,17 @@ from kerasdp.keras_compat.models import as_keras_gives
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
 from kerasdp.portability.portable import portable
+from kerasdp.portability.random import STEP
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS
 from kerasdp.portability.step_parts import StepParts, find_parts
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Detail, RunState
+from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import ModelSteps
 from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope
+from kerasdp.training.readers import first_of
 
 # How what a step returns is joined over the devices.
 REDUCTIONS = ("mean", "sum", "rows", "same")
@@ -46,7 +49,7 @@ class LoopBatch(NamedTuple):
         is_last: whether it is the epoch's last one; None if that is not known.
         num_rows: samples of the global batch.
         data: on this process's devices.
-        reader: that it comes from.
+        sample: a few samples of the data.
     """
 
     epoch: int
@@ -54,11 +57,11 @@ class LoopBatch(NamedTuple):
     is_last: bool | None
     num_rows: int
     data: DeviceBatch
-    reader: Reader
+    sample: "GivenRows"
 
 
-class _GivenRows:
-    """Samples of a batch that was given as arrays: what `find_rows` and the first step's check ask a reader for."""
+class GivenRows:
+    """Samples that are in memory: what `find_rows` and the first step's check ask a reader for."""
 
     def __init__(self, data: tuple[Any, Any, Any]):
         self.data = data
@@ -83,8 +86,10 @@ class CalledRunner(Protocol):
     def _scope(self) -> contextlib.AbstractContextManager[None]: ...
 
 
+# Samples that are read of each data set, for trials: as many as the check of the first step takes on 16 devices.
+_MOST_SAMPLED = 64
 # Under this name a batch is handed on that is not `(x, y)` or `(x, y, sample_weight)`.
-_GIVEN = "given"
+_GIVEN = "kerasdp: given"
 
 
 class StepModel(keras.Model):
@@ -92,7 +97,11 @@ class StepModel(keras.Model):
 
     Attributes:
         title: for messages.
+        structure: of what it returned when it was last traced, with None for each tensor.
     """
+
+    structure: Any = None
+    checks_results = True  # the first step's check looks at what it returns, too
 
     def __init__(self, function: Callable[..., Any], parts: StepParts, returns: Any):
         """`returns`: see `Runner.step`."""
@@ -105,7 +114,10 @@ class StepModel(keras.Model):
         """Calls the function; joins over the devices what it returns, but for means and metrics' results."""
         result = keras.tree.map_structure(_as_tensor, _call(self.function, data))
         declared = _declared(self._returns, result, self.name)
-        return {"result": keras.tree.map_structure(functools.partial(_joined, self.name), result, declared)}
+        joined = keras.tree.map_structure(functools.partial(_joined, self.name), result, declared)
+        # JAX would sort the keys of dictionaries.
+        object.__setattr__(self, "structure", keras.tree.map_structure(lambda leaf: None, result))  # past Keras
+        return {"result": keras.tree.flatten(joined)}
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -141,11 +153,11 @@ def _joined(name: str, leaf: Any, reduction: str) -> Any:
     """Joins a leaf over the devices, unless it is a mean over the rows or a metric's result: that is done later."""
     if leaf is None:
         return None
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    if reduction == "mean" and "float" not in dtype:
+    dtype, shape = keras.backend.standardize_dtype(leaf.dtype), tuple(leaf.shape)
+    if reduction == "mean" and (shape or "float" not in dtype):
         raise UserError(
-            f"the step {name} returns {dtype}, of which the mean over the devices is none: say what it is by returns=, "
-            "as 'same', 'sum' or 'rows'"
+            f"the step {name} returns {dtype} of shape {shape}: expected a floating-point number, which is a mean over "
+            "the samples. Say what else it is by returns=, as 'same', 'sum' or 'rows'"
         )
     share = current_step().share
     if reduction == "mean" or share is None:
@@ -155,6 +167,7 @@ def _joined(name: str, leaf: Any, reduction: str) -> Any:
     elif reduction == "sum":
         (leaf,) = share.of_all([leaf])
     share.results.append((leaf, lambda: leaf))
+    share.declared.append(leaf)
     return leaf
 
 
@@ -185,14 +198,15 @@ class Step:
             batch = _given(batch, runner.strategy)
         if self._model is None:
             with runner.heartbeat.compiling():
-                self._model = self._made(batch.reader)
-        if runner.loop is not None:
+                self._model = self._made(batch.sample)
+        if runner.loop is not None and (is_given or batch.sample is runner.loop.sample):
             runner.loop.require(self._model)
         # Where it is not known how many steps there will be, torch compiles them only if it is told to.
         is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
         with runner.model_steps.running(self._model) as functions, self._explaining(), rows:
-            return functions.train(batch.data, Detail.NOTHING).logs["result"]
+            leaves = functions.train(batch.data, Detail.NOTHING).logs["result"]
+        return keras.tree.pack_sequence_as(self._model.structure, leaves)
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -204,17 +218,21 @@ class Step:
                 raise
             raise UserError(f"the step {self.__name__} {words}") from error
 
-    def _made(self, reader: Reader) -> StepModel:
+    def _made(self, reader: Any) -> StepModel:
         """Finds what the function uses, builds its optimizers, and prepares a model for the devices.
 
         Raises:
             UserError: if the function cannot be used on these devices.
         """
         runner, config, strategy = self._runner, self._runner.config, self._runner.strategy
+        if config.engine != "data" or strategy.stages is not None:
+            raise UserError(
+                f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
+            )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
             with self._explaining():
-                parts = find_parts(lambda data: _call(self._function, data), sample, strategy.trace)
+                parts = find_parts(lambda data: _call(self._function, data), sample, strategy.trace, STEP)
             for optimizer, weights in parts.optimizers:
                 if not optimizer.built:
                     optimizer.build(weights)
@@ -264,8 +282,7 @@ def _given(batch: Any, strategy: Strategy) -> LoopBatch:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
     own = batch_of(data, strategy.split, strategy.shard)
-    rows: Any = _GivenRows(data)
-    return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), rows)
+    return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), GivenRows(data))
 
 
 class SavedParts(keras.Model):
@@ -328,20 +345,41 @@ class OwnLoop:
     """The batches of a loop of one's own, and what the loop tells of each: as `Loop.fit` without the steps.
 
     Attributes:
+        reader: of the data.
+        batch_size: that was asked for.
+        epochs: that are left.
+        first: the first batch, for its shapes.
+        generator: of the batches; who closes it leaves the loop.
+        state: where the loop is.
         logs: what the loop has logged since the last batch.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        state: RunState,
-        callbacks: keras.callbacks.CallbackList | None,
-        saved: SavedParts | None,
-    ):
-        """`callbacks` record, and save these parts; None: nothing does."""
-        self.reader, self.state, self.callbacks = reader, state, callbacks
+    generator: Generator[LoopBatch, None, None]
+    state: RunState
+
+    def __init__(self, reader: Reader, batch_size: int, epochs: int):
+        """Reads what is to be known of the data, which cannot be done once an epoch has begun."""
+        self.reader, self.batch_size, self.epochs = reader, batch_size, range(epochs)
+        self.first, self.sample = first_of(reader), GivenRows(reader.sample(_MOST_SAMPLED))
         self.logs: dict[str, Any] = {}
-        self._saved, self._known = saved, set[int]()
+        self._callbacks: RunCallbacks | None = None
+        self._saved: SavedParts | None = None
+        self._known = set[int]()
+
+    def begin(
+        self, state: RunState, callbacks: RunCallbacks | None, saved: SavedParts | None, max_steps: int | None = None
+    ) -> None:
+        """Takes where the loop is, and what records and saves it; None: nothing does."""
+        self.state, self._callbacks, self._saved = state, callbacks, saved
+        if callbacks is None:
+            state.begin_fit(
+                batch_size=len(self.first.indices),
+                num_batches=self.reader.num_batches,
+                epochs=len(self.epochs),
+                max_steps=max_steps,
+            )
+        elif callbacks.resumed is not None:
+            self.epochs = range(state.epoch, state.epoch if state.was_over else self.epochs.stop)
 
     def require(self, step: StepModel) -> None:
         """Raises `UserError` if what a step uses would not be saved."""
@@ -349,25 +387,26 @@ class OwnLoop:
             self._saved.require(step)
             self._known.add(id(step))
 
-    def batches(self, feed: Feed, epochs: range) -> Iterator[LoopBatch]:
+    def batches(self, feed: Feed) -> Iterator[LoopBatch]:
         """Yields the batches; what follows a step is done when the next batch is asked for."""
-        callbacks = self.callbacks or keras.callbacks.CallbackList()
+        callbacks = self._callbacks or keras.callbacks.CallbackList()
         callbacks.on_train_begin()
-        for epoch in epochs:
-            if self.callbacks is None:
+        for epoch in self.epochs:
+            if self._callbacks is None:
                 self.state.begin_epoch(epoch)
             callbacks.on_epoch_begin(epoch)
             for batch in feed:
                 if self.state.is_at_last_step:
                     break
-                callbacks.on_train_batch_begin(self.state.batch)
-                is_last = None if self.reader.num_batches is None else self.state.batch + 1 == self.reader.num_batches
-                yield LoopBatch(epoch, self.state.batch, is_last, len(batch.indices), batch, self.reader)
-                number, logs = self.state.batch, self.logs
+                number, num_batches = self.state.batch, self.reader.num_batches
+                callbacks.on_train_batch_begin(number)
+                is_last = None if num_batches is None else number + 1 == num_batches
+                yield LoopBatch(epoch, number, is_last, len(batch.indices), batch, self.sample)
+                logs = self.logs
                 self.state.after_step(logs.get("loss"), batch.indices, {})
                 callbacks.on_train_batch_end(number, logs)
             callbacks.on_epoch_end(epoch, self.logs)
-            if self.callbacks is None:
+            if self._callbacks is None:
                 self.state.end_epoch()
             if self.state.is_at_last_step:
                 break

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import keras
@@ -339,37 +339,43 @@ class Runner:
         """Yields the global batches of some epochs, in the order of `fit`, for functions that `step` makes.
 
         The arguments are those of `fit`. What `checkpoint` was told of is saved between the batches, and a resumed run
-        begins with the batch after.
+        begins with the batch after. A loop within another (a validation, a second data set) is neither saved nor
+        recorded.
         """
         batch_size = batch_size or self.config.batch_size
         order = {"shuffle": shuffle, "steps": steps_per_epoch}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
-        saved, self._saved_parts = self._saved_parts, None
-        num_rows, initial_epoch = len(first_of(reader).indices), 0
-        if self.loop is not None:
-            raise UserError("batches: the loop over other batches is not over")
+        loop = OwnLoop(reader, batch_size, epochs)
+        loop.generator = self._batches_of(loop)
+        return loop.generator
+
+    def _batches_of(self, loop: OwnLoop) -> Generator[LoopBatch, None, None]:
+        """Yields the batches of a loop; the first that is asked for begins it."""
+        if self.loop is not None and self._saved_parts is not None:  # it was left by an error, say
+            self.loop.generator.close()
         with contextlib.ExitStack() as stack:
-            callbacks = None
-            if saved is None:
-                self.state.begin_fit(
-                    batch_size=num_rows,
-                    num_batches=reader.num_batches,
-                    epochs=epochs,
-                    max_steps=self.config.max_steps,
-                )
-                if self.config.keeps_checkpoints:
-                    self._say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
+            if self.loop is None:
+                self._begin_loop(loop, stack)
             else:
-                callbacks = self._begin_fit(saved, reader, None, batch_size, num_rows, epochs, "auto")
-                stack.enter_context(contextlib.closing(callbacks))
-                if callbacks.checkpointer:
-                    stack.enter_context(signals.awaited())
-                if callbacks.resumed is not None:
-                    initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
-            feed = stack.enter_context(open_feed(self.strategy, reader, self.state))
-            self.loop = OwnLoop(reader, self.state, callbacks, saved)
-            stack.callback(setattr, self, "loop", None)
-            yield from self.loop.batches(feed, range(initial_epoch, epochs))
+                loop.begin(RunState(), None, None)
+            feed = stack.enter_context(open_feed(self.strategy, loop.reader, loop.state))
+            yield from loop.batches(feed)
+
+    def _begin_loop(self, loop: OwnLoop, stack: contextlib.ExitStack) -> None:
+        """Begins the loop that is recorded, and saved if `checkpoint` was told what; `stack` ends it."""
+        saved, self._saved_parts = self._saved_parts, None
+        callbacks = None
+        if saved is not None:
+            sizes = loop.batch_size, len(loop.first.indices), loop.epochs.stop
+            callbacks = self._begin_fit(saved, loop.reader, None, *sizes, "auto")
+            stack.enter_context(contextlib.closing(callbacks))
+            if callbacks.checkpointer:
+                stack.enter_context(signals.awaited())
+        elif self.config.keeps_checkpoints:
+            self._say("nothing of this loop is saved: name its parts by runner.checkpoint before it")
+        loop.begin(self.state, callbacks, saved, self.config.max_steps)
+        self.loop = loop
+        stack.callback(setattr, self, "loop", None)
 
     def steps(self, number: int) -> Iterator[int]:
         """Yields the numbers of the steps of a loop that brings its own data, from 0, or from where a run resumes.
