@@ -1,6 +1,7 @@
 """Trains one model in a worker process and records what it learned."""
 
 import contextlib
+import functools
 import gc
 import hashlib
 import pathlib
@@ -80,7 +81,9 @@ def fit(runner: Any, case: Case, optimizer: str, initial_file: pathlib.Path | No
         arguments["callbacks"] = [*arguments.get("callbacks", []), record]
         if isinstance(ready.x, (np.ndarray, list, dict)):
             arguments["batch_size"] = BATCH
-        ready.model.fit(ready.x, ready.y, **arguments)
+        # Not the model's own where there is a run: KerasHub's tasks preprocess in it, which the run does for all data.
+        train = functools.partial(runner.fit, ready.model) if runner else ready.model.fit
+        train(ready.x, ready.y, **arguments)
     initial, final = record.initial, values_of(ready.model)
     trained = {key for key, weight in weights_of(ready.model).items() if weight.trainable}
     # By value: the path of a seed generator's state is another on torch.
