@@ -67,13 +67,22 @@ def train(runner):
     def sum_of_rows(x):
         return minimized(lambda: ops.sum(ops.square(model(x))))
 
+    def vector(x):
+        return ops.mean(model(x), axis=1)
+
+    def largest(x):
+        return ops.max(model(x))
+
+    def unseeded(x):
+        return ops.mean(model(x + keras.random.normal(ops.shape(x))))
+
     def nothing(x):
         minimized(lambda: ops.mean(ops.square(model(x))))
 
     found, x = {}, np.random.RandomState(0).randn(16, 4).astype("float32")
     for step in (
         makes_variable, makes_layer, numpy_inside, condition, other_framework, gradient_of_integers, text, integers,
-        step_in_step, sum_of_rows, nothing,
+        step_in_step, sum_of_rows, vector, largest, unseeded, nothing,
     ):  # fmt: skip
         try:
             found[step.__name__] = f"gave {runner.step(step)(x)}"
@@ -90,6 +99,14 @@ def train(runner):
             found[name] = f"gave {call()}"
         except kerasdp.UserError as error:
             found[name] = str(error)
+    # In the order of the function, and of the data, whatever is read ahead; with loops within loops.
+    keys = runner.step(lambda batch: {"z": ops.mean(batch[0]), "a": ops.mean(batch[1])})
+    rows = np.arange(29.0)[:, None]
+    seen = []
+    for batch in runner.batches((rows[at : at + 8], -rows[at : at + 8]) for at in range(0, 29, 8)):
+        seen += [f"{name} {float(value):g}" for name, value in keys(batch).items()]
+        within = [float(keys(inner)["z"]) for inner in runner.batches(rows, -rows, batch_size=15, shuffle=False)]
+    found["order"] = " ".join([*seen, *map(str, within)])
     return found
 
 
