@@ -116,7 +116,7 @@ class StepModel(keras.Model):
         declared = _declared(self._returns, result, self.name)
         joined = keras.tree.map_structure(functools.partial(_joined, self.name), result, declared)
         # JAX would sort the keys of dictionaries.
-        object.__setattr__(self, "structure", keras.tree.map_structure(lambda leaf: None, result))  # past Keras
+        object.__setattr__(self, "structure", _as_ordered(result, None))  # past Keras
         return {"result": keras.tree.flatten(joined)}
 
 
@@ -171,6 +171,16 @@ def _joined(name: str, leaf: Any, reduction: str) -> Any:
     return leaf
 
 
+def _as_ordered(structure: Any, values: Any) -> Any:
+    """Returns values with the keys of dictionaries in the order of a structure; None: of the structure itself."""
+    if isinstance(structure, dict):
+        return {key: _as_ordered(part, None if values is None else values[key]) for key, part in structure.items()}
+    if type(structure) in (list, tuple):
+        parts = [None] * len(structure) if values is None else values
+        return type(structure)(_as_ordered(part, value) for part, value in zip(structure, parts))
+    return values
+
+
 class Step:
     """A user-defined function that runs on all devices, one compiled program a step: what `Runner.step` returns."""
 
@@ -206,7 +216,8 @@ class Step:
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
         with runner.model_steps.running(self._model) as functions, self._explaining(), rows:
             leaves = functions.train(batch.data, Detail.NOTHING).logs["result"]
-        return keras.tree.pack_sequence_as(self._model.structure, leaves)
+        structure = self._model.structure
+        return _as_ordered(structure, keras.tree.pack_sequence_as(structure, leaves))
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

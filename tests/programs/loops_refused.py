@@ -105,8 +105,8 @@ def train(runner):
     seen = []
     for batch in runner.batches((rows[at : at + 8], -rows[at : at + 8]) for at in range(0, 29, 8)):
         seen += [f"{name} {float(value):g}" for name, value in keys(batch).items()]
-        within = [float(keys(inner)["z"]) for inner in runner.batches(rows, -rows, batch_size=15, shuffle=False)]
-    found["order"] = " ".join([*seen, *map(str, within)])
+        within = [f"{float(keys(inner)['z']):g}" for inner in runner.batches(rows, -rows, batch_size=15, shuffle=False)]
+    found["order"] = " ".join([*seen, *within])
     return found
 
 

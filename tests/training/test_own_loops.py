@@ -107,7 +107,7 @@ REFUSED = {
     "largest": "the step largest does something else with a batch that is split over the devices",
     "unseeded": "the step draws from keras.random without a seed",
     "nothing": "gave None",
-    "order": "z 3.5 a -3.5 z 11.5 a -11.5 z 19.5 a -19.5 z 26 a -26 7.0 21.5",
+    "order": "z 3.5 a -3.5 z 11.5 a -11.5 z 19.5 a -19.5 z 26 a -26 7 21.5",
     "log": "log: there is no loop over runner.batches",
     "not_built": "is not built, so that it is not known what there is to save: call its build",
     "no_optimizer": "checkpoint, optimizers: expected at least one. Received: none",
