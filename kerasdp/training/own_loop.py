@@ -112,11 +112,12 @@ class StepModel(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         """Calls the function; joins over the devices what it returns, but for means and metrics' results."""
-        result = keras.tree.map_structure(_as_tensor, _call(self.function, data))
+        returned = _call(self.function, data)
+        result = keras.tree.map_structure(_as_tensor, returned)
         declared = _declared(self._returns, result, self.name)
         joined = keras.tree.map_structure(functools.partial(_joined, self.name), result, declared)
-        # JAX would sort the keys of dictionaries.
-        object.__setattr__(self, "structure", _as_ordered(result, None))  # past Keras
+        # JAX sorts the keys of dictionaries, and so does `keras.tree`, by what is installed.
+        object.__setattr__(self, "structure", _as_ordered(returned, None))  # past Keras
         return {"result": keras.tree.flatten(joined)}
 
 

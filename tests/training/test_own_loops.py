@@ -62,7 +62,15 @@ def test_compiled_on_torch(count):
         np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-9, atol=1e-12)
 
 
-def test_a_loop_is_fit(request):
+@pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere steps are compiled anyway")
+def test_one_graph_for_all_steps():
+    """But for the first, which tells whether there can be one; it changes float64 variables without axes, too."""
+    on, off = (result_of(run(PROGRAMS / "compiled_loop.py", choice, backend="torch")) for choice in ("on", "off"))
+    assert (on["runs"], on["graphs"], off["runs"]) == (7, 1, 0)
+    np.testing.assert_allclose(on["means"], off["means"], rtol=1e-12)
+
+
+def test_a_loop_is_fit():
     """The same model, optimizer, data and seed give the curve of `fit`."""
     found = outcome(BACKENDS[0], 1, "supervised")
     np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-12)

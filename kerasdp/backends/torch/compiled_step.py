@@ -60,9 +60,8 @@ class CompiledStep:
         """Made once for each compiled model."""
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
         self.model = steps.model
-        # Keras assigns in place, so these stay the variables' own memory. Of a float64 without axes, torch.compile
-        # (2.13, `aot_autograd`) loses what is written to it, since it takes it for a Python number; an axis saves it.
-        self.values = [_with_axis(variable.value.detach()) for variable in variables]
+        # Keras assigns in place, so these stay the variables' own memory.
+        self.values = [variable.value.detach() for variable in variables]
         if strategy.is_gpu:
             mark_static_addresses(self.values)
         self.graphs: dict[Any, Callable[..., Any]] = {}
@@ -146,7 +145,9 @@ class CompiledStep:
                 raise ValueError(f"{layer.name} wraps a torch.nn.Module")
 
         def step(values: list[torch.Tensor], data: Any) -> Any:
-            values = [value.view(variable.shape) for value, variable in zip(values, self.variables)]
+            # What is written to a float64 without axes, torch.compile (2.13, `aot_autograd`) loses, since it takes it
+            # for a Python number. Not what is written to a view of it.
+            values = [value if value.ndim else value.view(()) for value in values]
             return self.step(values, DeviceBatch(data[0], data[1], data[2], range(num_rows)), detail)
 
         with _unfiltered_tracebacks():
@@ -273,10 +274,6 @@ class CompiledEvaluation(CompiledStep):
         with torch.no_grad():
             _write(self.variables, values, scope)
         return result
-
-
-def _with_axis(value: torch.Tensor) -> torch.Tensor:
-    return value.view(1) if value.dtype == torch.float64 and not value.ndim else value
 
 
 def _write(variables: list[Any], values: list[torch.Tensor], *scopes: Any) -> None:

@@ -10,7 +10,7 @@ from kerasdp.backends.steps import TrainedWeights, median_seconds
 from kerasdp.backends.torch.collectives import HostSums
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.private import without_numbers
-from kerasdp.backends.torch.train_step import RankSteps, numbers_made_on, to_host, updating_on
+from kerasdp.backends.torch.train_step import RankSteps, num_differentiated, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
@@ -77,16 +77,23 @@ class DataParallel(TorchStrategy):
         steps, weights = RankSteps(self, model), TrainedWeights(model)
         parallel = compiled = parallel_for = None
         is_own = "train_step" in steps.own
+        # The first user-defined step runs uncompiled, and tells whether it can be captured: one in the form of torch's
+        # guide cannot, and an attempt would move what it counts in Python.
+        is_captured = not is_own
 
         def train(batch: DeviceBatch, detail: Detail) -> Trained:
-            nonlocal parallel, parallel_for, compiled
+            nonlocal parallel, parallel_for, compiled, is_captured
             done = None
-            if self._compiles(model, self._steps_to_compile(run_state), len(batch.indices) == run_state.batch_size):
+            if is_captured and self._compiles(
+                model, self._steps_to_compile(run_state), len(batch.indices) == run_state.batch_size
+            ):
                 compiled = compiled or (CompiledOwnStep if is_own else CompiledTraining)(self, steps)
                 done = compiled(batch, detail)
             if done is None and is_own:
+                before = num_differentiated()
                 with numbers_made_on(self.device), updating_on(self.device, getattr(model, "optimizer", None)):
                     logs, _ = steps.own_step("train_step", batch)
+                is_captured = num_differentiated() > before + 1
                 done = logs.get("loss"), None, logs, {}
             elif done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.

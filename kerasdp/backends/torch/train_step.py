@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -183,6 +184,7 @@ def differentiate(
 
     from kerasdp.keras_compat.layers import InnerScope
 
+    next(_calls)
     is_inner = current_step().differentiates  # then its gradients are differentiated in turn
     with torch.enable_grad():
         # A view of each argument: what the function reads of it in other ways does not count.
@@ -200,6 +202,14 @@ def differentiate(
         value, aux, assigned = keras.tree.map_structure(_detached, (value, aux, assigned))
     scope.write_back(assigned)
     return value, aux, gradients
+
+
+_calls = itertools.count()
+
+
+def num_differentiated() -> int:
+    """Returns a number that has grown by more than 1 since the last call if `differentiate` was called."""
+    return next(_calls)
 
 
 def _detached(leaf: Any) -> Any:
