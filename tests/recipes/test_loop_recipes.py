@@ -18,9 +18,8 @@ def trained(recipe, backend, count, workdir, *flags):
     return [json.loads(line)["loss"] for line in (workdir / "steps.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "recipe", ["cartpole", *(pytest.param(name, marks=pytest.mark.proof) for name in ("gan", "diffusion"))]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("recipe", ["cartpole", "gan", "diffusion"])
 def test_resumes_with_other_devices(recipe, tmp_path):
     """Of cartpole, whose games begin anew, the steps are there, without a gap."""
     flags = ["--batch_size=16"] * (recipe != "cartpole")
