@@ -252,9 +252,13 @@ class Step:
             portable(model, config.batch_norm)
         runner.made_before.refuse(model)
         require_within_scope(model, strategy)
-        find_rows(model, reader, config, strategy, "train_step")
         with runner.model_steps.running(model):
+            # Trials leave metrics as at the begin of an epoch; these may hold what a loop, or one before it, has seen.
+            kept = [(variable, keras.ops.convert_to_numpy(variable).copy()) for variable in model.metrics_variables]
+            find_rows(model, reader, config, strategy, "train_step")
             check_first_step(model, config, strategy, reader)
+            for variable, value in kept:
+                variable.assign(value)
         return model
 
 

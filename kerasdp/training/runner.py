@@ -366,6 +366,8 @@ class Runner:
         saved, self._saved_parts = self._saved_parts, None
         callbacks = None
         if saved is not None:
+            # With TensorFlow each replica has the metrics of the whole batch: one copy is saved, and all are restored.
+            stack.enter_context(self.strategy.running(saved))
             sizes = loop.batch_size, len(loop.first.indices), loop.epochs.stop
             callbacks = self._begin_fit(saved, loop.reader, None, *sizes, "auto")
             stack.enter_context(contextlib.closing(callbacks))

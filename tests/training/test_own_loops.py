@@ -73,7 +73,7 @@ def test_a_loop_is_fit():
     np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-12)
 
 
-MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 1, "torch", 2), ("torch", 2, "torch", 1))
+MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 2, "torch", 1), ("torch", 1, "torch", 2))
 
 
 @pytest.mark.parametrize(
