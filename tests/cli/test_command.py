@@ -259,6 +259,9 @@ SHORT = {
     "parity": ["--device_counts=1", "--max_steps=2", "--device=cpu"],
     "benchmark": ["--model=mlp", "--rounds=1", "--steps_per_round=2", "--device=cpu"],
     "pipeline": ["--model=mlp", "--split_sizes=32", "--repetitions=2", "--device=cpu"],
+    "gan": ["--batch_size=16", "--device=cpu", "--max_steps=2"],
+    "diffusion": ["--batch_size=16", "--device=cpu", "--max_steps=2"],
+    "cartpole": ["--device=cpu", "--max_steps=2"],
     "ray_train": ["--help"],  # Ray is not installed here; tests/hosts/test_ray.py runs it
 }
 
