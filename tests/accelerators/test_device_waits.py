@@ -12,7 +12,7 @@ import pytest
 from tests.accelerators.test_torch_capture_for_cuda import why_not
 from tests.helpers import PROGRAMS, result_of, run
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.proof, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 QUICK = ["sgd", "adam", "own step"]
 OTHERS = [
@@ -85,7 +85,6 @@ STAGES = {
 }
 
 
-@pytest.mark.proof
 def test_no_step_of_a_pipeline_waits():
     """Two stages on one device; what all weights share, metrics and clipping are there, too."""
     found = trained(["global_clipnorm", "scaled"], **STAGES)
@@ -98,7 +97,6 @@ def test_no_step_of_a_pipeline_waits():
     assert found["measured"] == [["cuda"], ["cpu"], 8]
 
 
-@pytest.mark.proof
 def test_no_step_in_micro_batches_waits():
     found = trained(["sgd"], accumulate=2)["sgd"]
     assert [found[name]["sent"] for name in ("fit", "evaluate", "predict")] == [0, 0, 0]
@@ -139,7 +137,6 @@ def test_each_thread_that_reads_begins_so(monkeypatch):
     assert begun and threading.main_thread() not in begun
 
 
-@pytest.mark.proof
 def test_no_step_waits_whatever_the_optimizer():
     found = trained(OTHERS)
     for case in OTHERS:

@@ -18,8 +18,10 @@ pytestmark = pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not instal
 DATA = {"model": "convnet", "strategy": "data", "optimizer": "adam"}
 TENSOR = {"model": "gpt", "strategy": "tensor"}
 PIPELINE = {"model": "pooling", "strategy": "pipeline", "num_stages": 2}
-QUICK = [DATA, TENSOR, PIPELINE]
+QUICK = [DATA]
 MORE = [
+    TENSOR,
+    PIPELINE,
     *({"model": name, "strategy": "data"} for name in ("mlp", "lenet", "resnet18", "gpt", "pooling", "lstm")),
     {"model": "convnet", "strategy": "data", "precision": "bfloat16"},
     {"model": "convnet", "strategy": "data", "batch_norm": "replica"},
@@ -51,7 +53,6 @@ def found_for(case, cases=QUICK, **options):
     return lowered(*texts, **options)[cases.index(case)]
 
 
-each_quick = pytest.mark.parametrize("case", QUICK, ids=name_of)
 each = pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE)], ids=name_of
 )

@@ -55,6 +55,7 @@ def test_what_is_compiled_and_what_is_not():
     assert "variables are assigned that are not the model's" in warnings[1]
 
 
+@pytest.mark.proof
 def test_float16_is_compiled():
     """The loss's scale begins too large, falls, and grows, as in Keras; steps that overflow are left out."""
     cases = [{"layer": "scaled", "precision": "float16", "compile": mode} for mode in ("off", "on")]

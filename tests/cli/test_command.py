@@ -1,5 +1,6 @@
 """The command `kerasdp`: its sub-commands, what it copies, and how it answers wrong use."""
 
+import concurrent.futures
 import csv
 import importlib.metadata
 import json
@@ -289,14 +290,21 @@ def test_recipes_of_an_installed_wheel(wheel, tmp_path):
     assert f"in {packages}" in shell("kerasdp", "env", folder=tmp_path / "empty").stdout
     make_images(tmp_path / "photos", {"cats": 10, "dogs": 10}, size=(40, 40))
     assert set(SHORT) == set(RECIPES)
-    for name, flags in SHORT.items():
-        done = shell("kerasdp", name, *flags, folder=tmp_path / f"by-name-{name}")
-        assert done.returncode == 0, (name, done.stdout, done.stderr)
+
+    def by_name(name):
+        return shell("kerasdp", name, *SHORT[name], folder=tmp_path / f"by-name-{name}")
+
+    def from_a_copy(name):
         folder = tmp_path / f"copy-{name}"
         assert shell("kerasdp", "copy", name, folder=folder).returncode == 0
-        flags = [flag.replace("=smoke", f"={ROOT}/flags/smoke.flags") for flag in flags]
-        done = shell("python", f"{name}.py", *flags, folder=folder)
-        assert done.returncode == 0, (name, done.stdout, done.stderr)
+        flags = [flag.replace("=smoke", f"={ROOT}/flags/smoke.flags") for flag in SHORT[name]]
+        return shell("python", f"{name}.py", *flags, folder=folder)
+
+    for name in SHORT:
+        with concurrent.futures.ThreadPoolExecutor() as both:
+            for ended in [both.submit(way, name) for way in (by_name, from_a_copy)]:
+                done = ended.result()
+                assert done.returncode == 0, (name, done.stdout, done.stderr)
 
 
 def test_no_flag_is_completed_for_a_recipe_without_it():

@@ -1,6 +1,6 @@
-"""Counts the runs of graphs in a loop of one's own on torch, in float64, and gives the mean of its losses so far.
+"""Counts, in a loop of one's own in float64, what is compiled, and gives the mean of its losses so far.
 
-python compiled_loop.py COMPILE
+python compiled_loop.py BACKEND COMPILE
 """
 
 import json
@@ -11,9 +11,8 @@ import numpy as np
 import kerasdp
 
 
-def train(runner):
-    import keras
-
+def runs_of_graphs():
+    """The graphs that torch runs, from now on."""
     from kerasdp.backends.torch.compiled_step import CompiledStep
 
     run, runs = CompiledStep._run, []
@@ -23,21 +22,51 @@ def train(runner):
         return run(self, graph, data)
 
     CompiledStep._run = counted
+    return runs
+
+
+def programs_of_jax():
+    """The seconds that JAX compiled each program, from now on."""
+    import jax
+
+    seconds = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seconds
+
+
+def train(runner):
+    import keras
+
+    backend = runner.config.backend
+    counted = {"torch": runs_of_graphs, "jax": programs_of_jax}.get(backend, list)()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer, mean = keras.optimizers.SGD(0.01), keras.metrics.Mean()
+    calls = []
 
     @runner.step
     def step(x):
+        calls.append(x)
         loss_of = kerasdp.value_and_grad(lambda: keras.ops.mean(keras.ops.square(model(x))), model.trainable_variables)
         loss, gradients = loss_of()
         optimizer.apply(gradients, model.trainable_variables)
         mean.update_state(loss)
         return mean.result()
 
-    means = [float(step(batch)) for batch in runner.batches(np.ones((32, 4)), batch_size=8, epochs=2)]
-    return {"means": means, "runs": len(runs), "graphs": len(set(map(id, runs)))}
+    means, num_calls, num_counted = [], [], []
+    for batch in runner.batches(np.ones((32, 4)), batch_size=8, epochs=2):
+        means.append(float(step(batch)))
+        num_calls.append(len(calls))
+        num_counted.append(len(counted))
+    graphs = len(set(map(id, counted)))
+    return {"means": means, "calls": num_calls, "counted": num_counted, "graphs": graphs}
 
 
 if __name__ == "__main__":
-    settings = {"backend": "torch", "num_devices": 1, "device": "cpu", "precision": "float64", "verbose": 0}
-    print("RESULT " + json.dumps(kerasdp.launch(train, compile=sys.argv[1], **settings)))
+    name, compiled = sys.argv[1:]
+    settings = {"backend": name, "num_devices": 1, "device": "cpu", "precision": "float64", "verbose": 0}
+    print("RESULT " + json.dumps(kerasdp.launch(train, compile=compiled, **settings)))

@@ -172,7 +172,7 @@ def on_tensorflow():
     import tensorflow as tf
     from keras.src.backend.tensorflow import trainer
 
-    from kerasdp.backends.tensorflow.train_step import clipping_means, taking_dense
+    from kerasdp.backends.tensorflow.train_step import clipping_means, updating_at_once
 
     strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
     with strategy.scope():
@@ -251,7 +251,7 @@ def on_tensorflow():
         "no_gradient_sum": both(optimizers.no_gradient_sum, reduced, [-1.0, -2]),
         "losses_of_whole_batch": both(whole, means, 1.0),
         "updating_values": both(lambda: optimizers.updating_values(updating), values, [4.0, 4, 0, 0]),
-        "taking_dense": both(taking_dense, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
+        "updating_at_once": both(updating_at_once, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
         "rebind_weights": both(bound, with_others, [[2.0, 2], [0.5, 0.5]]),
         "set_precision": both(exact, lambda: ops.cast(0.1, "float64"), 0.1),
         "clipping_means": both(

@@ -23,13 +23,13 @@ def updated(optimizer, is_one):
     @tf.function
     def step():
         gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
-        answers.append(can_update_at_once(model))
+        answers.append(can_update_at_once(optimizer, model.trainable_weights))
 
         def update():
             optimizer.apply(gradients, model.trainable_variables)
 
         if is_one:
-            update_at_once(model, update)
+            update_at_once(optimizer, [*model.variables, *optimizer.variables], update)
         else:
             update()
 

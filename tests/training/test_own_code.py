@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
 
 # In the default suite; TensorFlow's two replicas are traced for half a minute.
-FEW = [way for way in (("torch", 1), ("torch", 2), ("jax", 2), ("tensorflow", 1)) if way[0] in BACKENDS]
+FEW = [way for way in (("torch", 2), ("jax", 2), ("tensorflow", 1)) if way[0] in BACKENDS]
 ALL = [(backend, count) for backend in BACKENDS for count in (1, 2)]
 
 

@@ -15,7 +15,7 @@ CASES = (
 )  # fmt: skip
 # In the default suite; the others, and other numbers of devices, are proofs.
 USUAL = {
-    ("torch", 2): ("supervised", "wgan", "conditional_gan", "momentum_contrast", "maml", "style", "dqn"),
+    ("torch", 2): ("supervised", "wgan", "momentum_contrast", "maml", "style"),
     ("jax", 2): ("supervised", "wgan", "momentum_contrast"),
 }
 WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
@@ -62,9 +62,20 @@ def test_compiled_on_torch(count):
 @pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere steps are compiled anyway")
 def test_one_graph_for_all_steps():
     """But for the first, which tells whether there can be one; it changes float64 variables without axes, too."""
-    on, off = (result_of(run(PROGRAMS / "compiled_loop.py", choice, backend="torch")) for choice in ("on", "off"))
-    assert (on["runs"], on["graphs"], off["runs"]) == (7, 1, 0)
+    program = PROGRAMS / "compiled_loop.py"
+    on, off = (result_of(run(program, "torch", choice, backend="torch")) for choice in ("on", "off"))
+    assert (on["counted"][-1], on["graphs"], off["graphs"]) == (7, 1, 0)
+    assert len(set(on["calls"][1:])) == 1
     np.testing.assert_allclose(on["means"], off["means"], rtol=1e-12)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
+def test_nothing_is_compiled_after_the_second_step(backend):
+    """Nor is the function called again, which JAX and TensorFlow trace."""
+    found = result_of(run(PROGRAMS / "compiled_loop.py", backend, "auto", backend=backend))
+    assert len(set(found["calls"][1:])) == 1 and len(set(found["counted"][1:])) == 1
+    assert backend != "jax" or found["counted"][0] > 0
 
 
 def test_a_loop_is_fit():

@@ -98,19 +98,17 @@ def test_trains_as_on_one_device(backend, count, case):
 
 
 NATIVE = {"torch": ALIKE, "jax": NATIVE_ON_JAX, "tensorflow": ALIKE}
+NATIVE_USUAL = [(*way, NATIVE_ON_JAX) for way in (("torch", 2), ("jax", 1)) if way[0] in BACKENDS]
+NATIVE_OTHERS = [(name, count, NATIVE[name]) for name in BACKENDS for count in (1, 2, 4)]
 
 
 @pytest.mark.parametrize(
-    ("backend", "count"),
-    [
-        pytest.param(backend, count, marks=[pytest.mark.proof] * ((backend, count) not in (("torch", 2), ("jax", 1))))
-        for backend in BACKENDS
-        for count in (1, 2, 4)
-    ],
+    ("backend", "count", "cases"),
+    [*NATIVE_USUAL, *(pytest.param(*way, marks=pytest.mark.proof) for way in NATIVE_OTHERS)],
 )
-def test_in_the_form_of_each_backend(backend, count):
+def test_in_the_form_of_each_backend(backend, count, cases):
     """The same steps by `backward`, a GradientTape, or as functions of a state."""
-    cases = tuple(case for case in NATIVE[backend] if case not in ("clipped", "several_steps_a_call"))
+    cases = tuple(case for case in cases if case not in ("clipped", "several_steps_a_call"))
     received = outcomes(backend, count, cases, OWN_STEPS="native")
     for case in cases:
         own, expected = received[case], outcome(BACKENDS[0], 1, case)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-IN_SHORT = (("optuna", "inside", "torch"), ("keras_tuner", "inside", "jax"))  # the others are proofs
+IN_SHORT = [("optuna", "inside", "torch")]  # the others are proofs
 WAYS = [
     pytest.param(tool, place, backend, marks=[] if (tool, place, backend) in IN_SHORT else pytest.mark.proof)
     for tool in ("optuna", "keras_tuner")

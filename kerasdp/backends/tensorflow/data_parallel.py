@@ -131,7 +131,7 @@ class DataParallel(TensorFlowStrategy):
             return step(DeviceBatch(inputs, targets, sample_weight, range(num_rows)))
 
         def run(num_rows: int, data: Any) -> Any:
-            with steps.on_several_devices(name):
+            with steps.around(name):
                 outputs = self.mirrored.run(on_one, args=(num_rows, *data))
             return tf.nest.map_structure(lambda value: self.mirrored.experimental_local_results(value)[0], outputs)
 

@@ -58,8 +58,8 @@ class ReplicaSteps(ShardSteps):
                 model.optimizer.apply_gradients(zip(means, variables, strict=True))
 
         # The update, the same on each replica; loss and metrics of the global batch (3).
-        if can_update_at_once(model):
-            update_at_once(model, update)
+        if can_update_at_once(model.optimizer, model.trainable_weights):
+            update_at_once(model.optimizer, all_variables(model), update)
         elif strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
             # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
             raise UserError(
@@ -71,15 +71,20 @@ class ReplicaSteps(ShardSteps):
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
 
-    def on_several_devices(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def around(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.models import losses_by_thread
         from kerasdp.portability.own_steps import join_steps
 
-        if self.strategy.num_replicas == 1:
-            return contextlib.nullcontext()
-        return join_steps(self.model) if name in self.own else losses_by_thread(all_layers(self.model))
+        stack = contextlib.ExitStack()
+        if name in self.own:
+            stack.enter_context(updating_at_once())
+        if self.strategy.num_replicas > 1:
+            stack.enter_context(
+                join_steps(self.model) if name in self.own else losses_by_thread(all_layers(self.model))
+            )
+        return stack
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
@@ -88,8 +93,7 @@ class ReplicaSteps(ShardSteps):
 
         model, context = self.model, self.context(batch, name)
         if context is None:
-            with taking_dense():
-                return getattr(model, name)(as_keras_gives(batch[:3])), []
+            return getattr(model, name)(as_keras_gives(batch[:3])), []
         build = self.strategy.build_optimizer
         with losses_of_whole_batch():
             return run_on_shard(model, name, batch[:3], context, collectives.sums, build, is_trial)
@@ -140,29 +144,41 @@ def differentiate(
     return value, aux, dense(tape.gradient(value, own))
 
 
-def taking_dense() -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which all optimizers make gradients dense first, for a user-defined training step."""
-    from kerasdp.keras_compat.optimizers import wrapped_apply
+def updating_at_once() -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which all optimizers update by `update_at_once` where they can, for a user-defined step.
 
-    def apply_dense(
+    Gradients are made dense first.
+    """
+    from kerasdp.keras_compat.optimizers import weights_of_optimizer, wrapped_apply
+
+    def apply_at_once(
         apply: Callable[..., None], optimizer: Any, grads: Iterable[Any], trainable_variables: Any = None
     ) -> None:
-        apply(optimizer, dense(list(grads)), trainable_variables)
+        gradients = dense(list(grads))
+        weights = None if trainable_variables is None else list(trainable_variables)
+        known = weights_of_optimizer(optimizer) if optimizer.built else []
+        # A LossScaleOptimizer leaves the replicas before it calls the one within it.
+        if not known or tf.distribute.in_cross_replica_context() or not can_update_at_once(optimizer, known):
+            return apply(optimizer, gradients, weights)
+        return update_at_once(optimizer, [*optimizer.variables, *known], lambda: apply(optimizer, gradients, weights))
 
-    return wrapped_apply(apply_dense)
+    return wrapped_apply(apply_at_once)
 
 
-def update_at_once(model: Any, update: Callable[[], None]) -> None:
+def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], None]) -> None:
     """Runs `update` as one compiled operation on this replica's copies of the variables.
 
     Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled, and its
     small operations, eight a weight, take several times as long as the arithmetic where weights are small.
+
+    Args:
+        optimizer: that `update` calls.
+        variables: that `update` may change.
+        update: assigns to them.
     """
     import keras
 
     from kerasdp.keras_compat.optimizers import updating_values
-
-    variables = all_variables(model)
 
     def compute() -> None:
         # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
@@ -171,7 +187,7 @@ def update_at_once(model: Any, update: Callable[[], None]) -> None:
             tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.value.dtype), variable.shape)
             for handle, variable in zip(handles, variables, strict=True)
         ]
-        with updating_values(model.optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
+        with updating_values(optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
             update()
         for variable, handle, value in zip(variables, handles, values, strict=True):
             if (new := scope.get_current_value(variable)) is not value:
@@ -180,19 +196,17 @@ def update_at_once(model: Any, update: Callable[[], None]) -> None:
     compiled(compute)()
 
 
-def can_update_at_once(model: Any) -> bool:
-    """Returns whether the update can be compiled.
+def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
+    """Returns whether the update of these weights can be compiled.
 
     Not with user-defined Python or loss scaling, nor (Nadam) where a class extends what would be taken back.
     """
     from kerasdp.keras_compat.layers import is_of_keras
     from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule, overrides_nothing_of_tensorflow
 
-    optimizer = model.optimizer
     if inner_optimizer(optimizer) is not optimizer:
         return False
-    parts = [optimizer, learning_rate_schedule(optimizer)]
-    parts += [variable.constraint for variable in model.trainable_weights]
+    parts = [optimizer, learning_rate_schedule(optimizer), *(variable.constraint for variable in weights)]
     return (
         all(part is None or is_of_keras(type(part)) for part in parts)
         and overrides_nothing_of_tensorflow(optimizer)
