@@ -45,7 +45,12 @@ def contenders(point: dict[str, Any], peers: list[str], steps: int, *more: str) 
     flags = [f"--{name}={value}" for name, value in point.items() if name != "backend" and value]
     flags += [f"--steps={steps}", *more]
     programs = {f"kerasdp-{point['backend']}": ["kit_loop.py", f"--backend={point['backend']}"]}
-    programs |= {name: [PEERS[name][1], *PEERS[name][2]] for name in peers}
+    programs |= {
+        name: [*programs[f"kerasdp-{point['backend']}"], "--loop"]
+        if name == "own-loop"
+        else [PEERS[name][1], *PEERS[name][2]]
+        for name in peers
+    }
     return [
         Contender(
             name=name, backend=point["backend"], num_devices=point["devices"],
@@ -57,9 +62,8 @@ def contenders(point: dict[str, Any], peers: list[str], steps: int, *more: str) 
 
 def measure(point: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures a point; returns a row for each contender, after printing it."""
-    peers = [name for name in PEERS if PEERS[name][0] == point["backend"] and name != "tensorflow-xla"]
-    if args.peers is not None:
-        peers = [name for name in peers if name in args.peers]
+    peers = [name for name in PEERS if PEERS[name][0] in (None, point["backend"])]
+    peers = [name for name in peers if name in (args.peers or ("torch", "torch-compile", "jax", "tensorflow"))]
     if point["samples"]:
         peers = []
     found = run(contenders(point, peers, args.steps), args.rounds, args.steps, point["batch_size"])
@@ -169,7 +173,9 @@ def main() -> None:
     flags.add_argument("--samples", default="", help="a list of how many computed samples there are")
     flags.add_argument("--bytes", action="store_true", help="also count what a device sends; on virtual CPU devices")
     flags.add_argument("--workdir", help="a folder for scaling.json and pictures")
-    flags.add_argument("--peers", help="a list of torch, torch-compile, jax, tensorflow; default: all of the backend")
+    flags.add_argument(
+        "--peers", help="a list of torch, torch-compile, jax, tensorflow, own-loop; default: without the last"
+    )
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--steps", type=int, default=5, help="training steps a round")
     args = flags.parse_args()

@@ -20,7 +20,7 @@ from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line
 from kerasdp.reporting.figure import live_figures
-from kerasdp.runtime import hardware, outcome, signals
+from kerasdp.runtime import hardware, memory, outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
@@ -60,20 +60,23 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         RunError: if a worker failed; the text is that worker's error.
         PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
     """
-    with _explained_end(settings, changes), signals.noticed():
+    with _explained_end(settings, changes):
         if _is_training:
             raise UserError(
                 "launch: the function of another launch runs in this process; call it when that has returned"
             )
         for unknown in changes.keys() - {field.name for field in dataclasses.fields(Config)}:
             raise UserError(_unknown(unknown, changes[unknown]))
-        cluster, settings, train = job = resolve(dataclasses.replace(settings or Config(), **changes), train)
-        figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
-        with _folders(cluster, settings), figures:
-            if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
-                print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
-            result = _run(job)
-        return result.received() if isinstance(result, SentResult) else result
+        settings = dataclasses.replace(settings or Config(), **changes)
+        # Before threads begin, which would have memory of their own.
+        with memory.kept(choose_backend(settings.backend)), signals.noticed():
+            cluster, settings, train = job = resolve(settings, train)
+            figures = live_figures() if settings.verbose != 0 else contextlib.nullcontext()
+            with _folders(cluster, settings), figures:
+                if settings.verbose != 0 and sys.stderr.isatty():  # else nothing is to be seen for ten seconds or more
+                    print(f"starting {settings.backend} ...", file=sys.stderr, flush=True)
+                result = _run(job)
+            return result.received() if isinstance(result, SentResult) else result
 
 
 @contextlib.contextmanager

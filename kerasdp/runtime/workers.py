@@ -22,7 +22,7 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError, WorkerError
-from kerasdp.runtime import outcome, signals, watch
+from kerasdp.runtime import memory, outcome, signals, watch
 from kerasdp.runtime.cluster import MEETING_PLACE
 from kerasdp.runtime.heartbeat import Rank, read_rank
 from kerasdp.runtime.linked_processes import current_link
@@ -338,6 +338,7 @@ def end_with_parent() -> None:
 def begin_worker(place: Place) -> None:
     """Makes this process a worker, which leaves its files at a place."""
     end_with_parent()
+    memory.keep(os.environ.get("KERAS_BACKEND", ""))
     # Lets what `train` starts, such as a DataLoader's workers, start as in any program: a process that was spawned
     # spawns its own ones, to which classes of a script or a notebook cannot be sent.
     usual, *_ = multiprocessing.get_all_start_methods()

@@ -1,10 +1,8 @@
 """TensorFlow: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
 
-import ctypes
 import itertools
 import logging
 import secrets
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -125,17 +123,6 @@ def take_rows(kept: Structure, numbers: np.ndarray, name: str) -> Structure:
             return leaf.sparse_read(rows) if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf[numbers])
 
         return tf.nest.map_structure(take, kept)
-
-
-def give_back_memory() -> None:
-    """Gives what compiling has freed back to the system, which the C library of Linux otherwise keeps for later.
-
-    XLA compiles an optimizer's update for each device: of 360,000 weights on two devices some 170 MiB are left.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-        if trim is not None:
-            trim(0)
 
 
 def start_workers(worker: Callable[..., Any], devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:

@@ -1,0 +1,40 @@
+"""Takes 100 MB, writes on them and frees them, several times; prints how many pages the system gave anew.
+
+python freed_memory.py BACKEND
+"""
+
+import ctypes
+import json
+import os
+import resource
+import sys
+
+from kerasdp.runtime import memory
+
+NUM_BYTES = 100 * 10**6
+
+
+def pages_given():
+    """In the second of two rounds: what the first has freed may be there."""
+    c_library = ctypes.CDLL(None)
+    c_library.malloc.restype, c_library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    c_library.free.argtypes = [ctypes.c_void_p]
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        address = c_library.malloc(NUM_BYTES)
+        ctypes.memset(address, 1, NUM_BYTES)
+        c_library.free(address)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def bytes_held():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+found = {"before": pages_given()}
+begin = bytes_held()
+with memory.kept(sys.argv[1]):
+    found["within"], found["held"] = pages_given(), bytes_held() - begin
+found |= {"after": pages_given(), "left": bytes_held() - begin}
+print("RESULT " + json.dumps(found))
