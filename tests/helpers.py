@@ -35,7 +35,6 @@ SECRET = "of the tests, of 16 letters or more"
 def environment(**extra: str) -> dict[str, str]:
     """The environment without anything that chooses a backend."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KERAS", "XLA_", "JAX_"))}
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # or each program compiles the kit anew
     # Three programs run at a time, and torch's threads would spin while they wait.
     return kept | {"PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive", "KERASDP_SECRET": SECRET} | extra
 

@@ -71,7 +71,9 @@ def slice_of(commit: str, rows: list[Row]) -> list[str]:
 
 def versions() -> str:
     """Those that a result may depend on."""
-    found = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
+    # Keras may be that of keras-nightly.
+    of_modules = importlib.metadata.packages_distributions()
+    found = [f"{name} {importlib.metadata.version(of_modules[name][0])}" for name in PACKAGES if name in of_modules]
     return ", ".join([*found, f"python {platform.python_version()}"])
 
 

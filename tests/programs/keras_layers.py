@@ -56,6 +56,7 @@ LAYERS: dict[str, Any] = {
     # Weights of these are the states of their random numbers.
     **{name: (lambda name=name: getattr(L, name)(0.3), (2, 9)) for name in
        ("AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise")},
+    **({"TernaryDense": (lambda: L.TernaryDense(600), (2, 20))} if hasattr(L, "TernaryDense") else {}),  # Keras 3.16
     **{f"SpatialDropout{n}D": (lambda n=n: getattr(L, f"SpatialDropout{n}D")(0.3), (2, *[5] * (n + 1)))
        for n in (1, 2, 3)},
     **{f"Random{name}": (lambda name=name, arguments=arguments: getattr(L, f"Random{name}")(*arguments), (2, 8, 8, 3))
@@ -65,7 +66,7 @@ LAYERS: dict[str, Any] = {
            "Invert": [], "Perspective": [], "Posterization": [4], "Rotation": [0.1], "Saturation": [0.1],
            "Sharpness": [0.1], "Shear": [0.1, 0.1], "Translation": [0.1, 0.1], "Zoom": [0.1]}.items()},
     **{name: (lambda name=name: getattr(L, name)(), (2, 8, 8, 3)) for name in
-       ("AugMix", "CutMix", "MixUp", "RandAugment", "Solarization")},
+       ("AugMix", "CutMix", "MixUp", "Mosaic", "RandAugment", "Solarization") if hasattr(L, name)},
 }  # fmt: skip
 LEFT_OUT = {
     "FlaxLayer": "draws with jax' own seeds: jax alone has it",

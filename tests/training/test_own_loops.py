@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, all_but, finish, result_of, run, start
+from tests.hosts.together import free_port
 from tests.training.test_own_steps import numbers
 
 CASES = (
@@ -82,6 +83,20 @@ def test_a_loop_is_fit():
     """The same model, optimizer, data and seed give the curve of `fit`."""
     found = outcome(BACKENDS[0], 1, "supervised")
     np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-12)
+
+
+@pytest.mark.proof
+def test_two_hosts(backend):
+    """They learn what one process learns."""
+    cases, place = (
+        ("supervised", "wgan", "momentum_contrast"),
+        {"hosts": "2", "coordinator": f"127.0.0.1:{free_port()}"},
+    )
+    settings = [json.dumps(place | {"host_rank": number}) for number in range(2)]
+    hosts = [start(PROGRAMS / "loops.py", backend, 1, *cases, each, backend=backend) for each in settings]
+    found, _ = [finish(host, 280) for host in hosts]
+    for case, received in result_of(found).items():
+        np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-11, err_msg=case)
 
 
 MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 2, "torch", 1), ("torch", 1, "torch", 2))
