@@ -104,12 +104,16 @@ class BatchNormalization(keras.layers.BatchNormalization):
                 "weight": context.weight,
             }
         outputs, mean, variance = _normalize()(inputs, axis, scale, offset, self.epsilon, **together)
-        if context is None or context.moving is None or together:
+        if context is None or together:
             self.move(mean, variance)
         else:
             count = self._count(inputs, mean.dtype)
             sums = ops.stack([ops.broadcast_to(count, ops.shape(mean)), count * mean, count * variance])
-            context.moving.append((self, sums))
+            if context.moving is not None:
+                context.moving.append((self, sums))
+            elif context.gather is not None:  # in a user-defined step, which may read them
+                total, means, variances = ops.unstack(ops.sum(context.gather(ops.stop_gradient(sums)), axis=0), 3)
+                self.move(means / total, variances / total)
         return ops.cast(outputs, self.compute_dtype)
 
     def move(self, mean: Any, variance: Any) -> None:
@@ -225,7 +229,7 @@ def _normalize() -> Callable[..., Any]:
 
 
 def _is_without_padding(context: replica_context.ReplicaContext) -> bool:
-    return context.moving is not None and context.num_rows == context.rows
+    return (context.moving is not None or context.gather is not None) and context.num_rows == context.rows
 
 
 def pack_moving(moving: list[tuple[Any, Any]]) -> Any:

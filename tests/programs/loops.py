@@ -505,11 +505,44 @@ def supervised(runner):
     return {"loop": logs, "fit": losses}
 
 
+def norm_of_replicas(runner):
+    """The statistics of batch norm, after a loop of one's own and after `fit`; of --batch_norm=replica."""
+    import keras
+    from keras import layers
+
+    x, y = numbers(0, ROWS, 8, 8, 3), np.arange(ROWS) % 3
+    found = {}
+    for way in ("loop", "fit"):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        with runner.scope():
+            keras.utils.set_random_seed(1)
+            norms = [layers.BatchNormalization(momentum=0.5) for _ in range(2)]
+            model = keras.Sequential(
+                [keras.Input((8, 8, 3)), layers.Conv2D(4, 3), norms[0], layers.Flatten(), layers.Dense(5), norms[1],
+                 layers.Dense(3)]
+            )  # fmt: skip
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        model.optimizer.build(model.trainable_variables)
+        if way == "loop":
+
+            @runner.step
+            def step(batch, model=model, loss=loss):
+                inputs, targets = batch
+                loss_of = lambda: loss(targets, model(inputs, training=True))  # noqa: E731
+                return {"loss": minimize(loss_of, model, model.optimizer)}
+
+            stepped(runner, step, x, y)
+        else:
+            runner.fit(model, x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0)
+        found[way] = [keras.ops.convert_to_numpy(weight).tolist() for weight in model.weights]
+    return found
+
+
 CASES = {
     case.__name__: case
     for case in (
         supervised, dcgan, wgan, conditional_gan, vae, ddim, cycle_gan, momentum_contrast, distillation, maml, style,
-        dqn, actor_critic,
+        dqn, actor_critic, norm_of_replicas,
     )
 }  # fmt: skip
 

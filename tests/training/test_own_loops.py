@@ -86,6 +86,13 @@ def test_a_loop_is_fit():
 
 
 @pytest.mark.proof
+def test_batch_norm_of_each_device_is_that_of_fit(backend):
+    """Weights and moving statistics after 20 steps on two devices, with --batch_norm=replica."""
+    found = outcomes(backend, 2, ("norm_of_replicas",), '{"batch_norm": "replica"}')["norm_of_replicas"]
+    np.testing.assert_allclose(numbers(found["loop"]), numbers(found["fit"]), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.proof
 def test_two_hosts(backend):
     """They learn what one process learns."""
     cases, place = (
