@@ -107,13 +107,14 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if context is None or together:
             self.move(mean, variance)
         else:
-            count = self._count(inputs, mean.dtype)
-            sums = ops.stack([ops.broadcast_to(count, ops.shape(mean)), count * mean, count * variance])
+            count = ops.broadcast_to(self._count(inputs, mean.dtype), ops.shape(mean))
             if context.moving is not None:
-                context.moving.append((self, sums))
-            elif context.gather is not None:  # in a user-defined step, which may read them
-                total, means, variances = ops.unstack(ops.sum(context.gather(ops.stop_gradient(sums)), axis=0), 3)
-                self.move(means / total, variances / total)
+                context.moving.append((self, ops.stack([count, count * mean, count * variance])))
+            elif context.gather is not None:  # in a user-defined step, which may read them; as in `_statistics`
+                gathered = context.gather(ops.stop_gradient(ops.stack([count, mean, count * variance])))
+                counts, means, squares = ops.unstack(gathered, 3, axis=1)
+                total = ops.sum(counts, axis=0)
+                self.move(ops.sum(counts * means, axis=0) / total, ops.sum(squares, axis=0) / total)
         return ops.cast(outputs, self.compute_dtype)
 
     def move(self, mean: Any, variance: Any) -> None:

@@ -1,7 +1,7 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -72,20 +72,21 @@ class ReplicaSteps(ShardSteps):
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
 
-    def around(self, name: str) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def around(self, name: str) -> Iterator[None]:
         """Returns the context around the step of that name on all replicas, which are traced within, in turns."""
         from kerasdp.keras_compat.layers import all_layers
         from kerasdp.keras_compat.models import losses_by_thread
         from kerasdp.portability.own_steps import join_steps
 
-        stack = contextlib.ExitStack()
-        if name in self.own:
-            stack.enter_context(updating_at_once())
-        if self.strategy.num_replicas > 1:
-            stack.enter_context(
-                join_steps(self.model) if name in self.own else losses_by_thread(all_layers(self.model))
-            )
-        return stack
+        with contextlib.ExitStack() as stack:
+            if name in self.own:
+                stack.enter_context(updating_at_once())
+                if self.strategy.num_replicas > 1:
+                    stack.enter_context(join_steps(self.model))
+            elif self.strategy.num_replicas > 1:
+                stack.enter_context(losses_by_thread(all_layers(self.model)))
+            yield
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
