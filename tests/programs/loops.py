@@ -534,6 +534,7 @@ def norm_of_replicas(runner):
             stepped(runner, step, x, y)
         else:
             runner.fit(model, x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0)
+        assert not runner.strategy.diverged_variables(model)
         found[way] = [keras.ops.convert_to_numpy(weight).tolist() for weight in model.weights]
     return found
 
