@@ -62,10 +62,12 @@ def save(path: str, checkpoint: Checkpoint) -> None:
     """
     folder, name = os.path.split(path)
     state = json.dumps(checkpoint.state)
-    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(state, checkpoint.arrays)}
+    # safetensors (0.8) writes the bytes as they lie: of a transposed array, such as a recurrent kernel on torch, wrong.
+    arrays = {name: np.asarray(array, order="C") for name, array in checkpoint.arrays.items()}
+    metadata = {"format": str(FORMAT), "state": state, "sha256": _checksum(state, arrays)}
     try:
         with folder_at(folder).writing(name) as temporary:
-            safetensors.numpy.save_file(checkpoint.arrays, temporary, metadata)
+            safetensors.numpy.save_file(arrays, temporary, metadata)
     except safetensors.SafetensorError as error:  # a full disk, for one
         raise OSError(str(error)) from error
 

@@ -13,12 +13,12 @@ NUM_BYTES = 100 * 10**6
 
 
 def test_what_is_freed_stays_until_the_end():
-    found = result_of(run(PROGRAMS / "freed_memory.py", "jax"))
+    found = result_of(run(PROGRAMS / "freed_memory.py", "torch"))
     assert found["within"] < HUGE < found["before"] and found["after"] > HUGE
     assert found["held"] > NUM_BYTES * 0.9 and found["left"] < NUM_BYTES * 0.1
 
 
-@pytest.mark.parametrize(("backend", "environment"), [("tensorflow", {}), ("jax", {"MALLOC_ARENA_MAX": "4"})])
+@pytest.mark.parametrize(("backend", "environment"), [("tensorflow", {}), ("torch", {"MALLOC_ARENA_MAX": "4"})])
 def test_not_where_it_does_not_help_or_the_user_has_chosen(backend, environment):
     found = result_of(run(PROGRAMS / "freed_memory.py", backend, **environment))
     assert found["within"] > HUGE and found["held"] < NUM_BYTES * 0.1

@@ -91,15 +91,20 @@ class RankSteps(ShardSteps):
 
     def own_step(self, name: str, batch: DeviceBatch, is_trial: bool = False) -> tuple[Any, Any]:
         """See `ShardSteps`."""
+        import keras
+
         from kerasdp.keras_compat.models import as_keras_gives
         from kerasdp.portability.own_steps import join_steps, run_on_shard
 
         model, strategy, context = self.model, self.strategy, self.context(batch, name)
+        found: list[Any] = []
         if context is None:
-            return getattr(model, name)(as_keras_gives(batch[:3])), []
-        add_up = sum_over_ranks if strategy.host_sums is None else strategy.host_sums.sum
-        with contextlib.nullcontext() if is_trial else join_steps(model):
-            return run_on_shard(model, name, batch[:3], context, add_up, strategy.build_optimizer, is_trial)
+            logs = getattr(model, name)(as_keras_gives(batch[:3]))
+        else:
+            add_up = sum_over_ranks if strategy.host_sums is None else strategy.host_sums.sum
+            with contextlib.nullcontext() if is_trial else join_steps(model):
+                logs, found = run_on_shard(model, name, batch[:3], context, add_up, strategy.build_optimizer, is_trial)
+        return keras.tree.map_structure(_detached, logs), found  # or they would hold what led to them
 
     def distributed(self, batch: DeviceBatch) -> Any:
         """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
