@@ -16,11 +16,14 @@ _FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
 
 def refuse_exchanges(graph: Graph) -> None:
     """Raises if a variable is given what another held: Inductor (2.13) may read that after it was changed."""
+    same = (_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.view.default)
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
-        source = node.args[1]
-        while source.target in (_aten.clone.default, _aten.detach.default, _aten.alias.default):
+        held, source = node.args
+        while held.target in same:  # variables without axes are views
+            held = held.args[0]
+        while source.target in same:
             source = source.args[0]
-        if source.op == "placeholder" and source is not node.args[0]:
+        if source.op == "placeholder" and source is not held:
             raise ValueError("a variable is assigned the value of another")
 
 
