@@ -447,6 +447,20 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
             object.__setattr__(model, key, value)
 
 
+def numbers_of_mirrored_variables() -> None:
+    """Lets `float` and `int` read Keras variables of several replicas.
+
+    Keras 3.15: they ask TensorFlow's mirrored variable, which is no number. No hook: `Variable.__float__` and `__int__`
+    are wrapped, once, for good.
+    """
+    for name, kind in (("__float__", float), ("__int__", int)):
+        wrap_for_good(keras.Variable, name, functools.partial(_number, kind))
+
+
+def _number(kind: type, original: Callable[..., Any], variable: keras.Variable) -> Any:
+    return original(variable) if variable.ndim else kind(keras.ops.convert_to_numpy(variable))
+
+
 # Reduces a loss: called with the loss, targets, outputs and sample weights.
 Reduce = Callable[[keras.losses.Loss, Any, Any, Any], Any]
 

@@ -204,8 +204,8 @@ def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only
     if different:
         raise ReplicasDifferError(
             f"the replicas of {model.name} hold different values in {len(different)} variables, first in "
-            f"{different[0]}: a layer, a loss or a callback changed it on one device but not on the others, or gave it "
-            "what it saw of one device's samples"
+            f"{different[0]}: a layer, a loss, a callback or a loop changed it on one device but not on the others, or "
+            "gave it what it saw of one device's samples"
         )
 
 

@@ -6,6 +6,7 @@ and is checked, as user-defined steps of `fit` are (`kerasdp.portability.own_ste
 
 import contextlib
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -32,7 +33,7 @@ from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Detail, RunState
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.loop import ModelSteps
+from kerasdp.training.loop import ModelSteps, require_equal_replicas
 from kerasdp.training.prepare import MadeBefore, find_rows, require_within_scope
 from kerasdp.training.readers import first_of
 
@@ -209,9 +210,11 @@ class Step:
             batch = _given(batch, runner.strategy)
         if self._model is None:
             with runner.heartbeat.compiling():
+                if is_given:
+                    _require_same_arrays(batch.sample.data, runner.strategy, self.__name__)
                 self._model = self._made(batch.sample)
         if runner.loop is not None and (is_given or batch.sample is runner.loop.sample):
-            runner.loop.require(self._model)
+            runner.loop.take(self._model)
         # Where it is not known how many steps there will be, torch compiles them only if it is told to.
         is_full = is_given and (runner.loop is not None or runner.config.compile != "auto")
         rows = runner.state.of_full_batch(batch.num_rows) if is_full else contextlib.nullcontext()
@@ -243,7 +246,7 @@ class Step:
             )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
-            with self._explaining():
+            with self._explaining(), _saying_that_it_was_a_trial():
                 parts = find_parts(lambda data: _call(self._function, data), sample, strategy.trace, STEP)
             for optimizer, weights in parts.optimizers:
                 if not optimizer.built:
@@ -260,6 +263,18 @@ class Step:
             for variable, value in kept:
                 variable.assign(value)
         return model
+
+
+@contextlib.contextmanager
+def _saying_that_it_was_a_trial() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"This was a trial of the step on {NUM_ROWS} rows of its batch. A state with a row for each sample has "
+            "more of them: return it from the step, with returns='rows', and give it to the next call"
+        )
+        raise
 
 
 # Kinds and texts of errors of frameworks, and what a step has done then.
@@ -299,6 +314,19 @@ def _given(batch: Any, strategy: Strategy) -> LoopBatch:
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), (x, y, sample_weight))
     own = batch_of(data, strategy.split, strategy.shard)
     return LoopBatch(0, 0, None, len(own.indices), strategy.shard_batch(own), GivenRows(data))
+
+
+def _require_same_arrays(data: Any, strategy: Strategy, name: str) -> None:
+    """Raises `UserError` unless all processes give a step the same arrays."""
+    if strategy.processes.num_processes == 1:
+        return
+    arrays = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).digest()
+    if len(set(strategy.processes.all_gather_object(digest))) > 1:
+        raise UserError(
+            f"the step {name}: expected the same arrays on all processes, of which each takes its rows. Received: "
+            "others on some of them; seed what makes them, by runner.config.seed say"
+        )
 
 
 class SavedParts(keras.Model):
@@ -373,14 +401,15 @@ class OwnLoop:
     generator: Generator[LoopBatch, None, None]
     state: RunState
 
-    def __init__(self, reader: Reader, batch_size: int, epochs: int):
+    def __init__(self, reader: Reader, strategy: Strategy, batch_size: int, epochs: int):
         """Reads what is to be known of the data, which cannot be done once an epoch has begun."""
         self.reader, self.batch_size, self.epochs = reader, batch_size, range(epochs)
         self.first, self.sample = first_of(reader), GivenRows(reader.sample(_MOST_SAMPLED))
         self.logs: dict[str, Any] = {}
         self._callbacks: RunCallbacks | None = None
         self._saved: SavedParts | None = None
-        self._known = set[int]()
+        self._strategy = strategy
+        self._steps: dict[int, StepModel] = {}
 
     def begin(
         self, state: RunState, callbacks: RunCallbacks | None, saved: SavedParts | None, max_steps: int | None = None
@@ -397,11 +426,12 @@ class OwnLoop:
         elif callbacks.resumed is not None:
             self.epochs = range(state.epoch, state.epoch if state.was_over else self.epochs.stop)
 
-    def require(self, step: StepModel) -> None:
-        """Raises `UserError` if what a step uses would not be saved."""
-        if self._saved is not None and id(step) not in self._known:
-            self._saved.require(step)
-            self._known.add(id(step))
+    def take(self, step: StepModel) -> None:
+        """Notes a step of the loop. Raises `UserError` if what it uses would not be saved."""
+        if id(step) not in self._steps:
+            if self._saved is not None:
+                self._saved.require(step)
+            self._steps[id(step)] = step
 
     def batches(self, feed: Feed) -> Iterator[LoopBatch]:
         """Yields the batches; what follows a step is done when the next batch is asked for."""
@@ -421,6 +451,8 @@ class OwnLoop:
                 logs = self.logs
                 self.state.after_step(logs.get("loss"), batch.indices, {})
                 callbacks.on_train_batch_end(number, logs)
+            for step in self._steps.values():  # all of their variables: the loop may have assigned any
+                require_equal_replicas(step, self._strategy)
             callbacks.on_epoch_end(epoch, self.logs)
             if self._callbacks is None:
                 self.state.end_epoch()

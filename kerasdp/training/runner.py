@@ -345,7 +345,7 @@ class Runner:
         batch_size = batch_size or self.config.batch_size
         order = {"shuffle": shuffle, "steps": steps_per_epoch}
         reader = self._reader(x, y, sample_weight, batch_size, training=True, fitting=True, **order)
-        loop = OwnLoop(reader, batch_size, epochs)
+        loop = OwnLoop(reader, self.strategy, batch_size, epochs)
         loop.generator = self._batches_of(loop)
         return loop.generator
 

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 
 import kerasdp
+from kerasdp.errors import ReplicasDifferError
 
 
 def train(runner):
@@ -99,6 +100,14 @@ def train(runner):
             found[name] = f"gave {call()}"
         except kerasdp.UserError as error:
             found[name] = str(error)
+    try:
+        found["other_arrays"] = f"gave {runner.step(nothing)(x + runner.is_chief)}"
+    except kerasdp.UserError as error:
+        found["other_arrays"] = str(error)
+    try:
+        runner.step(lambda x: ops.mean(model(x) + ops.zeros((16, 3))))(x)
+    except Exception as error:  # of each framework another
+        found["rows_of_trial"] = error.__notes__[-1]
     # In the order of the function, and of the data, whatever is read ahead; with loops within loops.
     keys = runner.step(lambda batch: {"z": ops.mean(batch[0]), "a": ops.mean(batch[1])})
     rows = np.arange(29.0)[:, None]
@@ -107,6 +116,14 @@ def train(runner):
         seen += [f"{name} {float(value):g}" for name, value in keys(batch).items()]
         within = [f"{float(keys(inner)['z']):g}" for inner in runner.batches(rows, -rows, batch_size=15, shuffle=False)]
     found["order"] = " ".join([*seen, *within])
+    found["read"] = f"{float(optimizer.learning_rate):g} {int(optimizer.iterations)}"
+    try:  # the last, since the models differ then
+        for _ in runner.steps(1):
+            runner.step(nothing)(x)
+            weights[0].assign(ops.ones((4, 3)) * runner.is_chief)
+        found["parted"] = "gave nothing"
+    except ReplicasDifferError as error:
+        found["parted"] = str(error)
     return found
 
 

@@ -55,6 +55,9 @@ class DataParallel(TensorFlowStrategy):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Returns the context in which models are made: their variables are mirrored on all devices."""
+        from kerasdp.keras_compat.models import numbers_of_mirrored_variables
+
+        numbers_of_mirrored_variables()
         scope = self.mirrored.scope()
         scope.__enter__()
         reset = tf.compat.v1.reset_default_graph
