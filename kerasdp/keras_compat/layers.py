@@ -161,6 +161,11 @@ def current_value(variable: keras.Variable) -> Any:
     return raw_value(variable) if value is None else value
 
 
+def is_in_scope() -> bool:
+    """Returns whether a `keras.StatelessScope` is active. Keras 3.15: `get_stateless_scope`."""
+    return get_stateless_scope() is not None
+
+
 class InnerScope(keras.StatelessScope):
     """A stateless scope in which variables have the values of the scope around it, but for those that are given.
 

@@ -333,6 +333,18 @@ def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: boo
     return -ops.max(-x, axis=axis, keepdims=keepdims)
 
 
+def _take_by_int64(original: Callable[..., Any], x: Any, indices: Any, axis: Any = None) -> Any:
+    """Takes rows by indices of int64.
+
+    For the gradient TensorFlow (2.21) flattens them, and has no kernel on GPUs for int32: it would do that on the host.
+    """
+    import tensorflow as tf
+
+    if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32:
+        indices = tf.cast(indices, tf.int64)
+    return original(x, indices, axis)
+
+
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "tensorflow": {
         ("nn", "categorical_crossentropy"): of_values,
@@ -342,6 +354,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "maximum"): _half_at_ties,
         ("numpy", "minimum"): _half_at_ties,
         ("numpy", "argmax"): _first_largest,
+        ("numpy", "take"): _take_by_int64,
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
         ("nn", "gelu"): _exact_gelu,

@@ -300,16 +300,11 @@ def _update_if(condition: Any, optimizer: Any, weights: list[Any], update: Calla
 def deciding_on_device(optimizer: Any) -> Iterator[None]:
     """Lets an optimizer that scales the loss update without a branch; for values in a `keras.StatelessScope`.
 
-    Keras 3.15: `_common_apply` asks for the number whether the gradients are finite, on torch: that waits for the
-    device, and cannot be captured in a graph. Here both outcomes are computed, and one is taken. Only where the
-    methods `_common_apply`, `_stateful_handle_finite_grads` and `_stateful_handle_non_finite_grads` are Keras' own. No
-    public way.
+    Keras 3.15: `_common_apply` asks for the number whether the gradients are finite: on torch that waits for the
+    device, and cannot be captured in a graph; on TensorFlow the branch waits, and `_tf_apply` leaves the replicas for
+    it. Here both outcomes are computed, and one is taken, if `can_decide_on_device`. No public way.
     """
-    own = keras.optimizers.LossScaleOptimizer
-    names = ("apply", "_common_apply", "_stateful_handle_finite_grads", "_stateful_handle_non_finite_grads")
-    if not isinstance(optimizer, own) or any(
-        getattr(type(optimizer), name) is not getattr(own, name) for name in names
-    ):
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not can_decide_on_device(optimizer):
         yield
         return
 
@@ -317,8 +312,23 @@ def deciding_on_device(optimizer: Any) -> Iterator[None]:
         weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         _apply(optimizer, gradients, weights)
 
-    with replaced(optimizer, _common_apply=apply):
+    with replaced(optimizer, _common_apply=apply, _tf_apply=apply):
         yield
+
+
+def can_decide_on_device(optimizer: Any) -> bool:
+    """Returns whether an optimizer scales no loss, or scales it by methods that are Keras' own."""
+    own = keras.optimizers.LossScaleOptimizer
+    names = (
+        "apply",
+        "_common_apply",
+        "_tf_apply",
+        "_stateful_handle_finite_grads",
+        "_stateful_handle_non_finite_grads",
+    )
+    return inner_optimizer(optimizer) is optimizer or all(
+        getattr(type(optimizer), name, None) is getattr(own, name) for name in names
+    )
 
 
 def _apply(optimizer: Any, gradients: list[Any], weights: list[Any]) -> None:

@@ -76,6 +76,14 @@ def test_arrays_that_stay_on_the_device_are_not_pinned(quick):
     assert quick["pinned"] == {"kept": [20], "kept, again": [20], "read": [200]}
 
 
+def test_copies_have_a_stream_of_their_own(quick):
+    """Else they would queue behind the steps. Each batch is waited for in the thread that reads it, and its inputs and
+    targets are kept for the stream of the steps; prediction has no targets.
+    """
+    num_batches = (len(QUICK) + 2) * 20
+    assert quick["streams"] == {"threads": ["reading"], "awaited": [0, num_batches], "kept": [2 * num_batches - 20, 0]}
+
+
 STAGES = {
     "strategy": "pipeline",
     "num_stages": 2,
@@ -110,10 +118,12 @@ def test_reading_threads_have_the_gpu_of_their_rank(monkeypatch):
     from kerasdp.backends.torch.devices import TorchStrategy
 
     chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("set_device", "Stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda given, name=name: chosen.append((name, given)))
     for device in (torch.device("cpu"), torch.device("cuda", 3)):
         TorchStrategy.begin_reading_thread(types.SimpleNamespace(device=device))
-    assert chosen == [torch.device("cuda", 3)]
+    gpu = torch.device("cuda", 3)
+    assert chosen == [("set_device", gpu), ("Stream", gpu), ("set_stream", None)]
 
 
 def test_each_thread_that_reads_begins_so(monkeypatch):

@@ -6,13 +6,8 @@ from tests.helpers import PROGRAMS, result_of, run
 
 # What is left, and why.
 LEFT = {
-    # Keras' loss scaling (3.15) asks in each step whether all gradients are finite, and when to raise the scale.
-    "float16": {("the host waits", "If of All"), ("the host waits", "If of Equal")},
     # The loss of float64, which is for telling round-off from mistakes.
     "float64": {("no kernel", "SparseSoftmaxCrossEntropyWithLogits")},
-    # TensorFlow's gradient of an embedding flattens its tokens on the host: four bytes each.
-    "tokens": {("host memory", "Reshape")},
-    "kept-tokens": {("host memory", "Reshape")},
     # Which is refused on GPUs: see `test_what_gpus_cannot_sum_is_refused`.
     "sent-bfloat16": {("not for NCCL", "CollectiveReduceV2")},
 }

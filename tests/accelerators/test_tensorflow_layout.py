@@ -1,4 +1,4 @@
-"""TensorFlow's batch norm on GPUs is one operation, around which convolutions keep one layout."""
+"""On GPUs TensorFlow's convolutions keep one layout around batch norm."""
 
 import collections
 
@@ -20,8 +20,11 @@ def has_gpu(request, monkeypatch):
     return request.param
 
 
-def optimized(dtype):
-    """Counts the operations that Grappler leaves, for an H100, of four convolutions with batch norm and gradients."""
+def optimized(dtype, *, layout=True, gather=None):
+    """Counts the operations that Grappler leaves, for an H100, of four convolutions with batch norm and gradients.
+
+    `layout`: whether it may choose that of images. `gather`: as in `normalize`.
+    """
     import tensorflow as tf
     from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2, rewriter_config_pb2
     from tensorflow.python.grappler import cluster, tf_optimizer
@@ -33,7 +36,8 @@ def optimized(dtype):
         x = tf.compat.v1.placeholder(dtype, (256, 28, 28, 64))
         kernels = [tf.compat.v1.placeholder(dtype, (3, 3, 64, 64)) for _ in range(4)]
         for kernel in kernels:
-            x, _, _ = normalize(tf.nn.conv2d(x, kernel, 1, "SAME"), 3, tf.ones(64), tf.zeros(64), 1e-3)
+            x = tf.nn.conv2d(x, kernel, 1, "SAME")
+            x, _, _ = normalize(x, 3, tf.ones(64), tf.zeros(64), 1e-3, gather=gather)
             x = tf.nn.relu(x)
         loss = tf.reduce_mean(tf.square(tf.cast(x, tf.float32)))
         wanted = [tf.identity(each) for each in (loss, *tf.gradients(loss, kernels))]
@@ -48,8 +52,10 @@ def optimized(dtype):
     devices = [device_properties_pb2.NamedDevice(name=name, properties=properties) for name, properties in named]
     config = config_pb2.ConfigProto()
     options = config.graph_options.rewrite_options
-    options.min_graph_nodes, options.layout_optimizer = -1, rewriter_config_pb2.RewriterConfig.ON
-    options.optimizers.append("layout")
+    options.min_graph_nodes = -1
+    options.layout_optimizer = getattr(rewriter_config_pb2.RewriterConfig, "ON" if layout else "OFF")
+    if layout:
+        options.optimizers.append("layout")  # and nothing else
     machine = cluster.Cluster(
         allow_soft_placement=True, disable_detailed_stats=True, disable_timeline=True, devices=devices
     )
@@ -66,6 +72,24 @@ def test_convolutions_keep_one_layout(has_gpu):
         assert found["Transpose"] <= 8 and found["FusedBatchNormV3"] == found["FusedBatchNormGradV3"] == 4
     else:  # where the layout is the one that images have
         assert found["FusedBatchNormV3"] == 0
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
+def test_with_statistics_of_all_rows_images_stay_as_they_are(capability, monkeypatch):
+    """Where convolutions take them so, which older GPUs' do not: there each would transpose by itself."""
+    import tensorflow as tf
+
+    from kerasdp.backends.tensorflow.devices import _leave_channels_last
+
+    given = []
+    details = {"device_name": "a GPU", "compute_capability": capability}
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: details)
+    monkeypatch.setattr(tf.config.optimizer, "set_experimental_options", given.append)
+    _leave_channels_last(["a GPU", "another"])
+    assert given == ([{"layout_optimizer": False}] if capability == (9, 0) else [])
+    gather = lambda statistics: tf.stack([statistics, statistics])  # noqa: E731
+    found = optimized(tf.float32, layout=not given, gather=gather)
+    assert found["Transpose"] == (0 if given else 44) and found["Conv2D"] == 4
 
 
 def test_numbers_are_those_of_the_cpu(monkeypatch):

@@ -5,6 +5,7 @@ Its memory is the CPU's, and the CPU's kernels compute in it: `tests/accelerator
 """
 
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -12,6 +13,8 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import threading
+from typing import ClassVar
 
 SOURCE = pathlib.Path(__file__).resolve().parents[1] / "accelerators" / "cuda_on_cpu.cpp"
 
@@ -33,6 +36,23 @@ class Event:
     def synchronize(self):
         assert self.is_recorded
         Event.num_waited += 1
+
+
+class Stream:
+    """In place of `torch.cuda.Stream`: the thread that made it, how often it was waited for, and whose memory it uses.
+
+    Attributes:
+        made: all of them; the first is the default one.
+    """
+
+    made: ClassVar = []
+
+    def __init__(self, _device=None):
+        self.num_awaited, self.num_kept, self.thread = 0, 0, threading.current_thread()
+        Stream.made.append(self)
+
+    def synchronize(self):
+        self.num_awaited += 1
 
 
 def library() -> pathlib.Path:
@@ -64,11 +84,20 @@ def start() -> None:
         "set_device": None,
         "max_memory_allocated": 0,
         "_lazy_init": None,
-        "current_stream": None,
+        "default_stream": Stream(),
     }
-    torch.cuda.Event = Event
+    torch.cuda.Event, torch.cuda.Stream = Event, Stream
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    current = threading.local()
+    torch.cuda.set_stream = functools.partial(setattr, current, "stream")
+    torch.cuda.current_stream = lambda _device=None: getattr(current, "stream", torch.cuda.default_stream())
+
+    def record_stream(tensor, stream):
+        assert tensor.is_cuda
+        stream.num_kept += 1
+
+    torch.Tensor.record_stream = record_stream
 
 
 def _torch() -> pathlib.Path:

@@ -132,6 +132,12 @@ def train(cases, runner):
     for case in cases:
         found[case] = one_case(case, x, y, runner)
     if sys.argv[1] == "gpu":
+        of_steps, *of_copies = cuda_on_cpu.Stream.made
+        found["streams"] = {
+            "threads": sorted({stream.thread.name for stream in of_copies}),
+            "awaited": [of_steps.num_awaited, sum(stream.num_awaited for stream in of_copies)],
+            "kept": [of_steps.num_kept, sum(stream.num_kept for stream in of_copies)],
+        }
         found["pinned"], found["synchronized"] = pinned(runner), len(NUM_SYNCHRONIZED)
     if runner.strategy.stages is not None:
         import keras

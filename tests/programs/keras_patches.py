@@ -80,6 +80,21 @@ def copies(convolve):
     return counter.number
 
 
+def flattened_on_host():
+    """How many operations flatten the numbers of a table's rows in int32, which TensorFlow does on the host."""
+    import tensorflow as tf
+
+    @tf.function
+    def step(table, rows):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            found = ops.take(table, rows, axis=0)
+        return tf.convert_to_tensor(tape.gradient(found, table))
+
+    graph = step.get_concrete_function(tf.ones((3, 2)), tf.zeros((4,), tf.int32)).graph
+    return sum(one.type == "Reshape" and one.outputs[0].dtype == tf.int32 for one in graph.get_operations())
+
+
 def functions():
     """Those of `same_on_all_backends`: at ties, at 0, of probabilities that are clipped, where all is masked."""
     half = np.float64(0.5)
@@ -104,6 +119,8 @@ def functions():
         cases["copies of its transpose's"] = (functools.partial(copies, ops.conv_transpose), 0)
         return cases
     cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
+    if BACKEND == "tensorflow":
+        cases["take"] = (flattened_on_host, 0)
     if BACKEND == "jax":
         import jax
 
@@ -177,6 +194,7 @@ def on_tensorflow():
     strategy = tf.distribute.MirroredStrategy(tf.config.list_logical_devices("CPU"))
     with strategy.scope():
         variable = keras.Variable(np.zeros(2, "float32"))
+        mirrored = keras.Variable(2)
         optimizer, loss = keras.optimizers.SGD(1.0), keras.losses.MeanSquaredError()
         optimizer.build([variable])
 
@@ -237,6 +255,11 @@ def on_tensorflow():
         set_raw_value(weight, tf.Variable([3.0, 3.0]))
 
     @contextlib.contextmanager
+    def numbers():
+        models.numbers_of_mirrored_variables()
+        yield
+
+    @contextlib.contextmanager
     def exact():
         settings.set_precision("float64")
         assert trainer.tf is tf  # which converts no numbers
@@ -250,6 +273,7 @@ def on_tensorflow():
     return {
         "no_gradient_sum": both(optimizers.no_gradient_sum, reduced, [-1.0, -2]),
         "losses_of_whole_batch": both(whole, means, 1.0),
+        "numbers_of_mirrored_variables": both(numbers, lambda: float(optimizer.learning_rate) + int(mirrored), 3.0),
         "updating_values": both(lambda: optimizers.updating_values(updating), values, [4.0, 4, 0, 0]),
         "updating_at_once": both(updating_at_once, lambda: in_rows(keras.optimizers.Adagrad(1.0)), [[410.0], [10.0]]),
         "rebind_weights": both(bound, with_others, [[2.0, 2], [0.5, 0.5]]),

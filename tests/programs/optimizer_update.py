@@ -21,8 +21,8 @@ def updated(optimizer, is_one):
     answers = []
 
     @tf.function
-    def step():
-        gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+    def step(size):
+        gradients = [tf.fill(variable.shape, size) for variable in model.trainable_variables]
         answers.append(can_update_at_once(optimizer, model.trainable_weights))
 
         def update():
@@ -33,9 +33,13 @@ def updated(optimizer, is_one):
         else:
             update()
 
-    for _ in range(3):
-        step()
+    for size in SIZES[hasattr(optimizer, "inner_optimizer")]:
+        step(tf.constant(size))
     return [np.array(variable) for variable in [*model.variables, *optimizer.variables]], answers[0]
+
+
+# Of the gradients in each step; with a scaled loss one overflows.
+SIZES = ((1.0, 1.0, 1.0), (1.0, float("inf"), 2.0))
 
 
 class Own(keras.optimizers.SGD):
@@ -47,10 +51,12 @@ POSSIBLE = {
         0.1, gradient_accumulation_steps=2, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2
     ),
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.1), initial_scale=4.0, dynamic_growth_steps=1
+    ),
     "adamw": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 5), clipnorm=0.5),
 }
 IMPOSSIBLE = {
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
     "own": lambda: Own(0.1),
     "nadam": lambda: keras.optimizers.Nadam(0.1),
 }

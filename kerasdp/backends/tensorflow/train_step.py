@@ -151,6 +151,7 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
 
     Gradients are made dense first.
     """
+    from kerasdp.keras_compat.layers import is_in_scope
     from kerasdp.keras_compat.optimizers import weights_of_optimizer, wrapped_apply
 
     def apply_at_once(
@@ -159,8 +160,9 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
         gradients = dense(list(grads))
         weights = None if trainable_variables is None else list(trainable_variables)
         known = weights_of_optimizer(optimizer) if optimizer.built else []
-        # A LossScaleOptimizer leaves the replicas before it calls the one within it.
-        if not known or tf.distribute.in_cross_replica_context() or not can_update_at_once(optimizer, known):
+        # A LossScaleOptimizer calls the one within it, where it is updated at once, or has left the replicas.
+        is_within = is_in_scope() or tf.distribute.in_cross_replica_context()
+        if not known or is_within or not can_update_at_once(optimizer, known):
             return apply(optimizer, gradients, weights)
         return update_at_once(optimizer, [*optimizer.variables, *known], lambda: apply(optimizer, gradients, weights))
 
@@ -180,7 +182,7 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
     """
     import keras
 
-    from kerasdp.keras_compat.optimizers import updating_values
+    from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_values
 
     def compute() -> None:
         # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
@@ -189,7 +191,11 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
             tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.value.dtype), variable.shape)
             for handle, variable in zip(handles, variables, strict=True)
         ]
-        with updating_values(optimizer), keras.StatelessScope(list(zip(variables, values))) as scope:
+        with (
+            deciding_on_device(optimizer),
+            updating_values(inner_optimizer(optimizer)),
+            keras.StatelessScope(list(zip(variables, values))) as scope,
+        ):
             update()
         for variable, handle, value in zip(variables, handles, values, strict=True):
             if (new := scope.get_current_value(variable)) is not value:
@@ -201,17 +207,22 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
     """Returns whether the update of these weights can be compiled.
 
-    Not with user-defined Python or loss scaling, nor (Nadam) where a class extends what would be taken back.
+    Not with user-defined Python, nor (Nadam) where a class extends what would be taken back.
     """
     from kerasdp.keras_compat.layers import is_of_keras
-    from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule, overrides_nothing_of_tensorflow
+    from kerasdp.keras_compat.optimizers import (
+        can_decide_on_device,
+        inner_optimizer,
+        learning_rate_schedule,
+        overrides_nothing_of_tensorflow,
+    )
 
-    if inner_optimizer(optimizer) is not optimizer:
-        return False
-    parts = [optimizer, learning_rate_schedule(optimizer), *(variable.constraint for variable in weights)]
+    inner = inner_optimizer(optimizer)
+    parts = [optimizer, inner, learning_rate_schedule(inner), *(variable.constraint for variable in weights)]
     return (
         all(part is None or is_of_keras(type(part)) for part in parts)
-        and overrides_nothing_of_tensorflow(optimizer)
+        and can_decide_on_device(optimizer)
+        and overrides_nothing_of_tensorflow(inner)
         and not tf.executing_eagerly()
     )
 

@@ -192,12 +192,14 @@ class TorchStrategy(Strategy):
         self.processes = join_processes(devices, self.device, config)
 
     def begin_reading_thread(self) -> None:
-        """Makes this process's GPU that of the running thread, too: a new thread's is the first GPU of the host.
+        """Gives the running thread this process's GPU, and a stream of its own, on which batches are copied.
 
-        What it pins would start CUDA there, which takes some hundred MB of that GPU's memory for each rank.
+        A new thread's GPU is the first one of the host: what it pins would start CUDA there, which takes some hundred
+        MB of that GPU's memory for each rank. Its stream is that of the steps, behind which copies would queue.
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def set_training(self, model: Any, is_training: bool) -> None:
         """Switches the modules of torch within the model, as Keras' own `fit` and `evaluate` do."""
@@ -253,7 +255,24 @@ def put_batch(batch: "Batch", device: torch.device) -> DeviceBatch:
         inputs = keras.tree.map_structure(lambda leaf: leaf.index_select(0, rows), kept)
     else:
         inputs = put(inputs)
-    return DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
+    found = DeviceBatch(inputs, put(batch.targets), put(batch.sample_weight), batch.indices)
+    if device.type == "cuda":
+        _hand_over(keras.tree.flatten([found.inputs, found.targets, found.sample_weight]), device)
+    return found
+
+
+def _hand_over(tensors: list[torch.Tensor | None], device: torch.device) -> None:
+    """Waits until tensors are on the device, in the thread that copies them on a stream of its own.
+
+    Their memory is not given to the next batch before the steps, which run on the default stream, have used them.
+    """
+    stream, of_steps = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if stream == of_steps:
+        return
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(of_steps)
+    stream.synchronize()
 
 
 def _number_of_gpu(devices: Devices) -> int:
