@@ -338,10 +338,8 @@ def _take_by_int64(original: Callable[..., Any], x: Any, indices: Any, axis: Any
 
     For the gradient TensorFlow (2.21) flattens them, and has no kernel on GPUs for int32: it would do that on the host.
     """
-    import tensorflow as tf
-
-    if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32:
-        indices = tf.cast(indices, tf.int64)
+    if ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) == "int32":
+        indices = ops.cast(indices, "int64")
     return original(x, indices, axis)
 
 
