@@ -112,7 +112,8 @@ def _reader_of_batches(
         way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
         raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
-    place = x, strategy.split, strategy.shard, _capped(steps, length_of(x))
+    there = steps or length_of(x)  # of what has no end, with steps alone
+    place = x, strategy.split, strategy.shard, _capped(steps, there)
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)

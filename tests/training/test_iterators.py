@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import kerasdp
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 sys.path.insert(0, str(PROGRAMS))
@@ -50,6 +51,29 @@ def test_stopped_and_resumed_on_another_number_of_devices(tmp_path):
     for kind in ("DataLoader", "generator"):
         assert f"no checkpoint holds the state of the {kind}" in said
     assert said.count("no checkpoint holds the state") == 2 and "NOT the one" not in said
+
+
+class Endless:
+    """As a tf.data.Dataset that is repeated."""
+
+    def cardinality(self):
+        return -1
+
+    def __iter__(self):
+        while True:
+            yield np.ones((4, 3)), np.ones((4, 1))
+
+
+def test_what_has_no_end_is_read_in_steps():
+    def train(runner):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with pytest.raises(kerasdp.UserError, match="gives batches without end; add steps_per_epoch"):
+            runner.fit(model, Endless(), verbose=0)
+        runner.fit(model, Endless(), epochs=2, steps_per_epoch=3, verbose=0)
+        return int(model.optimizer.iterations)
+
+    assert kerasdp.launch(train, backend=keras.backend.backend(), device="cpu", verbose=0) == 6
 
 
 @pytest.mark.proof
