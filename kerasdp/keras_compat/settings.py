@@ -100,17 +100,18 @@ class _SeedsTensorFlow(importlib.abc.MetaPathFinder):
     seed = 0
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Returns where TensorFlow is, and lets it be seeded; nothing of other modules."""
+        """Returns where TensorFlow is, which is seeded if it is then imported, too; nothing of other modules."""
         if fullname != "tensorflow":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 execute(module)
                 module.random.set_seed(self.seed)
+                sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
