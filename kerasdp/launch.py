@@ -33,7 +33,9 @@ from kerasdp.runtime.workers import supervise
 
 # What a dry run resets to its default, since it concerns machines that are not present: these groups, and fields.
 _GROUPS = (CUT, MACHINES, FAULTS)
-_OF_THE_MACHINES = ("accumulate", "gradient_precision", "compile", "data_on_device", "workdir", "tracker", "profile")
+_OF_THE_MACHINES = (
+    "accumulate", "gradient_precision", "compile", "data_on_device", "shard", "workdir", "tracker", "profile"
+)  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
 

@@ -104,6 +104,11 @@ class Config:
         "on, off, or auto: whether inputs in memory stay on every device; auto: on GPUs, up to 1 GiB.",
         only=[Only("on", engines=["data"])])
 
+    shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
+        "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
+        "too, which are gathered where a step uses them. The losses stay the same.",
+        only=[Only(None, ["jax"], ["data"], "each device holds all of the model", "leave it out")])
+
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
         "channels (tensor).", only=[Only("tensor", ["jax"], instead="--strategy=data or pipeline")])

@@ -26,6 +26,7 @@ _OF_SEVERAL_DEVICES = {
     "gradient_precision": "sends no gradients",
     "reduce": "adds no gradients",
     "device_shares": "has all of the batch",
+    "shard": "holds all of the model",
 }
 # The group of the choices that data parallelism has no use for, but for `strategy` itself.
 CUT = "Models cut over several devices"
@@ -173,7 +174,12 @@ def _check_hosts(config: Any) -> None:
 
 
 def _check_sharing(config: Any) -> None:
-    """Raises if other choices do not go together with the shares of the devices, or where gradients are added."""
+    """Raises if other choices do not go together with what devices share, or where gradients are added."""
+    if config.shard != "none" and config.host_range[1] > 1:
+        raise UserError(
+            f"--shard={config.shard}: there for the devices of one machine. Received: --hosts={config.hosts}, of which "
+            "none could read the parts of the others; leave out one of them"
+        )
     for flag in ("reduce", "device_shares"):
         if config.dry_run and getattr(config, flag) is not None:
             raise UserError(

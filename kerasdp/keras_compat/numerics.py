@@ -343,6 +343,17 @@ def _take_by_int64(original: Callable[..., Any], x: Any, indices: Any, axis: Any
     return original(x, indices, axis)
 
 
+def _take_by_int32(original: Callable[..., Any], x: Any, indices: Any, axis: Any = None) -> Any:
+    """Takes rows by indices of int32, of which there are others only where numbers of 64 bits are kept.
+
+    XLA (jaxlib 0.10.2) ends the process, "Check failed: ShapeUtil::IsScalarWithElementType", where it is to split a
+    table by rows, for its gradient say, and the rows are numbered in int64.
+    """
+    if ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) == "int64":
+        indices = ops.cast(indices, "int32")
+    return original(x, indices, axis)
+
+
 _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "tensorflow": {
         ("nn", "categorical_crossentropy"): of_values,
@@ -368,6 +379,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "jax": {
         ("nn", "sparse_categorical_crossentropy"): sparse_by_place,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("numpy", "take"): _take_by_int32,
         ("numpy", "clip"): _whole_at_bounds,
         ("numpy", "argmax"): _first_largest,
         ("numpy", "max"): _with_a_gradient,

@@ -125,6 +125,8 @@ def _sent(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     factor = f"2 x {replicas - 1:,}/{replicas:,}"
     yield "sent in a step", f"{size(total)} by each device{to_next}, computed for one ring of all {replicas:,}:"
     yield "  gradients", f"{size(ring['gradients'])}: {factor} of their {sent['gradients']:,} bytes"
+    if sent["weights"]:
+        yield "  weights", f"{size(ring['weights'])}: gathered for the backward pass once more"
     if sent["gathered"] or sent["statistics"]:
         how = f", in {sent['num_gatherings']:,} messages that layers wait for" if sent["num_gatherings"] else ""
         yield "  batch norm", f"{size(ring['batch_norm'])}: statistics{how}"
@@ -139,7 +141,7 @@ def _sent(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _held(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     held = figures["memory"]
     total = held["weights"] + held["gradients"] + held["optimizer"]
-    where = "the whole model" if "stages" in figures else "each replica"
+    where = "the whole model" if "stages" in figures else "each device"
     yield "memory", f"{size(total)} of {where}, counted on the model built here; activations come besides:"
     others = f" and {held['num_others']:,} others" if held["num_others"] else ""
     yield "  weights", f"{size(held['weights'])}: {held['num_trainable']:,} trainable{others}"

@@ -23,6 +23,7 @@ from kerasdp.portability.reduction import reasons_to_gather
 from kerasdp.reporting.dry_run import lines
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
+from kerasdp.sharding import cut_axis
 from kerasdp.training.prepare import bytes_of_number, bytes_of_row
 from kerasdp.training.runner import Runner
 
@@ -103,7 +104,7 @@ class DryRunner(Runner):
             "data": data,
             "steps": self.state.num_steps,
             "epochs": epochs,
-            "memory": _memory(model),
+            "memory": _memory(model, shard=self.config.shard, num_devices=self._num_devices),
             "checkpoint_bytes": _checkpoint_bytes(model),
             **_cost(config, model, self._num_devices),
         })  # fmt: skip
@@ -184,8 +185,11 @@ def split_rows(num_rows: int, num_replicas: int) -> dict[str, int]:
     return {"num_rows": num_rows, "rows": rows, "full": full, "rest": rest, "empty": empty}
 
 
-def _memory(model: keras.Model, weights: list[Any] | None = None) -> dict[str, int]:
-    """Returns the bytes that a replica holds of a model, or a stage of some of its weights."""
+def _memory(
+    model: keras.Model, weights: list[Any] | None = None, *, shard: str = "none", num_devices: int = 1
+) -> dict[str, int]:
+    """Returns the bytes that a device holds of a model, or a stage of some of its weights; `shard`: see `Config`."""
+    of_weights, of_others = (num_devices if shard in held else 1 for held in (("weights",), ("weights", "optimizer")))
     own = {id(variable): variable for variable in (model.variables if weights is None else weights)}
     optimizers = [model.optimizer] if model.optimizer is not None else []
     optimizers += [optimizer for _, optimizer in names_in(model).optimizers]
@@ -197,8 +201,8 @@ def _memory(model: keras.Model, weights: list[Any] | None = None) -> dict[str, i
     others = [variable for key, variable in own.items() if key not in {id(each) for each in trainable} | held.keys()]
     return {
         "num_trainable": numbers_in(trainable), "num_others": numbers_in(others),
-        "weights": bytes_of(trainable) + bytes_of(others), "gradients": bytes_of(trainable),
-        "optimizer": bytes_of(held.values()),
+        "weights": bytes_of([*trainable, *others], of_weights), "gradients": bytes_of(trainable, of_others),
+        "optimizer": bytes_of(held.values(), of_others),
     }  # fmt: skip
 
 
@@ -240,6 +244,8 @@ class StepBytes:
         gathered: own statistics of batch norms, which all other devices get.
         num_gatherings: messages of these.
         outputs: own outputs and targets, which all others get where the loss or a metric needs the whole batch.
+        weights: that are held in parts, and gathered for the backward pass once more; the first time is in the place of
+            that half of a sum of gradients in which each device gets the others' sums.
         gathers_by_sums: whether what all get is put between zeros and summed (tensorflow), which sends twice as much.
     """
 
@@ -249,6 +255,7 @@ class StepBytes:
     gathered: int = 0
     num_gatherings: int = 0
     outputs: int = 0
+    weights: int = 0
     gathers_by_sums: bool = False
 
     def in_ring(self, num_devices: int) -> dict[str, int]:
@@ -260,6 +267,7 @@ class StepBytes:
             "batch_norm": round(self.statistics * of_sum) + self.gathered * of_gathering,
             "metrics": round(self.metrics * of_sum),
             "outputs": self.outputs * (num_devices - 1),
+            "weights": round(self.weights * of_sum / 2),
         }
 
 
@@ -273,7 +281,7 @@ def step_bytes(model: keras.Model, config: Config, num_replicas: int) -> StepByt
 
     Args:
         model: built and compiled, with the batch norm of the run.
-        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size` and `accumulate` are read.
+        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size`, `accumulate` and `shard` are read.
         num_replicas: of the run.
     """
     gradients = bytes_of(model.trainable_variables)
@@ -292,10 +300,12 @@ def step_bytes(model: keras.Model, config: Config, num_replicas: int) -> StepByt
             outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])
             metrics, outputs = 0, outputs_of_row * config.replica_batch_size(num_replicas)
     norms = [norm for norm in batch_norms(model) if norm.trainable]
+    cut = [weight for weight in model.weights if is_cut(weight, num_replicas)] if config.shard == "weights" else []
     return StepBytes(
         gradients=gradients,
         metrics=metrics,
         outputs=outputs,
+        weights=bytes_of(cut),
         gathers_by_sums=config.backend == "tensorflow",
         **_of_batch_norms(norms, config, size),
     )
@@ -321,9 +331,17 @@ def metric_variables(model: keras.Model) -> list[Any]:
     return [variable for variables in compiled_variables(model) for variable in variables]
 
 
-def bytes_of(variables: Iterable[Any]) -> int:
-    """Returns the bytes of variables on a device."""
-    return sum(math.prod(variable.shape) * bytes_of_number(variable.dtype) for variable in variables)
+def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
+    """Returns the bytes of variables on a device, of which so many hold one part each of those that are cut."""
+    return sum(
+        math.prod(variable.shape) * bytes_of_number(variable.dtype) // (num_parts if is_cut(variable, num_parts) else 1)
+        for variable in variables
+    )
+
+
+def is_cut(variable: Any, num_parts: int) -> bool:
+    """Returns whether a variable is cut into so many parts."""
+    return cut_axis(variable.shape, num_parts) is not None
 
 
 def numbers_in(variables: Iterable[Any]) -> int:

@@ -202,6 +202,23 @@ def test_compilers_of_gpus_and_tpus_send_as_much(case, platform):
 
 
 @pytest.mark.proof
+@pytest.mark.skipif(importlib.util.find_spec(COMPILERS["cuda"]) is None, reason=f"{COMPILERS['cuda']} is not installed")
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_gpus_that_hold_parts_scatter_the_gradients(shard):
+    """Each gets the sum of its part, and gives all others its new weights; weights in parts are gathered twice.
+
+    XLA's compilers for CPUs, and for TPUs where there is little (jaxlib 0.10.2), sum all, and take a part.
+    """
+    case = DATA | {"shard": shard}
+    found = found_for(case, [case], compiled_for=("cpu", "cuda"))
+    sent, most = sent_by(found, "cuda"), most_for_data(case, found["model"])
+    print(name_of(case), dict(sent), most)
+    whole = most["all-reduce"] - sent["all-reduce"]  # bytes of what is cut
+    assert 0 < sent["all-reduce"] < 0.03 * most["all-reduce"] and sent["reduce-scatter"] == whole / 4
+    assert sent["all-gather"] - most["all-gather"] == (2 if shard == "weights" else 1) * whole
+
+
+@pytest.mark.proof
 @compilers
 def test_deterministic_steps_compile(platform):
     """Gradients of max pooling and of embeddings scatter, which XLA refuses where it has no deterministic way."""

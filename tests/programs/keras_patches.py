@@ -95,6 +95,20 @@ def flattened_on_host():
     return sum(one.type == "Reshape" and one.outputs[0].dtype == tf.int32 for one in graph.get_operations())
 
 
+def numbered_in_int64():
+    """Whether the gradients of a table's rows are added by numbers of int64."""
+    import jax
+
+    def step(table, rows):
+        return jax.grad(lambda table: ops.take(table, rows, axis=0).sum())(table)
+
+    with jax.enable_x64(True):
+        text = jax.jit(step).lower(np.ones((3, 2), "float32"), np.zeros((4,), "int64")).as_text()
+    before, scatter, after = text.partition("stablehlo.scatter")
+    assert scatter
+    return int("xi64>" in after)
+
+
 def functions():
     """Those of `same_on_all_backends`: at ties, at 0, of probabilities that are clipped, where all is masked."""
     half = np.float64(0.5)
@@ -119,8 +133,7 @@ def functions():
         cases["copies of its transpose's"] = (functools.partial(copies, ops.conv_transpose), 0)
         return cases
     cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
-    if BACKEND == "tensorflow":
-        cases["take"] = (flattened_on_host, 0)
+    cases["take"] = ({"jax": numbered_in_int64, "tensorflow": flattened_on_host}[BACKEND], 0)
     if BACKEND == "jax":
         import jax
 

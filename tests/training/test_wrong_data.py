@@ -110,11 +110,19 @@ def test_every_case_is_judged(outcomes):
 @pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_several_devices(backend):
-    """What each process of torch sees is the whole batch's targets, and its own inputs."""
     answers = result_of(run(PROGRAMS / "wrong_data.py", backend, 2, backend=backend))
-    if backend == "torch":  # each process would iterate a generator by itself
-        assert "would iterate by itself" in answers.pop("an empty generator")[0]
     assert {case: answer[0] for case, answer in answers.items()} == {case: expected(case)[0] for case in answers}
+
+
+@pytest.mark.proof
+def test_what_one_device_sees_ends_the_run(backend):
+    """A later batch: each process has its own rows alone."""
+    done = run(PROGRAMS / "wrong_data.py", backend, 2, "a later batch", backend=backend)
+    if backend == "torch":
+        words = f"by UserError: batch 3: {OUTPUTS}9 (sample 17); give the last layer 10 outputs or more"
+        assert done.returncode == 1 and words in done.stderr
+    else:
+        assert result_of(done)["a later batch"][0] == expected("a later batch")[0]
 
 
 MODEL = """

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A room imports from those of its own line and the lines before it.
 FLOORS = (
     ("errors",),
-    ("config", "keras_compat"),
+    ("config", "keras_compat", "sharding"),
     ("runtime", "data"),
     ("portability", "reporting"),
     ("models", "pipeline", "checkpoint"),

@@ -2,21 +2,24 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
 from kerasdp.backends.jax.devices import JaxStrategy, put_rows, shardings_over
-from kerasdp.backends.jax.train_step import make_step_functions
+from kerasdp.backends.jax.train_step import Shards, make_step_functions
 from kerasdp.backends.steps import all_variables
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.portability.replica_context import ReplicaContext
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.run_state import RunState
+from kerasdp.sharding import cut_axis
 
 if TYPE_CHECKING:
     import keras
@@ -37,7 +40,7 @@ class DataParallel(JaxStrategy):
 
     def __init__(self, devices: Devices, config: Config):
         super().__init__(devices, config)
-        self.num_replicas = devices.count
+        self.num_replicas, self.config = devices.count, config
         self.replicated, self.by_rows = shardings_over(self.devices)
 
     @functools.cached_property
@@ -49,7 +52,20 @@ class DataParallel(JaxStrategy):
 
         if self.processes.num_processes > 1:
             place_variables_by(put_rows)
-        return keras.distribution.DataParallel(devices=self._device_names(), auto_shard_dataset=False)
+        names, is_cut = self._device_names(), self.config.shard == "weights"
+
+        class Parts(keras.distribution.DataParallel):
+            """Cuts variables by `cut_axis`, if weights are to be."""
+
+            # The slots of a weight do not come here: Keras (3.15) gives them the layout of their weight.
+            def get_variable_layout(self, variable: Any) -> Any:
+                axis = cut_axis(variable.shape, len(names)) if is_cut else None
+                if axis is None:
+                    return super().get_variable_layout(variable)
+                axes = ["batch" if each == axis else None for each in range(len(variable.shape))]
+                return keras.distribution.TensorLayout(axes, self.device_mesh)
+
+        return Parts(devices=names, auto_shard_dataset=False)
 
     def _device_names(self) -> list[str]:
         return [f"{device.platform}:{device.id}" for device in self.devices]
@@ -100,7 +116,28 @@ class DataParallel(JaxStrategy):
 
         several = self.num_replicas > 1
         context = ReplicaContext(num_replicas=self.num_replicas, everywhere=everywhere) if several else None
-        return make_step_functions(model, self.replicated, context)
+        return make_step_functions(model, Shards(self.replicated, self._part_of, self.config.shard), context)
+
+    def _part_of(self, shape: Sequence[int]) -> NamedSharding:
+        """Returns the sharding of a variable that is cut, if `cut_axis` cuts one of this shape."""
+        axis = cut_axis(shape, len(self.devices))
+        if axis is None:
+            return self.replicated
+        return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
+
+    def description(self, model: "keras.Model") -> str:
+        """Says how many bytes of all variables a device holds, if it does not hold all."""
+        if self.config.shard == "none" or self.num_devices == 1:
+            return ""
+        slots = [] if model.optimizer is None else model.optimizer.variables
+        held = total = 0
+        for variable in (*model.weights, *slots):
+            value = variable.value
+            is_part = self.config.shard == "weights" or any(variable is slot for slot in slots)
+            of_part = self._part_of(value.shape) if is_part else self.replicated
+            held += value.dtype.itemsize * math.prod(of_part.shard_shape(value.shape))
+            total += value.nbytes
+        return f"a device holds {held:,} of {total:,} bytes of weights and optimizer"
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""

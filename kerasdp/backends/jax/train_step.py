@@ -3,14 +3,14 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, learning_rate, variables_of_own_step
+from kerasdp.backends.steps import TrainedWeights, learning_rate, optimizers_of, variables_of_own_step
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -60,13 +60,62 @@ class ModelState:
         self._last = values
 
 
-def _state_of(model: "keras.Model", step: str, replicated: NamedSharding) -> ModelState:
+class Shards(NamedTuple):
+    """What of a model's variables the devices hold in parts.
+
+    Attributes:
+        replicated: the sharding of what each device holds the whole of.
+        part_of: returns the sharding of a variable that is cut, by its shape.
+        what: `Config.shard`.
+    """
+
+    replicated: NamedSharding
+    part_of: Callable[[Sequence[int]], NamedSharding]
+    what: str
+
+    def cut(self, values: list[Any]) -> list[Any]:
+        """Returns gradients or new weights, of which each device then computes its part alone."""
+        if self.what == "none":
+            return values
+        return [
+            None if value is None else jax.lax.with_sharding_constraint(value, self.part_of(value.shape))
+            for value in values
+        ]
+
+    def gathering(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns a function of weights that gathers each where it is used, and once more in the backward pass.
+
+        So none is kept in between. All else is: `jax.checkpoint` would compute it twice.
+        """
+        if self.what != "weights":
+            return function
+
+        @jax.custom_vjp
+        def whole(value: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(value, self.replicated)
+
+        whole.defvjp(lambda value: (whole(value), None), lambda _, gradient: tuple(self.cut([gradient])))
+        return jax.checkpoint(lambda weights: function([whole(weight) for weight in weights]), policy=_is_kept)
+
+
+def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Returns whether a value that `jax.checkpoint` asks for is kept for the backward pass: all but whole weights.
+
+    JAX (0.10.2) asks for the result of a function with a gradient of its own, before whatever name that gets
+    (`jax.ad_checkpoint.checkpoint_name`). So this one is known by what it does.
+    """
+    if primitive.name != "custom_vjp_call":
+        return True
+    return [equation.primitive.name for equation in parameters["call_jaxpr"].eqns] != ["sharding_constraint"]
+
+
+def _state_of(model: "keras.Model", step: str, shards: Shards) -> ModelState:
     """Returns the state of a step, with the lists of Keras' own steps, or those of `_portable_step`.
 
     `step`: `train`, `test` or `predict`.
 
     For a value that is on one device without having been sent there, as that of a new variable or a reset metric, JAX
-    (0.10.2) compiles another program: it would compile the first training step three times. So these are `replicated`.
+    (0.10.2) compiles another program: it would compile the first training step three times. So these are replicated.
     """
     from kerasdp.keras_compat.models import portable_steps
 
@@ -77,16 +126,19 @@ def _state_of(model: "keras.Model", step: str, replicated: NamedSharding) -> Mod
     if f"{step}_step" in portable_steps(model):
         variables = _lists_of_portable(model)
 
+    all_slots = [slot for each in optimizers_of(model) for slot in each.variables] if shards.what == "optimizer" else []
+    are_cut = set(map(id, all_slots))
+
     def sharding_of(variable: "keras.Variable") -> NamedSharding:
+        if id(variable) in are_cut:
+            return shards.part_of(variable.shape)
         found = variable.value.sharding
-        return found if isinstance(found, NamedSharding) else replicated
+        return found if isinstance(found, NamedSharding) else shards.replicated
 
     return ModelState(variables, [list(map(sharding_of, each)) for each in variables])
 
 
-def make_step_functions(
-    model: "keras.Model", replicated: NamedSharding, context: ReplicaContext | None
-) -> StepFunctions:
+def make_step_functions(model: "keras.Model", shards: Shards, context: ReplicaContext | None) -> StepFunctions:
     """Makes jitted train, test and predict functions, again for each set of weights that is trained.
 
     Each is one program for the whole global batch, which XLA splits over the devices as inputs and variables are. The
@@ -95,7 +147,7 @@ def make_step_functions(
 
     Args:
         model: built and compiled.
-        replicated: the sharding of variables that have none yet.
+        shards: what the devices hold in parts.
         context: that of the layers in a training step.
     """
     from kerasdp.keras_compat.models import own_steps, portable_steps
@@ -110,7 +162,7 @@ def make_step_functions(
             if "train_step" in own:
                 logs, state = model.train_step(state, _packed(data))
                 return (logs.get("loss"), None, logs, {}), state
-            return _train_step(model, state, _cut(data), detail)
+            return _train_step(model, state, _cut(data), detail, shards)
 
     def on_state(step: Callable[..., Any], name: str) -> Callable[[Any], Any]:
         made: dict[tuple[bool, ...], Callable[[Any], Any]] = {}
@@ -118,8 +170,8 @@ def make_step_functions(
         def run(data: Any) -> Any:
             key = weights.key()
             if key not in made:
-                state = _state_of(model, name, replicated)
-                made[key] = _on_state(model, replicated, step, state, is_training=name == "train")
+                state = _state_of(model, name, shards)
+                made[key] = _on_state(model, shards.replicated, step, state, is_training=name == "train")
             return made[key](data)
 
         return run
@@ -232,7 +284,7 @@ def _packed(data: tuple[Any, ...]) -> Any:
     return as_keras_gives(_cut(data))
 
 
-def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail) -> tuple[Any, Any]:
+def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Detail, shards: Shards) -> tuple[Any, Any]:
     """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed, and the state.
 
     It is Keras' own step, in one program for all devices: XLA adds the sums over them. Keras' logs hold the mean of the
@@ -259,14 +311,16 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
         return loss, (updates, keras.tree.map_structure(mask_of, updates[1]), found)
 
     # Forward and backward pass.
-    (_, (updates, masks, found)), gradients = jax.value_and_grad(loss_and_updates, has_aux=True)(trainable)
+    compute = shards.gathering(loss_and_updates)
+    (_, (updates, masks, found)), gradients = jax.value_and_grad(compute, has_aux=True)(trainable)
     loss, outputs, non_trainable, metrics = updates
     outputs = keras.tree.map_structure(set_mask, outputs, masks)
     seen = observed(detail, gradients, found)
     # The update.
     with keras.StatelessScope(list(zip(model.optimizer.variables, optimizer))):
         rate = learning_rate(model.optimizer)
-    trainable, optimizer = _updated(model, state, gradients)
+    trainable, optimizer = _updated(model, state, shards.cut(gradients))
+    trainable = shards.cut(trainable)
     # The metrics.
     with keras.StatelessScope(list(zip(model.metrics_variables, metrics))) as scope:
         update_loss_metric(model, loss, jax.tree.leaves(inputs)[0].shape[0])

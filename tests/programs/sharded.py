@@ -1,0 +1,120 @@
+"""Trains models of which each device holds a part, in float64.
+
+python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `tied` (a subclassed model whose layers are shared, and
+    whose table is its last kernel, too), `attention`, `lstm`, `own` (a loop of one's own); or `resume FOLDER EPOCHS`
+
+Prints, by case: losses, whether the devices agree, and the bytes of weights and slots that a device holds, and in all.
+"""
+
+import functools
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+ROWS, BATCH, EPOCHS = 61, 16, 5  # 20 steps; the last batch of an epoch has 13 rows, which no two devices share evenly
+
+
+def model_of(case):
+    import keras
+    from keras import layers, ops
+
+    class Tied(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table, self.hidden = layers.Embedding(64, 48), layers.Dense(48, "gelu")
+            self.norm = layers.LayerNormalization()
+
+        def call(self, tokens):
+            x = self.table(tokens)
+            for _ in range(2):
+                x = self.norm(x + self.hidden(x))
+            return ops.matmul(ops.mean(x, axis=1), ops.transpose(self.table.embeddings))
+
+    if case == "tied":
+        model = Tied()
+        model(np.zeros((1, 12), "int32"))
+        return model
+    if case == "conv":
+        return keras.Sequential(
+            [keras.Input((8, 8, 3)), layers.Conv2D(64, 3), layers.BatchNormalization(), layers.ReLU(),
+             layers.Conv2D(128, 3), layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.2), layers.Flatten(),
+             layers.Dense(10)]
+        )  # fmt: skip
+    tokens = keras.Input((12,), dtype="int32")
+    x = layers.Embedding(64, 48)(tokens)
+    if case == "lstm":
+        return keras.Model(tokens, layers.Dense(10)(layers.LSTM(64)(x)))
+    normed = layers.LayerNormalization()(x)
+    x = x + layers.MultiHeadAttention(4, 12, dropout=0.1)(normed, normed, use_causal_mask=True)
+    x = x + layers.Dense(48)(layers.Dense(192, "gelu")(layers.LayerNormalization()(x)))
+    return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+def train(runner, cases, epochs):
+    return {case: outcome(runner, case, epochs) for case in cases}
+
+
+def outcome(runner, case, epochs):
+    import keras
+
+    numbers = np.random.RandomState(0)
+    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
+    y = numbers.randint(0, 10, ROWS)
+    with runner.scope():
+        model = model_of("tied" if case in ("own", "resume") else case)
+        # All gradients at once, and their weights, as well as each number for itself.
+        optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    if case == "own":
+        losses = looped(runner, model, loss, x, y, epochs)
+    else:
+        found = runner.fit(model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0)
+        losses = found.history["loss"] + found.history["val_loss"]
+    groups = model.weights, optimizer.variables
+    return {
+        "losses": losses,
+        "diverged": runner.strategy.diverged_variables(model),
+        "held": [sum(map(held_bytes, group)) for group in groups],
+        "total": [sum(keras.ops.convert_to_numpy(one).nbytes for one in group) for group in groups],
+        "description": runner.strategy.description(model),
+    }
+
+
+def looped(runner, model, loss_of, x, y, epochs):
+    """A loop of one's own."""
+    weights = model.trainable_variables
+    model.optimizer.build(weights)
+
+    @runner.step
+    def step(batch):
+        loss, gradients = kerasdp.value_and_grad(lambda: loss_of(batch[1], model(batch[0], training=True)), weights)()
+        model.optimizer.apply(gradients, weights)
+        return loss
+
+    return [float(step(batch)) for batch in runner.batches(x, y, batch_size=BATCH, epochs=epochs)]
+
+
+def held_bytes(variable):
+    """On one device."""
+    import keras
+
+    shards = getattr(variable.value, "addressable_shards", None)
+    return keras.ops.convert_to_numpy(variable).nbytes if shards is None else shards[0].data.nbytes
+
+
+if __name__ == "__main__":
+    backend, num_devices, shard, *cases = sys.argv[1:]
+    settings = {} if shard == "none" else {"shard": shard}
+    epochs = EPOCHS
+    if cases[0] == "resume":
+        _, folder, epochs = cases
+        cases, settings = ["resume"], settings | {"workdir": folder, "resume": True}
+    result = kerasdp.launch(
+        functools.partial(train, cases=cases, epochs=int(epochs)), backend=backend, num_devices=int(num_devices),
+        device="cpu", precision="float64", verbose=0, **settings,
+    )  # fmt: skip
+    print("RESULT " + json.dumps(result))
