@@ -125,18 +125,19 @@ class DataParallel(JaxStrategy):
             return self.replicated
         return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
 
+    def _part_bytes(self, value: jax.Array) -> int:
+        return value.dtype.itemsize * math.prod(self._part_of(value.shape).shard_shape(value.shape))
+
     def description(self, model: "keras.Model") -> str:
         """Says how many bytes of all variables a device holds, if it does not hold all."""
         if self.config.shard == "none" or self.num_devices == 1:
             return ""
-        slots = [] if model.optimizer is None else model.optimizer.variables
-        held = total = 0
-        for variable in (*model.weights, *slots):
-            value = variable.value
-            is_part = self.config.shard == "weights" or any(variable is slot for slot in slots)
-            of_part = self._part_of(value.shape) if is_part else self.replicated
-            held += value.dtype.itemsize * math.prod(of_part.shard_shape(value.shape))
-            total += value.nbytes
+        weights = [weight.value for weight in model.weights]
+        slots = [] if model.optimizer is None else [slot.value for slot in model.optimizer.variables]
+        cut = [*slots, *(weights if self.config.shard == "weights" else [])]
+        total = sum(value.nbytes for value in (*weights, *slots))
+        spared = sum(value.nbytes - self._part_bytes(value) for value in cut)
+        held = total - spared
         return f"a device holds {held:,} of {total:,} bytes of weights and optimizer"
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
