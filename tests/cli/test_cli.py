@@ -143,7 +143,7 @@ def test_the_flags_are_these():
         "inputs", "interface", "keep", "kernel_initializer", "label_smoothing", "learning_rate", "log_every",
         "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
         "pipeline_schedule", "precision", "profile", "reduce", "repetitions", "resume", "rounds", "schedule",
-        "seed", "size", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "to",
+        "seed", "shard", "size", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "to",
         "tracker", "trials", "trust_checkpoint", "verbose", "warmup", "weights", "workdir", "workers",
     ]  # fmt: skip
 
