@@ -269,6 +269,8 @@ class Step:
 def _saying_that_it_was_a_trial() -> Iterator[None]:
     try:
         yield
+    except RunError:  # which says what is wrong
+        raise
     except Exception as error:
         error.add_note(
             f"This was a trial of the step on {NUM_ROWS} rows of its batch. A state with a row for each sample has "

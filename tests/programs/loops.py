@@ -539,11 +539,35 @@ def norm_of_replicas(runner):
     return found
 
 
+def scaled(runner):
+    """A scaled loss, in a loop whose second batch of each epoch overflows, so that its update is left out."""
+    import keras
+    from keras import ops
+
+    with runner.scope():
+        model = dense(4, 8, 3)
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.Adam(0.01), initial_scale=4.0, dynamic_growth_steps=2
+        )
+    optimizer.build(model.trainable_variables)
+
+    @runner.step(returns="same")
+    def step(x):
+        minimize(lambda: optimizer.scale_loss(ops.mean(ops.square(model(x) - 1))), model, optimizer)
+        sizes = [ops.sum(ops.square(weight)) for weight in model.trainable_variables]
+        return {"size": sum(sizes), "scale": optimizer.dynamic_scale}
+
+    rows = numbers(5, ROWS, 4)
+    batches = [rows[at : at + BATCH] for at in range(0, ROWS, BATCH)]
+    batches[1][0, 0] = np.inf
+    return [{name: float(value) for name, value in step(x).items()} for _ in range(EPOCHS) for x in batches]
+
+
 CASES = {
     case.__name__: case
     for case in (
         supervised, dcgan, wgan, conditional_gan, vae, ddim, cycle_gan, momentum_contrast, distillation, maml, style,
-        dqn, actor_critic, norm_of_replicas,
+        dqn, actor_critic, scaled, norm_of_replicas,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from tests.training.test_own_steps import numbers
 
 CASES = (
     "supervised", "dcgan", "wgan", "conditional_gan", "vae", "ddim", "cycle_gan", "momentum_contrast", "distillation",
-    "maml", "style", "dqn", "actor_critic",
+    "maml", "style", "dqn", "actor_critic", "scaled",
 )  # fmt: skip
 # In the default suite; the others, and other numbers of devices, are proofs.
 USUAL = {
