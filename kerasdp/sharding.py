@@ -1,7 +1,9 @@
-"""Says which variables several devices hold in parts, and along which axis each is cut: one rule for all backends."""
+"""Says which variables several devices hold in parts, along which axis each is cut, and what that spares: one rule."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 # Numbers below which a variable stays whole: to send so few takes longer than to hold them.
 SMALLEST = 2**11
@@ -21,3 +23,22 @@ def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
         return None
     axes = [axis for axis, size in enumerate(shape) if size % num_parts == 0]
     return max(axes, key=lambda axis: (shape[axis], axis), default=None)
+
+
+def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
+    """Returns the bytes of variables on a device, of which so many hold one part each of those that are cut."""
+    return sum(
+        math.prod(variable.shape) * bytes_of_number(variable.dtype) // (num_parts if is_cut(variable, num_parts) else 1)
+        for variable in variables
+    )
+
+
+def is_cut(variable: Any, num_parts: int) -> bool:
+    """Returns whether a variable is cut into so many parts."""
+    return cut_axis(variable.shape, num_parts) is not None
+
+
+def bytes_of_number(dtype: Any) -> int:
+    """Returns the bytes of a number of a type."""
+    bits = re.search(r"\d+$", str(getattr(dtype, "name", dtype)))
+    return int(bits[0]) // 8 if bits else 1

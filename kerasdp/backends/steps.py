@@ -11,6 +11,7 @@ from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import ReplicaContext, use
+from kerasdp.sharding import bytes_of
 
 if TYPE_CHECKING:
     from kerasdp.portability.global_batch import GlobalBatch
@@ -67,6 +68,16 @@ def variables_of_own_step(model: Any) -> list[Any]:
 def compared_variables(model: Any, state_only: bool) -> list[Any]:
     """Returns the variables of a model that all replicas have; `state_only`: those that are not trained."""
     return model.non_trainable_variables if state_only else model.variables
+
+
+def held_in_words(model: Any, shard: str, num_devices: int) -> str:
+    """Says how many bytes of all variables a device holds, with `Config.shard`; nothing if it holds all."""
+    if shard == "none" or num_devices == 1:
+        return ""
+    slots = [] if model.optimizer is None else model.optimizer.variables
+    parts = num_devices if shard == "weights" else 1
+    held = bytes_of(model.weights, parts) + bytes_of(slots, num_devices)
+    return f"a device holds {held:,} of {bytes_of((*model.weights, *slots)):,} bytes of weights and optimizer"
 
 
 class TrainedWeights:

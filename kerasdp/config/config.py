@@ -107,7 +107,7 @@ class Config:
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
         "too, which are gathered where a step uses them. The losses stay the same.",
-        only=[Only(None, ["jax"], ["data"], "each device holds all of the model")])
+        only=[Only(None, ["torch", "jax"], ["data"], "each device holds all of the model")])
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "

@@ -1,5 +1,6 @@
 """Reads what layers and variables of Keras hold."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -11,7 +12,7 @@ from keras.src.backend.common import masking
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.models.functional import Functional
 
-from kerasdp.keras_compat.patches import wrap_for_good
+from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -204,6 +205,42 @@ class InnerScope(keras.StatelessScope):
         """Assigns, in the scope around or for good, what was assigned here; `values`: in its place."""
         for variable, value in zip(self.assigned, values or self.assigned_values()):
             variable.assign(value)
+
+
+class ScopeOfParts(keras.StatelessScope):
+    """A stateless scope of variables that may hold less than their shape says, until they are read.
+
+    Keras 3.15: a `StatelessScope` refuses values of another shape.
+    """
+
+    def __init__(self, values: Iterable[tuple[keras.Variable, Any]], read: Callable[[keras.Variable, Any], Any]):
+        """`read` makes of a variable, and what it holds, its value."""
+        super().__init__(collect_losses=True)
+        self.state_mapping = {id(variable): value for variable, value in values}
+        self._read = read
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Returns the value of a variable; None if it is not known here."""
+        value = super().get_current_value(variable)
+        return None if value is None else self._read(variable, value)
+
+
+def autocast(variable: keras.Variable, value: Any) -> Any:
+    """Returns a value of a variable in the type that the layer which is called computes in.
+
+    Keras 3.15: `Variable._maybe_autocast`; the public `value` does it once it has the whole.
+    """
+    return variable._maybe_autocast(value)
+
+
+def with_shapes(
+    variables: Iterable[tuple[keras.Variable, tuple[int, ...]]],
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which variables have other shapes: those of the parts that they hold.
+
+    Keras 3.15: `Variable._shape`, to which the shape of what is assigned is compared.
+    """
+    return replaced_in_each((variable, {"_shape": tuple(shape)}) for variable, shape in variables)
 
 
 def is_of_keras(kind: type) -> bool:

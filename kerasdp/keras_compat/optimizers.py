@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from kerasdp.keras_compat.patches import in_place_of, replaced, replaced_in_each, wrapped
@@ -106,6 +107,70 @@ def updating_some(optimizer: Any, weights: list[Any]) -> contextlib.AbstractCont
     inner = inner_optimizer(optimizer)
     decays = inner.weight_decay is not None and any(inner._use_weight_decay(weight) for weight in weights)
     return replaced(inner, global_clipnorm=None, weight_decay=inner.weight_decay if decays else None)
+
+
+def updating_parts(
+    optimizer: Any, is_cut: Callable[[Any], bool], counts_wholes: bool, add_up: Callable[[Any], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which an optimizer has parts of weights and gradients, and clips by norms of the wholes.
+
+    Keras 3.15: `_clip_gradients` sees what this process holds, and so does `LossScaleOptimizer.check_finite`; the
+    formulas are those of `_clip_by_norm` and `clip_by_global_norm`. No public way.
+
+    Args:
+        optimizer: built.
+        is_cut: whether a process holds a part of a weight.
+        counts_wholes: whether this process is the one that adds what all hold.
+        add_up: sums a tensor over the processes.
+    """
+    inner = inner_optimizer(optimizer)
+
+    def clip(gradients: list[Any], weights: list[Any]) -> list[Any]:
+        limit = inner.clipnorm or inner.global_clipnorm
+        if not limit or not gradients:
+            return clip_as_keras(gradients)
+        squares = [
+            ops.sum(ops.square(gradient)) * float(counts_wholes or is_cut(weight))
+            for gradient, weight in zip(gradients, weights)
+        ]
+        sums = add_up(ops.stack(squares))
+        if inner.clipnorm:
+            norms = ops.sqrt(sums)
+            return [gradient * limit / ops.maximum(norms[place], limit) for place, gradient in enumerate(gradients)]
+        norm = ops.sqrt(ops.sum(sums))
+        scale = limit * ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN of what is not finite
+        return [gradient * scale for gradient in gradients]
+
+    def apply(gradients: list[Any], weights: list[Any]) -> None:
+        with replaced(inner, _clip_gradients=lambda own: clip(own, weights)):
+            apply_as_keras(gradients, weights)
+
+    clip_as_keras, apply_as_keras = inner._clip_gradients, inner._backend_apply_gradients
+    changes: list[tuple[Any, dict[str, Any]]] = [(inner, {"_backend_apply_gradients": apply})]
+    if inner is not optimizer:
+        check = optimizer.check_finite
+        odd = lambda gradients: ops.cast(ops.logical_not(check(gradients)), "float32")  # noqa: E731
+        changes.append((optimizer, {"check_finite": lambda gradients: ops.equal(add_up(odd(gradients)), 0.0)}))
+    return replaced_in_each(changes)
+
+
+def updates_numbers_alone(optimizer: Any) -> bool:
+    """Returns whether an optimizer makes of each number of a weight what it would of that number alone.
+
+    Found by trying: clones of it update a small weight, and its halves. Clipping by norms is left out.
+    """
+    config = {**optimizer.get_config(), "clipnorm": None, "global_clipnorm": None, "gradient_accumulation_steps": None}
+    numbers = np.random.RandomState(0).normal(size=(3, 4, 6)).astype("float32")
+
+    def updated(columns: slice) -> Any:
+        clone = type(optimizer).from_config(dict(config))
+        weight = keras.Variable(numbers[0, :, columns])
+        for gradient in numbers[1:]:
+            clone.apply([ops.convert_to_tensor(gradient[:, columns])], [weight])
+        return ops.convert_to_numpy(weight)
+
+    halves = np.concatenate([updated(slice(3)), updated(slice(3, None))], axis=1)
+    return bool(np.allclose(updated(slice(None)), halves, rtol=1e-6, atol=1e-7))
 
 
 def weights_without_decay(optimizer: Any, weights: list[Any]) -> list[Any]:

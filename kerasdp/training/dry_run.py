@@ -23,8 +23,8 @@ from kerasdp.portability.reduction import reasons_to_gather
 from kerasdp.reporting.dry_run import lines
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.sharding import cut_axis
-from kerasdp.training.prepare import bytes_of_number, bytes_of_row
+from kerasdp.sharding import bytes_of, is_cut
+from kerasdp.training.prepare import bytes_of_row
 from kerasdp.training.runner import Runner
 
 # Samples that are read, of the first batch.
@@ -329,19 +329,6 @@ def _of_batch_norms(norms: list[Any], config: Config, size: int) -> dict[str, in
 def metric_variables(model: keras.Model) -> list[Any]:
     """Returns the variables that replicas sum: of the losses of single outputs, and of the metrics of `compile`."""
     return [variable for variables in compiled_variables(model) for variable in variables]
-
-
-def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
-    """Returns the bytes of variables on a device, of which so many hold one part each of those that are cut."""
-    return sum(
-        math.prod(variable.shape) * bytes_of_number(variable.dtype) // (num_parts if is_cut(variable, num_parts) else 1)
-        for variable in variables
-    )
-
-
-def is_cut(variable: Any, num_parts: int) -> bool:
-    """Returns whether a variable is cut into so many parts."""
-    return cut_axis(variable.shape, num_parts) is not None
 
 
 def numbers_in(variables: Iterable[Any]) -> int:

@@ -1,7 +1,6 @@
 """Prepares a model for the devices before its first step."""
 
 import math
-import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -46,6 +45,7 @@ from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, ro
 from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache
+from kerasdp.sharding import bytes_of_number
 from kerasdp.training.data_checks import check_data, refuse_nan_inputs
 
 # What `compile` had made of a model when its losses and metrics were looked at.
@@ -291,9 +291,3 @@ def bytes_of_row(symbols: Any) -> int:
     """Returns the bytes of a sample's outputs; `symbols`: a structure of `KerasTensor`s."""
     leaves = keras.tree.flatten(symbols)
     return sum(math.prod(size or 1 for size in leaf.shape[1:]) * bytes_of_number(leaf.dtype) for leaf in leaves)
-
-
-def bytes_of_number(dtype: Any) -> int:
-    """Returns the bytes of a number of a type."""
-    bits = re.search(r"\d+$", keras.backend.standardize_dtype(dtype))
-    return int(bits[0]) // 8 if bits else 1

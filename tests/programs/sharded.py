@@ -108,7 +108,8 @@ def held_bytes(variable):
 
 if __name__ == "__main__":
     backend, num_devices, shard, *cases = sys.argv[1:]
-    settings = {} if shard == "none" else {"shard": shard}
+    shard, *others = shard.split("+")
+    settings = ({} if shard == "none" else {"shard": shard}) | dict(each.split("=") for each in others)
     epochs = EPOCHS
     if cases[0] == "resume":
         _, folder, epochs = cases

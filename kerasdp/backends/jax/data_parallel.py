@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
 from kerasdp.backends.jax.devices import JaxStrategy, put_rows, shardings_over
 from kerasdp.backends.jax.train_step import Shards, make_step_functions
-from kerasdp.backends.steps import all_variables
+from kerasdp.backends.steps import all_variables, held_in_words
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.portability.replica_context import ReplicaContext
@@ -125,20 +124,9 @@ class DataParallel(JaxStrategy):
             return self.replicated
         return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
 
-    def _part_bytes(self, value: jax.Array) -> int:
-        return value.dtype.itemsize * math.prod(self._part_of(value.shape).shard_shape(value.shape))
-
     def description(self, model: "keras.Model") -> str:
         """Says how many bytes of all variables a device holds, if it does not hold all."""
-        if self.config.shard == "none" or self.num_devices == 1:
-            return ""
-        weights = [weight.value for weight in model.weights]
-        slots = [] if model.optimizer is None else [slot.value for slot in model.optimizer.variables]
-        cut = [*slots, *(weights if self.config.shard == "weights" else [])]
-        total = sum(value.nbytes for value in (*weights, *slots))
-        spared = sum(value.nbytes - self._part_bytes(value) for value in cut)
-        held = total - spared
-        return f"a device holds {held:,} of {total:,} bytes of weights and optimizer"
+        return held_in_words(model, self.config.shard, self.num_devices)
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not on all devices."""

@@ -28,6 +28,7 @@ from kerasdp.backends.torch.graph_passes import (
     refuse_exchanges,
     send_early,
 )
+from kerasdp.backends.torch.parts import Parts, Sums
 from kerasdp.backends.torch.private import (
     all_reduce_async,
     compile_error,
@@ -35,7 +36,7 @@ from kerasdp.backends.torch.private import (
     mark_static_addresses,
     wait,
 )
-from kerasdp.backends.torch.train_step import RankSteps, flat, unflat
+from kerasdp.backends.torch.train_step import RankSteps, flat, unflat, updating_on
 from kerasdp.portability.replica_context import use
 from kerasdp.reporting import report
 from kerasdp.runtime.ranks import Processes
@@ -56,9 +57,10 @@ class CompiledStep:
         reason: why there is no graph for the next kind of batch; empty if there may be.
     """
 
-    def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any]):
-        """Made once for each compiled model."""
+    def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Parts | None = None):
+        """Made once for each compiled model; `parts`: what this process holds parts of, if it does."""
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
+        self.parts, self.is_captured = parts, True
         self.model = steps.model
         # Keras assigns in place, so these stay the variables' own memory.
         self.values = [variable.value.detach() for variable in variables]
@@ -77,6 +79,40 @@ class CompiledStep:
     def kind(self) -> Any:
         """Returns what else a graph is made for than a kind of batch; hashable."""
         return None
+
+    def uncompiled(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
+        """Runs the step operation by operation."""
+        self.is_captured = False
+        try:
+            return self.step(self.values, batch, detail)
+        finally:
+            self.is_captured = True
+
+    def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Any:
+        """Returns the scope of a step's passes, in which variables have these values; see `Parts.scope`."""
+        import keras
+
+        return keras.StatelessScope(values, collect_losses=True) if self.parts is None else self.parts.scope(values)
+
+    def write(self, values: list[torch.Tensor], *scopes: Any) -> None:
+        """Gives `values` what was assigned in these scopes, of which the last knows what holds.
+
+        Raises:
+            ValueError: if others are assigned than the model's: the graph would forget what.
+        """
+        assigned = {key for scope in scopes for key in scope.state_mapping}
+        if unknown := assigned - {id(variable) for variable in self.variables}:
+            raise ValueError(
+                f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
+                "without a SeedGenerator"
+            )
+        changed = [
+            (variable, value, new)
+            for variable, value in zip(self.variables, values)
+            if (new := _held(scopes[-1], variable, value)) is not value
+        ]
+        for _, value, new in changed if self.parts is None else self.parts.take(changed):
+            value.copy_(new)
 
     def __call__(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
         """Runs the step on a batch; returns its result, or None if it cannot be compiled."""
@@ -174,8 +210,8 @@ class CompiledStep:
 class CompiledTraining(CompiledStep):
     """Compiled training steps of a model: each gives loss, learning rate, Keras' logs and what `observed` recorded."""
 
-    def __init__(self, strategy: Any, steps: RankSteps):
-        super().__init__(strategy, steps, "train", all_variables(steps.model))
+    def __init__(self, strategy: Any, steps: RankSteps, parts: Parts | None = None):
+        super().__init__(strategy, steps, "train", all_variables(steps.model), parts)
         self.weights = TrainedWeights(steps.model)
 
     def kind(self) -> Any:
@@ -184,10 +220,8 @@ class CompiledTraining(CompiledStep):
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
-        import keras
-
         from kerasdp.backends.observer import forward_pass, observed
-        from kerasdp.keras_compat.optimizers import deciding_on_device, updating_one_by_one
+        from kerasdp.keras_compat.optimizers import deciding_on_device
 
         model, strategy = self.model, self.strategy
         trained = {id(variable) for variable in model.trainable_weights}
@@ -196,10 +230,10 @@ class CompiledTraining(CompiledStep):
             for variable, value in zip(self.variables, values)
             if id(variable) in trained
         }
-        buckets = GradientBuckets(strategy, leaves)
+        buckets = GradientBuckets(strategy, leaves, self.parts)
         # What is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
-        with torch.enable_grad(), keras.StatelessScope(begun, collect_losses=True) as passes:
+        with torch.enable_grad(), self.scope(begun) as passes:
             context = self.steps.context(batch)
             with use(context), forward_pass(detail, model, batch.inputs) as found:
                 outputs = self.steps.forward(model, batch.inputs, training=True)
@@ -212,19 +246,45 @@ class CompiledTraining(CompiledStep):
         own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
         gradients, shared = buckets.mean(own, variables, flat(whole.shared))
         between = [
-            (variable, _unless_kept(value, id(variable) in trained, passes.get_current_value(variable)))
+            (
+                variable,
+                self._own(variable, value if id(variable) in trained else _held(passes, variable, value)),
+            )
             for variable, value in zip(self.variables, values)
         ]
-        with torch.no_grad(), keras.StatelessScope(between) as updates, updating_one_by_one(model.optimizer):
+        with torch.no_grad(), self._updating(between) as updates:
             loss = whole.take(unflat(shared, whole.shared))
             whole.move_statistics()
-            seen = observed(detail, gradients, found)
+            if self.parts is not None and detail != Detail.NOTHING:
+                seen = observed(detail, self.parts.whole_gradients(gradients), found)
+            else:
+                seen = observed(detail, gradients, found)
             rate = learning_rate(model.optimizer)
             with deciding_on_device(model.optimizer):
                 model.optimizer.apply(gradients, variables)
             logs = whole.update_metrics(loss)
-        _write(self.variables, values, passes, updates)
+        self.write(values, passes, updates)
         return loss, rate, logs, seen
+
+    def _own(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
+        """Returns what this process updates of a variable."""
+        return value if self.parts is None else self.parts.own(variable, value)
+
+    @contextlib.contextmanager
+    def _updating(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
+        """Returns the scope in which the optimizer updates these values."""
+        import keras
+
+        from kerasdp.keras_compat.optimizers import updating_one_by_one
+
+        optimizer = self.model.optimizer
+        with contextlib.ExitStack() as stack:
+            if self.parts is not None:
+                stack.enter_context(self.parts.updating(optimizer))
+            stack.enter_context(
+                updating_one_by_one(optimizer) if self.is_captured else updating_on(self.strategy.device, optimizer)
+            )
+            yield stack.enter_context(keras.StatelessScope(values))
 
 
 class CompiledOwnStep(CompiledStep):
@@ -251,52 +311,32 @@ class CompiledOwnStep(CompiledStep):
                 stack.enter_context(deciding_on_device(optimizer))
             logs, _ = self.steps.own_step("train_step", batch)
         with torch.no_grad():
-            _write(self.variables, values, scope)
+            self.write(values, scope)
         return logs.get("loss"), None, logs, {}
 
 
 class CompiledEvaluation(CompiledStep):
     """Compiled steps of `evaluate` or `predict` of one model: `test` or `predict` of `RankSteps`."""
 
-    def __init__(self, strategy: Any, steps: RankSteps, name: str):
+    def __init__(self, strategy: Any, steps: RankSteps, name: str, parts: Parts | None = None):
         model = steps.model
         super().__init__(
-            strategy, steps, name, [*model.variables, *(model.metrics_variables if name == "test" else ())]
+            strategy, steps, name, [*model.variables, *(model.metrics_variables if name == "test" else ())], parts
         )
 
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
-        import keras
-
-        begun = list(zip(self.variables, values))
-        with torch.no_grad(), keras.StatelessScope(begun, collect_losses=True) as scope:
-            result = getattr(self.steps, self.name)(batch)
         with torch.no_grad():
-            _write(self.variables, values, scope)
+            with self.scope(list(zip(self.variables, values))) as scope:
+                result = getattr(self.steps, self.name)(batch)
+            self.write(values, scope)
         return result
 
 
-def _write(variables: list[Any], values: list[torch.Tensor], *scopes: Any) -> None:
-    """Gives `values` what was assigned in these scopes, of which the last knows what holds.
-
-    Raises:
-        ValueError: if others are assigned than the model's: the graph would forget what.
-    """
-    assigned = {key for scope in scopes for key in scope.state_mapping}
-    if unknown := assigned - {id(variable) for variable in variables}:
-        raise ValueError(
-            f"{len(unknown)} variables are assigned that are not the model's, as the seed of a keras.random call "
-            "without a SeedGenerator"
-        )
-    for variable, value in zip(variables, values):
-        new = scopes[-1].get_current_value(variable)
-        if new is not value:
-            value.copy_(new)
-
-
-def _unless_kept(value: torch.Tensor, is_trained: bool, new: torch.Tensor) -> torch.Tensor:
-    """Returns what the update sees of a variable: what the passes assigned; weights as they were."""
-    return value if is_trained or new is value else new.detach()
+def _held(scope: Any, variable: Any, value: torch.Tensor) -> torch.Tensor:
+    """Returns what a variable holds in a scope, as it was assigned; `value` if it was not."""
+    new = scope.state_mapping.get(id(variable), value)
+    return value if new is value else new.detach()
 
 
 def inductor_options(strategy: Any, keeps_order: bool) -> dict[str, bool]:
@@ -389,29 +429,43 @@ _BUCKET_BYTES = 25 * 2**20
 class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
-    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor]):
-        """Hooks itself to the gradients of `leaves`, by the id of their variable."""
-        self.num_replicas = strategy.num_replicas
-        # Gradients that wait to be sent, by the id of their variable; and what was sent, with the sum on its way.
-        self.bucket: list[tuple[int, torch.Tensor]] = []
-        self.sent: list[tuple[list[tuple[int, torch.Tensor]], torch.Tensor]] = []
+    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], parts: Parts | None = None):
+        """Hooks itself to the gradients of `leaves`, by the id of their variable; `parts` that are averaged, if any."""
+        self.num_replicas, self.parts = strategy.num_replicas, parts
+        # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
+        self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
+        # What was sent, with the sum on its way.
+        self.sent: list[tuple[list[tuple[int, torch.Tensor]], Any]] = []
         self.is_bfloat16 = strategy.config.gradient_precision == "bfloat16"
+        # Of a weight that is held in parts, the backward pass gives this process's part of the mean.
+        self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set()
         if strategy.num_replicas > 1:
             for key, leaf in leaves.items():
-                leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
+                if key not in self.own:
+                    leaf.register_hook(lambda gradient, key=key: self._add(key, gradient))
 
     def _add(self, key: int, gradient: torch.Tensor) -> None:
-        if self.bucket and self.bucket[0][1].dtype != gradient.dtype:
-            self._send()
-        self.bucket.append((key, gradient))
-        if sum(gradient.nbytes for _, gradient in self.bucket) >= _BUCKET_BYTES:
-            self._send()
+        is_cut = self.parts is not None and self.parts.axes.get(key) is not None
+        bucket = self.buckets[is_cut]
+        if bucket and bucket[0][1].dtype != gradient.dtype:
+            self._send(is_cut)
+        self.buckets[is_cut].append((key, gradient))
+        if sum(gradient.nbytes for _, gradient in self.buckets[is_cut]) >= _BUCKET_BYTES:
+            self._send(is_cut)
 
-    def _send(self, shared: torch.Tensor | None = None) -> None:
-        bucket, self.bucket = self.bucket, []
-        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
-        flat = (flat.to(torch.bfloat16) if self.is_bfloat16 else flat) / self.num_replicas
+    def _send(self, is_cut: bool = False, shared: torch.Tensor | None = None) -> None:
+        bucket, self.buckets[is_cut] = self.buckets[is_cut], []
+        gradients = [gradient for _, gradient in bucket]
+        if is_cut and self.parts is not None:
+            sent = [self._narrowed(gradient) for gradient in gradients]
+            self.sent.append((bucket, self.parts.scatter(sent, [self.parts.axes[key] for key, _ in bucket])))
+            return
+        flat = self._narrowed(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
+
+    def _narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns this process's share of a mean, in the type that is sent."""
+        return (gradient.to(torch.bfloat16) if self.is_bfloat16 else gradient) / self.num_replicas
 
     def mean(
         self, gradients: tuple[torch.Tensor | None, ...], variables: list[Any], shared: torch.Tensor | None
@@ -422,14 +476,20 @@ class GradientBuckets:
         """
         if self.num_replicas == 1:
             return list(gradients), shared
-        dtypes = {gradient.dtype for _, gradient in self.bucket}
+        dtypes = {gradient.dtype for _, gradient in self.buckets[False]}
         joins_last_bucket = shared is not None and not self.is_bfloat16 and dtypes == {shared.dtype}
         sums = None if shared is None or joins_last_bucket else all_reduce_async(shared)
-        if self.bucket:
-            self._send(shared if joins_last_bucket else None)
-        averaged: dict[int, torch.Tensor] = {}
+        for is_cut, bucket in self.buckets.items():
+            if bucket:
+                self._send(is_cut, shared if joins_last_bucket else None)
+        averaged = {
+            id(variable): gradient for variable, gradient in zip(variables, gradients) if id(variable) in self.own
+        }
         rest = None
         for bucket, sent in self.sent:
+            if isinstance(sent, Sums):
+                averaged |= {key: part.to(one.dtype) for (key, one), part in zip(bucket, sent.take())}
+                continue
             joined, sizes = wait(sent), [gradient.numel() for _, gradient in bucket]
             *values, rest = joined.to(bucket[0][1].dtype).split([*sizes, joined.numel() - sum(sizes)])
             averaged |= {key: value.reshape(gradient.shape) for (key, gradient), value in zip(bucket, values)}

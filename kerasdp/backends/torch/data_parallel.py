@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, median_seconds
+from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words, median_seconds
 from kerasdp.backends.torch.collectives import HostSums
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
+from kerasdp.backends.torch.parts import Parts
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, num_differentiated, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
+from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class DataParallel(TorchStrategy):
         self.splits_batches = self.num_replicas > 1
         self.shard = self.processes.rank, devices.count
         self.split = Split(devices.count, config.shares)
+        self._parts: ModelCache[Parts] = ModelCache()
         # Where they are, gradients are added there.
         self.host_sums: HostSums | None = None
         if config.reduce == "host" and self.num_replicas > 1:
@@ -74,9 +78,15 @@ class DataParallel(TorchStrategy):
 
         if self.is_gpu:
             self.open_statistics_group(model)
-        steps, weights = RankSteps(self, model), TrainedWeights(model)
-        parallel = compiled = parallel_for = None
+        steps, weights, parts = RankSteps(self, model), TrainedWeights(model), self._parts_of(model)
+        parallel = parallel_for = None
+        compiled: CompiledTraining | CompiledOwnStep | None = None
         is_own = "train_step" in steps.own
+        if parts is not None and steps.own:
+            raise UserError(
+                f"--shard={self.config.shard}: --backend=torch knows the steps of fit, evaluate and predict as Keras "
+                f"has them. Received: {', '.join(sorted(steps.own))} of {model.name}; use --backend=jax"
+            )
         # The first user-defined step runs uncompiled, and tells whether it can be captured: one in the form of torch's
         # guide cannot, and an attempt would move what it counts in Python.
         is_captured = not is_own
@@ -84,6 +94,9 @@ class DataParallel(TorchStrategy):
         def train(batch: DeviceBatch, detail: Detail) -> Trained:
             nonlocal parallel, parallel_for, compiled, is_captured
             done = None
+            if parts is not None:
+                parts.cut()
+                compiled = compiled or CompiledTraining(self, steps, parts)
             if is_captured and self._compiles(
                 model, self._steps_to_compile(run_state), len(batch.indices) == run_state.batch_size
             ):
@@ -95,6 +108,9 @@ class DataParallel(TorchStrategy):
                     logs, _ = steps.own_step("train_step", batch)
                 is_captured = num_differentiated() > before + 1
                 done = logs.get("loss"), None, logs, {}
+            elif done is None and compiled is not None and parts is not None:
+                with numbers_made_on(self.device):
+                    done = compiled.uncompiled(batch, detail)
             elif done is None:
                 # Again when a callback has frozen a layer: DistributedDataParallel would wait for its gradients.
                 if parallel_for != (trained := weights.key()):
@@ -105,19 +121,24 @@ class DataParallel(TorchStrategy):
             loss, rate, logs, seen = done
             return Trained(to_host(loss), to_host(rate), logs, seen)
 
-        test, predict = (self._evaluation_function(name, run_state, steps) for name in ("test", "predict"))
+        test, predict = (self._evaluation_function(name, run_state, steps, parts) for name in ("test", "predict"))
         return StepFunctions(train=train, test=test, predict=predict)
 
-    def _evaluation_function(self, name: str, run_state: RunState, steps: RankSteps) -> Callable[[DeviceBatch], Any]:
+    def _evaluation_function(
+        self, name: str, run_state: RunState, steps: RankSteps, parts: Parts | None
+    ) -> Callable[[DeviceBatch], Any]:
         """Makes the function `test` or `predict`."""
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
 
-        compiled = None
+        compiled: CompiledEvaluation | None = None
 
         @torch.no_grad()
         def evaluate(batch: DeviceBatch) -> Any:
             nonlocal compiled
             evaluated, result = run_state.evaluated, None
+            if parts is not None and parts.holds_weights:
+                parts.cut()
+                compiled = compiled or CompiledEvaluation(self, steps, name, parts)
             if f"{name}_step" not in steps.own and evaluated:
                 is_full = len(batch.indices) == evaluated.batch_size
                 if self._compiles(steps.model, evaluated.num_batches, is_full):
@@ -126,6 +147,8 @@ class DataParallel(TorchStrategy):
             if result is not None:
                 return result
             with numbers_made_on(self.device):
+                if compiled is not None and compiled.parts is not None:
+                    return compiled.uncompiled(batch)
                 return getattr(steps, name)(batch)
 
         return evaluate
@@ -178,8 +201,30 @@ class DataParallel(TorchStrategy):
 
         return [median_seconds(run, before=torch.distributed.barrier)]
 
+    def _parts_of(self, model: Any) -> Parts | None:
+        """Returns what this process holds parts of; None if it holds all."""
+        if self.config.shard == "none" or self.num_replicas == 1:
+            return None
+        if (parts := self._parts.get(model)) is None or parts.is_stale:
+            parts = Parts(model, self.config.shard)
+            self._parts.put(model, parts)
+        return parts
+
+    def gather_variables(self, model: Any) -> None:
+        """See `Strategy`."""
+        if (parts := self._parts.get(model)) is not None:
+            parts.gather()
+
+    def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
+        """See `Strategy`."""
+        parts = self._parts.get(model)
+        cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
+        return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
+
     def description(self, model: Any) -> str:
-        """Returns where gradients are added, if that was chosen."""
+        """Returns where gradients are added, if that was chosen, or how much of the model a process holds."""
+        if self.config.shard != "none":
+            return held_in_words(model, self.config.shard, self.num_replicas)
         if self.config.reduce is None:
             return ""
         if not self.is_gpu:

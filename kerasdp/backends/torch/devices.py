@@ -207,14 +207,17 @@ class TorchStrategy(Strategy):
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all ranks that have them."""
+        if self.stages is not None:
+            return self.differing(self.stages.engine_of(model).own_variables())
+        return self.differing(compared_variables(model, state_only))
+
+    def differing(self, own: "list[keras.Variable]") -> list[str]:
+        """Returns the paths of those of some variables that are not bit-equal on all ranks that name them."""
 
         def digest(variable: "keras.Variable") -> bytes:
             array = np.ascontiguousarray(variable.value.detach().to("cpu", torch.float64).numpy())
             return hashlib.sha256(array.tobytes()).digest()
 
-        own = compared_variables(model, state_only)
-        if self.stages is not None:
-            own = self.stages.engine_of(model).own_variables()
         found: dict[tuple[str, int], set[bytes]] = {}
         for of_rank in self.processes.all_gather_object([(variable.path, digest(variable)) for variable in own]):
             seen = collections.Counter[str]()

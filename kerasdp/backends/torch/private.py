@@ -112,6 +112,27 @@ def all_reduce_async(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return torch.ops._c10d_functional.all_reduce(tensor, "sum", _name_of(group))
 
 
+def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
+    """Starts to sum a flat tensor over all ranks, of which each gets one part of equal size; see `wait`.
+
+    By NCCL it is the sum. Gloo (torch 2.13) takes longer to sum parts than wholes, so it only sends: the result is what
+    each rank has given for this one's part, one after the other, to be added.
+    """
+    name, size = _name_of(None), dist.get_world_size()
+    if dist.get_backend() == "nccl":
+        return torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, name)
+    sizes = [len(tensor) // size] * size
+    return torch.ops._c10d_functional.all_to_all_single(tensor, sizes, sizes, name)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns what is the same number for two tensors, as long as both are there, if they share their memory.
+
+    Torch 2.13: `UntypedStorage._cdata`. The public `data_ptr` is 0 while a step is captured.
+    """
+    return tensor.untyped_storage()._cdata
+
+
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Waits for an `all_reduce_async`, and returns its result."""
     return torch.ops._c10d_functional.wait_tensor(tensor)

@@ -1,0 +1,323 @@
+"""PyTorch: weights and variables of the optimizer of which each rank holds a part, and no rank the whole."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kerasdp.backends.torch.private import (
+    all_gather_functional,
+    all_reduce_async,
+    reduce_scatter_async,
+    storage_of,
+    wait,
+)
+from kerasdp.errors import UserError
+from kerasdp.sharding import cut_axis
+
+# Bytes of several weights that travel in one message; what is larger travels alone.
+_MESSAGE_BYTES = 25 * 2**20
+# A message holds at most this part of all weights, or a small model would be gathered at once.
+_MESSAGES = 8
+
+
+class Parts:
+    """What this rank holds of the variables of one model that are cut, by `cut_axis`.
+
+    A variable that is cut holds its part while steps run, and the whole in between, where callbacks and checkpoints
+    read it: `cut` and `gather` change from one to the other. A part lies in memory with the axis of the cut first, so
+    that the parts of all ranks follow each other in a message.
+
+    Args:
+        model: built.
+        what: `Config.shard`.
+    """
+
+    def __init__(self, model: Any, what: str):
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self.model, self.holds_weights, self._optimizer = model, what == "weights", model.optimizer
+        weights = model.variables if self.holds_weights else model.trainable_variables
+        # Each with the axis along which it is cut. A constraint looks at all of its weight.
+        self.cut_weights = [
+            (weight, axis)
+            for weight in weights
+            if weight.constraint is None and (axis := cut_axis(weight.shape, self._size)) is not None
+        ]
+        self.axes = {id(weight): axis for weight, axis in self.cut_weights}
+        self._held: dict[int, tuple[Any, int, torch.Tensor]] = {}
+        self._groups: dict[int, int] = {}
+        self.is_cut = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Returns whether the model was compiled again since, so that other variables are cut."""
+        return self.model.optimizer is not self._optimizer
+
+    def cut(self) -> None:
+        """Lets each variable hold this rank's part of it; what was assigned to the whole is kept."""
+        from kerasdp.keras_compat.layers import raw_value, set_raw_value
+
+        if self.is_cut:
+            return
+        for variable, axis in self._variables():
+            part = self._own(raw_value(variable).detach(), axis)
+            if id(variable) in self._held:  # compiled steps know where it lies
+                self._held[id(variable)][2].copy_(part)
+            else:
+                part = part.movedim(axis, 0).clone(memory_format=torch.contiguous_format).movedim(0, axis)
+                self._held[id(variable)] = variable, axis, part
+            held = torch.nn.Parameter(self._held[id(variable)][2], requires_grad=raw_value(variable).requires_grad)
+            set_raw_value(variable, held)
+        if self.holds_weights and not self._groups:
+            self._groups = _groups_of([weight for weight, _ in self.cut_weights])
+        self.is_cut = True
+
+    def gather(self) -> None:
+        """Lets each variable hold all of it, one after the other. Called by all ranks together."""
+        from kerasdp.keras_compat.layers import raw_value, set_raw_value
+
+        for variable, axis, part in self._held.values() if self.is_cut else ():
+            (whole,) = self.whole([part], [axis])
+            whole = whole.clone(memory_format=torch.contiguous_format)
+            set_raw_value(variable, torch.nn.Parameter(whole, requires_grad=raw_value(variable).requires_grad))
+        self.is_cut = False
+
+    def _variables(self) -> Iterator[tuple[Any, int]]:
+        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_numbers_alone
+
+        if self.holds_weights:
+            yield from self.cut_weights
+        optimizer = inner_optimizer(self.model.optimizer)
+        if not self._held and not updates_numbers_alone(optimizer):
+            raise UserError(
+                f"--shard: {type(optimizer).__name__} looks at all numbers of a weight, of which a process of "
+                "--backend=torch holds a part; use --backend=jax, or another --optimizer"
+            )
+        of_weight = slots_by_weight(optimizer)
+        for slot in optimizer.variables:
+            _, weight = of_weight.get(id(slot), ("", None))
+            if id(weight) in self.axes and tuple(slot.shape) == tuple(weight.shape):
+                yield slot, self.axes[id(weight)]
+
+    def _own(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
+        length = whole.shape[axis] // self._size
+        return whole.narrow(axis, self._rank * length, length)
+
+    def own(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a value of a weight; the value itself if it is the part, or there are none."""
+        axis = self.axes.get(id(variable))
+        if axis is None or value.shape[axis] != variable.shape[axis]:
+            return value
+        return self._own(value, axis)
+
+    def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
+        """Returns the wholes of some parts of one type, by one message; with the axis of the cut first in memory."""
+        rows = [part.movedim(axis, 0) for part, axis in zip(parts, axes)]
+        joined = torch.cat([row.reshape(-1) for row in rows]) if len(rows) > 1 else rows[0].reshape(-1)
+        gathered = all_gather_functional(joined).reshape(self._size, -1)
+        found = gathered.split([part.numel() for part in parts], dim=1)
+        return [
+            one.reshape(self._size * row.shape[0], *row.shape[1:]).movedim(0, axis)
+            for one, row, axis in zip(found, rows, axes)
+        ]
+
+    def scatter(self, wholes: Sequence[torch.Tensor], axes: Sequence[int]) -> "Sums":
+        """Starts to sum tensors of one type over the ranks, of which each gets its parts; by one message."""
+        rows = [whole.movedim(axis, 0) for whole, axis in zip(wholes, axes)]
+        joined = [row.reshape(self._size, -1) for row in rows]
+        sent = torch.cat(joined, dim=1) if len(rows) > 1 else joined[0]
+        shapes = [(row.shape[0] // self._size, *row.shape[1:]) for row in rows]
+        return Sums(reduce_scatter_async(sent.reshape(-1)), self._size, shapes, axes)
+
+    def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns the whole gradients of the trained weights, for what is recorded of them."""
+        return [
+            gradient if gradient is None or axis is None else self.whole([gradient], [axis])[0]
+            for gradient, axis in zip(gradients, [self.axes.get(id(weight)) for weight in self.model.trainable_weights])
+        ]
+
+    def take(self, changed: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> list[Any]:
+        """Gives weights that are whole on each rank what all ranks have made of their parts; returns the others.
+
+        `changed`: variables, each with what it holds and with its new value, which may be this rank's part alone.
+        """
+        new = {id(variable): part for variable, value, part in changed if part.shape != value.shape}
+        mine = [entry for entry in changed if id(entry[0]) in new]
+        for _, same in itertools.groupby(mine, key=lambda entry: entry[1].dtype):
+            for bucket in _bucketed(list(same), lambda entry: entry[1].nbytes, _MESSAGE_BYTES):
+                axes = [self.axes[id(variable)] for variable, _, _ in bucket]
+                for (_, value, _), whole in zip(bucket, self.whole([part for *_, part in bucket], axes)):
+                    value.copy_(whole)
+        return [entry for entry in changed if id(entry[0]) not in new]
+
+    @contextlib.contextmanager
+    def updating(self, optimizer: Any) -> Iterator[None]:
+        """Returns the context in which an optimizer updates this rank's parts, as if it saw the wholes."""
+        from kerasdp.keras_compat.layers import with_shapes
+        from kerasdp.keras_compat.optimizers import updating_parts
+
+        held = [*self.cut_weights, *((variable, axis) for variable, axis, _ in self._held.values())]
+        shapes = {id(one): (one, self._own(torch.empty(one.shape, device="meta"), axis).shape) for one, axis in held}
+        with (
+            with_shapes(shapes.values()),
+            updating_parts(
+                optimizer,
+                lambda weight: id(weight) in self.axes,
+                counts_wholes=self._rank == 0,
+                add_up=lambda tensor: wait(all_reduce_async(tensor)),
+            ),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
+        """Returns a `keras.StatelessScope` in which weights are gathered where they are read.
+
+        Those of a message are there until others are read. For the backward pass none is kept: see `unkept`.
+        """
+        from kerasdp.keras_compat.layers import ScopeOfParts
+
+        reading = _Reading(self, self._groups, values)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(reading.unkept, reading.again),
+            ScopeOfParts(values, reading.value) as scope,
+        ):
+            yield scope
+
+
+class _Saved(NamedTuple):
+    """Stands for a tensor that a backward pass needs, and that is gathered again for it."""
+
+    key: tuple[int, torch.dtype]
+    weight: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Reading:
+    """Gathers weights where one pass reads them, and again where its backward pass needs them.
+
+    Args:
+        parts: of the model.
+        groups: the number of the message of each weight that is cut, by its `id`.
+        values: what variables hold.
+    """
+
+    def __init__(self, parts: Parts, groups: dict[int, int], values: list[tuple[Any, torch.Tensor]]):
+        self._parts, self._groups = parts, groups
+        self._members: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        for variable, value in values:
+            if id(variable) in groups:
+                self._members.setdefault(groups[id(variable)], []).append((variable, value))
+        # Of each message and type: the weights that layers read so, and what they hold.
+        self._read: dict[tuple[int, torch.dtype], list[tuple[Any, torch.Tensor]]] = {}
+        # Of the message that came last: its number and type, the weights by `id`, and whose memory is whose.
+        self._key: Any = None
+        self._wholes: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, int] = {}
+
+    def value(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
+        """Returns the whole of a weight, in the type that its layer computes in; else the value itself."""
+        from kerasdp.keras_compat.layers import autocast
+
+        if id(variable) not in self._groups:
+            return value
+        key = self._groups[id(variable)], autocast(variable, value[:0]).dtype
+        if key not in self._read:
+            own = self._members[key[0]]
+            self._read[key] = [pair for pair in own if autocast(pair[0], pair[1][:0]).dtype == key[1]]
+        return self._gathered(key)[id(variable)]
+
+    def _gathered(self, key: tuple[int, torch.dtype]) -> dict[int, torch.Tensor]:
+        if self._key != key:
+            self._wholes, self._storages = {}, {}  # before others come
+            own = self._read[key]
+            axes = [self._parts.axes[id(weight)] for weight, _ in own]
+            found = _Whole.apply(self._parts, axes, key[1], *(part for _, part in own))
+            self._key, self._wholes = key, {id(weight): whole for (weight, _), whole in zip(own, found)}
+            self._storages = {storage_of(whole): weight for weight, whole in self._wholes.items()}
+        return self._wholes
+
+    def unkept(self, tensor: torch.Tensor) -> Any:
+        """Returns what is kept in place of a tensor: of a weight that was gathered, only which one it is."""
+        weight = self._storages.get(storage_of(tensor))
+        if weight is None:
+            return tensor
+        return _Saved(self._key, weight, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def again(self, kept: Any) -> torch.Tensor:
+        """Returns the tensor for which `unkept` has kept something."""
+        if not isinstance(kept, _Saved):
+            return kept
+        with torch.no_grad():
+            whole = self._gathered(kept.key)[kept.weight].detach()
+        for axes in itertools.permutations(range(whole.dim())):
+            turned = whole.permute(axes)
+            if (turned.shape, turned.stride(), turned.storage_offset()) == kept[2:]:
+                return turned
+        return whole.as_strided(*kept[2:])
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, axes: list[int], dtype: torch.dtype, *own: torch.Tensor) -> Any:
+        ctx.parts, ctx.axes, ctx.dtypes = parts, axes, [part.dtype for part in own]
+        ctx.set_materialize_grads(False)
+        return tuple(parts.whole([part.to(dtype) for part in own], axes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        found: list[torch.Tensor | None] = [None] * len(gradients)
+        wanted = [
+            (place, gradient.to(ctx.dtypes[place]) / dist.get_world_size())
+            for place, gradient in enumerate(gradients)
+            if gradient is not None and ctx.needs_input_grad[3 + place]
+        ]
+        for _, same in itertools.groupby(wanted, key=lambda pair: pair[1].dtype):
+            own = list(same)
+            sums = ctx.parts.scatter([gradient for _, gradient in own], [ctx.axes[place] for place, _ in own])
+            for (place, _), part in zip(own, sums.take()):
+                found[place] = part
+        return None, None, None, *found
+
+
+def _groups_of(weights: list[Any]) -> dict[int, int]:
+    """Returns the number of the message in which each of some weights travels, by its `id`: neighbours together."""
+
+    def num_bytes(weight: Any) -> int:
+        return weight.value.nbytes
+
+    most = min(_MESSAGE_BYTES, sum(map(num_bytes, weights)) // _MESSAGES)
+    return {id(weight): number for number, group in enumerate(_bucketed(weights, num_bytes, most)) for weight in group}
+
+
+def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> Iterator[list[Any]]:
+    """Yields items in lists of so many bytes together at most; one that has more is alone."""
+    bucket: list[Any] = []
+    for item in items:
+        if bucket and sum(map(num_bytes, bucket)) + num_bytes(item) > most:
+            yield bucket
+            bucket = []
+        bucket.append(item)
+    if bucket:
+        yield bucket
+
+
+class Sums:
+    """Sums of tensors on their way: the parts of this rank."""
+
+    def __init__(self, sent: torch.Tensor, size: int, shapes: list[tuple[int, ...]], axes: Sequence[int]):
+        self._sent, self._size, self._shapes, self._axes = sent, size, shapes, axes
+
+    def take(self) -> list[torch.Tensor]:
+        """Waits for them, and returns them."""
+        joined = wait(self._sent)
+        if dist.get_backend() != "nccl":  # what each rank has given, not added yet
+            joined = joined.reshape(self._size, -1).sum(0)
+        sizes = [torch.Size(shape).numel() for shape in self._shapes]
+        found = joined.split(sizes)
+        return [one.reshape(shape).movedim(0, axis) for one, shape, axis in zip(found, self._shapes, self._axes)]
