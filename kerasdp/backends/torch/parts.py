@@ -28,8 +28,7 @@ class Parts:
     """What this rank holds of the variables of one model that are cut, by `cut_axis`.
 
     A variable that is cut holds its part while steps run, and the whole in between, where callbacks and checkpoints
-    read it: `cut` and `gather` change from one to the other. A part lies in memory with the axis of the cut first, so
-    that the parts of all ranks follow each other in a message.
+    read it: `cut` and `gather` change from one to the other.
 
     Args:
         model: built.
@@ -67,8 +66,7 @@ class Parts:
             if id(variable) in self._held:  # compiled steps know where it lies
                 self._held[id(variable)][2].copy_(part)
             else:
-                part = part.movedim(axis, 0).clone(memory_format=torch.contiguous_format).movedim(0, axis)
-                self._held[id(variable)] = variable, axis, part
+                self._held[id(variable)] = variable, axis, part.clone(memory_format=torch.contiguous_format)
             held = torch.nn.Parameter(self._held[id(variable)][2], requires_grad=raw_value(variable).requires_grad)
             set_raw_value(variable, held)
         if self.holds_weights and not self._groups:
@@ -81,7 +79,6 @@ class Parts:
 
         for variable, axis, part in self._held.values() if self.is_cut else ():
             (whole,) = self.whole([part], [axis])
-            whole = whole.clone(memory_format=torch.contiguous_format)
             set_raw_value(variable, torch.nn.Parameter(whole, requires_grad=raw_value(variable).requires_grad))
         self.is_cut = False
 
@@ -114,23 +111,21 @@ class Parts:
         return self._own(value, axis)
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the wholes of some parts of one type, by one message; with the axis of the cut first in memory."""
-        rows = [part.movedim(axis, 0) for part, axis in zip(parts, axes)]
-        joined = torch.cat([row.reshape(-1) for row in rows]) if len(rows) > 1 else rows[0].reshape(-1)
-        gathered = all_gather_functional(joined).reshape(self._size, -1)
+        """Returns the wholes of some parts of one type, by one message."""
+        own = [part.reshape(-1) for part in parts]
+        gathered = all_gather_functional(torch.cat(own) if len(own) > 1 else own[0]).reshape(self._size, -1)
         found = gathered.split([part.numel() for part in parts], dim=1)
         return [
-            one.reshape(self._size * row.shape[0], *row.shape[1:]).movedim(0, axis)
-            for one, row, axis in zip(found, rows, axes)
+            one.reshape(self._size, *part.shape).movedim(0, axis).flatten(axis, axis + 1)
+            for one, part, axis in zip(found, parts, axes)
         ]
 
     def scatter(self, wholes: Sequence[torch.Tensor], axes: Sequence[int]) -> "Sums":
         """Starts to sum tensors of one type over the ranks, of which each gets its parts; by one message."""
-        rows = [whole.movedim(axis, 0) for whole, axis in zip(wholes, axes)]
-        joined = [row.reshape(self._size, -1) for row in rows]
-        sent = torch.cat(joined, dim=1) if len(rows) > 1 else joined[0]
-        shapes = [(row.shape[0] // self._size, *row.shape[1:]) for row in rows]
-        return Sums(reduce_scatter_async(sent.reshape(-1)), self._size, shapes, axes)
+        rows = [whole.unflatten(axis, (self._size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
+        sent = [row.reshape(self._size, -1) for row in rows]
+        joined = torch.cat(sent, dim=1) if len(sent) > 1 else sent[0]
+        return Sums(reduce_scatter_async(joined.reshape(-1)), self._size, [row.shape[1:] for row in rows])
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the whole gradients of the trained weights, for what is recorded of them."""
@@ -310,14 +305,13 @@ def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> I
 class Sums:
     """Sums of tensors on their way: the parts of this rank."""
 
-    def __init__(self, sent: torch.Tensor, size: int, shapes: list[tuple[int, ...]], axes: Sequence[int]):
-        self._sent, self._size, self._shapes, self._axes = sent, size, shapes, axes
+    def __init__(self, sent: torch.Tensor, size: int, shapes: list[torch.Size]):
+        self._sent, self._size, self._shapes = sent, size, shapes
 
     def take(self) -> list[torch.Tensor]:
         """Waits for them, and returns them."""
         joined = wait(self._sent)
         if dist.get_backend() != "nccl":  # what each rank has given, not added yet
             joined = joined.reshape(self._size, -1).sum(0)
-        sizes = [torch.Size(shape).numel() for shape in self._shapes]
-        found = joined.split(sizes)
-        return [one.reshape(shape).movedim(0, axis) for one, shape, axis in zip(found, self._shapes, self._axes)]
+        found = joined.split([shape.numel() for shape in self._shapes])
+        return [one.reshape(shape) for one, shape in zip(found, self._shapes)]
