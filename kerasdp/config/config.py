@@ -109,6 +109,11 @@ class Config:
         "too, which are gathered where a step uses them. The losses stay the same.",
         only=[Only(None, ["torch", "jax"], ["data"], "each device holds all of the model")])
 
+    remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
+        "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
+        "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.",
+        only=[Only(engines=["data"])])
+
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
         "channels (tensor).", only=[Only("tensor", ["jax"], instead="--strategy=data or pipeline")])

@@ -1,6 +1,7 @@
 """Reads what layers and variables of Keras hold."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -9,6 +10,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common import masking
+from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.models.functional import Functional
 
@@ -203,7 +205,7 @@ class InnerScope(keras.StatelessScope):
 
     def write_back(self, values: list[Any] | None = None) -> None:
         """Assigns, in the scope around or for good, what was assigned here; `values`: in its place."""
-        for variable, value in zip(self.assigned, values or self.assigned_values()):
+        for variable, value in zip(self.assigned, self.assigned_values() if values is None else values):
             variable.assign(value)
 
 
@@ -241,6 +243,61 @@ def with_shapes(
     Keras 3.15: `Variable._shape`, to which the shape of what is assigned is compared.
     """
     return replaced_in_each((variable, {"_shape": tuple(shape)}) for variable, shape in variables)
+
+
+class ReadingScope(InnerScope):
+    """An `InnerScope` that knows which values variables had when they were first read here."""
+
+    def __init__(self, state_mapping: Iterable[tuple[keras.Variable, Any]] = ()):
+        """See `keras.StatelessScope`."""
+        super().__init__(state_mapping)
+        self.read: dict[int, tuple[keras.Variable, Any]] = {}
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Returns the value as `InnerScope` does."""
+        value = super().get_current_value(variable)
+        if id(variable) not in self._assigned:
+            self.read.setdefault(id(variable), (variable, value))
+        return value
+
+
+def state_of_calls() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a function that gives the context in which Keras is where it is now, in any thread, as often as asked.
+
+    Keras 3.15: `GLOBAL_STATE_TRACKER` holds, for each thread, whether layers are called in training, the types to which
+    variables are cast, the scope of their values, and names. No public way.
+    """
+    known = dict(vars(GLOBAL_STATE_TRACKER))
+    calls = copy.copy(known.get("current_call_ctx"))
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        state = vars(GLOBAL_STATE_TRACKER)
+        before = {name: state.get(name) for name in known}
+        state |= known | {"current_call_ctx": copy.copy(calls)}
+        try:
+            yield
+        finally:
+            state |= before
+
+    return restored
+
+
+# The attribute of a layer that `rematerialize` sets.
+_REMATERIALIZED = "_kerasdp_rematerialized"
+
+
+def rematerialize(layer: keras.layers.Layer, is_wanted: bool) -> None:
+    """Marks a layer whose call is to be computed once more in the backward pass, or takes the mark away.
+
+    Past Keras (3.15), which would track the attribute of a built layer.
+    """
+    object.__setattr__(layer, _REMATERIALIZED, is_wanted)
+
+
+def is_rematerialized(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer is marked by `rematerialize`."""
+    return vars(layer).get(_REMATERIALIZED, False)
 
 
 def is_of_keras(kind: type) -> bool:

@@ -24,6 +24,7 @@ class Step(NamedTuple):
         factor: by which the losses of single outputs are multiplied for their means: see `losses_of_whole_batch` in
             `kerasdp.keras_compat.models`.
         record: takes each layer and what it gives.
+        adding: takes what layers add to the loss in place of Keras: a function that gives it to Keras, and the loss.
         differentiates: whether `kerasdp.value_and_grad` is calling a function.
     """
 
@@ -35,6 +36,7 @@ class Step(NamedTuple):
     reduce: Callable[..., Any] | None = None
     factor: float | None = None
     record: Callable[[Any, Any], None] | None = None
+    adding: list[tuple[Callable[[Any], None], Any]] | None = None
     differentiates: bool = False
 
 

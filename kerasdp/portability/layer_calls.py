@@ -18,10 +18,11 @@ import keras
 from keras import ops
 
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat.layers import hook_add_loss, hook_calls, seed_variables
+from kerasdp.keras_compat.layers import hook_add_loss, hook_calls, is_rematerialized, seed_variables
 from kerasdp.keras_compat.patches import current_step
 from kerasdp.keras_compat.random import draws_portably, given_seed_generator
 from kerasdp.portability.random import portable_draws
+from kerasdp.portability.remat import call_for_remat
 from kerasdp.portability.replica_context import ReplicaContext, RowAxes, use
 
 # The call of a layer, and what Keras' `add_loss` of a layer does with a loss.
@@ -158,10 +159,13 @@ def _make_known_call(make: Call, layer: keras.layers.Layer, *args: Any, **kwargs
     step = current_step()
     context: ReplicaContext | None = step.replica
     is_drawing = draws_portably(layer)
-    is_plain = context is None and step.record is None and not is_drawing
+    is_again = is_rematerialized(layer)
+    is_plain = context is None and step.record is None and not is_drawing and not is_again
     if is_plain or not isinstance(layer, keras.layers.Layer):
         return make(layer, *args, **kwargs)
     call = functools.partial(make, layer)
+    if is_again:
+        call = functools.partial(call_for_remat, call, layer)
     if is_drawing:
         call = functools.partial(_call_with_portable_draws, call, layer)
     if context is None or context.rows is None:
@@ -259,6 +263,9 @@ def _take_added_loss(add_loss: Callable[..., None], layer: keras.layers.Layer, l
     """
     context: ReplicaContext | None = current_step().replica
     add: Add = functools.partial(add_loss, layer)
+    if (adding := current_step().adding) is not None:
+        keras_add = add
+        add = lambda loss: adding.append((keras_add, loss))  # noqa: E731
     if context is None or not context.is_trial:  # a trial asks how exact it is
         add = functools.partial(_add_in_float32, add)
     if context is None or context.rows is None:

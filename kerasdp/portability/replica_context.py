@@ -237,6 +237,17 @@ class ReplicaContext:
             moving=None,
         )
 
+    def once_more(self) -> "ReplicaContext":
+        """Returns the context in which a layer is computed again: as it is now, and nothing comes into this one."""
+        return dataclasses.replace(
+            self,
+            penalties=[],
+            calling=[*self.calling],
+            regularized={},
+            moving=None if self.moving is None else [],
+            _calls=dict(self._calls),
+        )
+
     def of_tensor(self, axis: RowAxis | None, num_rows: int) -> "ReplicaContext":
         """Returns the context for a tensor with so many entries on axis 0, each row's together and in order."""
         if axis is not None and num_rows == self.rows:

@@ -26,6 +26,7 @@ from kerasdp.keras_compat.patches import current_step
 from kerasdp.portability.layer_calls import FRAMEWORKS, other_frameworks_of
 from kerasdp.portability.portable import portable
 from kerasdp.portability.random import STEP
+from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
 from kerasdp.portability.row_search import NUM_ROWS
 from kerasdp.portability.step_parts import StepParts, find_parts
@@ -253,6 +254,7 @@ class Step:
                     optimizer.build(weights)
             model = StepModel(self._function, parts, self._returns)
             portable(model, config.batch_norm)
+            rematerialize_in(model, config.remat)
         runner.made_before.refuse(model)
         require_within_scope(model, strategy)
         with runner.model_steps.running(model):

@@ -41,6 +41,7 @@ from kerasdp.portability.reduction import (
     try_losses,
     try_metrics,
 )
+from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
 from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
@@ -110,6 +111,7 @@ def prepare(
     require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device
         portable(model, config.batch_norm)
+    rematerialize_in(model, config.remat)
     if config.batch_norm == "replica" and strategy.processes.rank == 0 and not batch_norms(model):
         # Shown at the user's call of `fit`, `evaluate` or `predict`.
         text = f"--batch_norm=replica has no effect on {model.name}, which has no batch norm"
