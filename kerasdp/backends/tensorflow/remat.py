@@ -84,9 +84,11 @@ def _refuse_others(block: Any, variables: list[Any], tensors: list[tf.Tensor], f
             )
     operations = tf.compat.v1.get_default_graph().get_operations()
     own = {id(operation) for operation in operations[first:]} | {id(tensor.op) for tensor in tensors}
+    device = tf.constant(0.0).device  # where they meet, the replicas' operations are in one another's places
     for operation in operations[first:]:
-        for tensor in operation.inputs:
-            if tensor.dtype.is_floating and id(tensor.op) not in own and tensor.op.type != "Const":
+        for tensor in operation.inputs if operation.device == device else ():
+            is_known = id(tensor.op) in own or tensor.op.type == "Const" or tensor.device != device
+            if tensor.dtype.is_floating and not is_known:
                 raise UserError(
                     f"--remat: layer {block.layer.name} uses a tensor that it is not called with ({tensor.name}), so "
                     "that TensorFlow would lose its gradient: leave that layer out, or use --backend=torch or jax"
