@@ -167,7 +167,7 @@ RECIPES = {
             "use --rounds and --steps_per_round": ["epochs", "max_steps"],
             "all contenders train alike, with data parallelism and SGD": [
                 "strategy", "accumulate", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
-                "pipeline_schedule", "reduce", "device_shares", "optimizer", "learning_rate", "lr_base_batch",
+                "pipeline_schedule", "reduce", "device_shares", "remat", "optimizer", "learning_rate", "lr_base_batch",
                 "kernel_initializer", *_LEARNING,
             ],
             "a benchmark keeps nothing of what it trains": _FILES,

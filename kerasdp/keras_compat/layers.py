@@ -256,7 +256,9 @@ class ReadingScope(InnerScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         """Returns the value as `InnerScope` does."""
         value = super().get_current_value(variable)
-        if id(variable) not in self._assigned:
+        # A whole that was gathered of parts is gathered again, by the scope around.
+        is_part = tuple(getattr(raw_value(variable), "shape", variable.shape)) != tuple(variable.shape)
+        if id(variable) not in self._assigned and not is_part:
             self.read.setdefault(id(variable), (variable, value))
         return value
 

@@ -26,6 +26,7 @@ class Step(NamedTuple):
         record: takes each layer and what it gives.
         adding: takes what layers add to the loss in place of Keras: a function that gives it to Keras, and the loss.
         differentiates: whether `kerasdp.value_and_grad` is calling a function.
+        is_within_checkpoint: whether `jax.checkpoint` is around the whole pass, for weights that are gathered.
     """
 
     replica: Any = None
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     record: Callable[[Any, Any], None] | None = None
     adding: list[tuple[Callable[[Any], None], Any]] | None = None
     differentiates: bool = False
+    is_within_checkpoint: bool = False
 
 
 _NOTHING = Step()

@@ -142,7 +142,7 @@ def test_the_flags_are_these():
         "fine_tuning_rate", "gpus", "gradient_precision", "hang_timeout", "head_epochs", "host_rank", "hosts",
         "inputs", "interface", "keep", "kernel_initializer", "label_smoothing", "learning_rate", "log_every",
         "lr_base_batch", "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "output", "peers",
-        "pipeline_schedule", "precision", "profile", "reduce", "repetitions", "resume", "rounds", "schedule",
+        "pipeline_schedule", "precision", "profile", "reduce", "remat", "repetitions", "resume", "rounds", "schedule",
         "seed", "shard", "size", "split_size", "split_sizes", "stages", "steps_per_round", "strategy", "sweep", "to",
         "tracker", "trials", "trust_checkpoint", "verbose", "warmup", "weights", "workdir", "workers",
     ]  # fmt: skip

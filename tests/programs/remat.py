@@ -1,8 +1,9 @@
 """Trains models with and without rematerialization, in float64.
 
-python remat.py BACKEND NUM_DEVICES COMPILE REMAT SHARD CASE...: those of `sharded.py`, and `blocks`
+python remat.py BACKEND NUM_DEVICES COMPILE REMAT SHARD CASE...: those of `sharded.py`, and `blocks`; or
+    `resume FOLDER EPOCHS`, of `blocks`. COMPILE is for torch, REMAT is `on` or `none`
 
-Prints, by case: losses, and whether the devices agree.
+Prints, by case: losses, sums of the variables, whether the devices agree, and how often a block was called.
 """
 
 import functools
@@ -15,7 +16,15 @@ import kerasdp
 from tests.programs import sharded
 
 ROWS, BATCH, EPOCHS = sharded.ROWS, sharded.BATCH, sharded.EPOCHS
-PATTERNS = {"tied": "dense*, layer_normal*", "conv": "conv2d*,batch_norm*,dropout*", "attention": "multi*,dense*,layer*", "lstm": "lstm*"}
+PATTERNS = {
+    "tied": "dense*, layer_normal*",
+    "conv": "conv2d*,batch_norm*,dropout*",
+    "attention": "multi*,dense*,layer*",
+    "lstm": "lstm*",
+}
+
+
+calls = []  # of a block, with `training`
 
 
 def model_of(case):
@@ -37,6 +46,7 @@ def model_of(case):
             self.batch_norm, self.drop = layers.BatchNormalization(), layers.Dropout(0.2)
 
         def call(self, x, training=False):
+            calls.append(training)
             x = x + self.attention(self.norm(x), x)
             y = self.down(self.up(self.batch_norm(x)))
             self.add_loss(0.01 * ops.mean(ops.square(y)))
@@ -70,7 +80,8 @@ def outcome(runner, case, epochs):
         found = runner.fit(model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0)
         losses = found.history["loss"] + found.history["val_loss"]
     total = [float(np.abs(keras.ops.convert_to_numpy(variable)).sum()) for variable in model.variables]
-    return {"losses": losses, "variables": total, "diverged": runner.strategy.diverged_variables(model)}
+    diverged = runner.strategy.diverged_variables(model)
+    return {"losses": losses, "variables": total, "diverged": diverged, "calls": len(calls)}
 
 
 def pattern_of(case):
@@ -79,13 +90,19 @@ def pattern_of(case):
 
 if __name__ == "__main__":
     backend, num_devices, compiles, remat, shard, *cases = sys.argv[1:]
+    epochs, more = EPOCHS, {}
+    if cases[0] == "resume":
+        _, folder, epochs = cases
+        cases, more = ["blocks"], {"workdir": folder, "resume": True}
+    if shard != "none":
+        more["shard"] = shard
+    if backend == "torch":
+        more["compile"] = compiles
     result = {}
     for case in cases:
-        settings = {"shard": shard} if shard != "none" else {}
-        if backend == "torch":
-            settings["compile"] = compiles
+        settings = more | ({"remat": pattern_of(case)} if remat == "on" else {})
         result |= kerasdp.launch(
-            functools.partial(train, cases=[case], epochs=EPOCHS), backend=backend, num_devices=int(num_devices),
-            device="cpu", precision="float64", verbose=0, remat=pattern_of(case) if remat == "on" else "none", **settings,
+            functools.partial(train, cases=[case], epochs=int(epochs)), backend=backend, num_devices=int(num_devices),
+            device="cpu", precision="float64", verbose=0, **settings,
         )  # fmt: skip
     print("RESULT " + json.dumps(result))

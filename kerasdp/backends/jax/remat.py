@@ -3,8 +3,40 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from kerasdp.keras_compat.patches import current_step
 
 
 def rematerialized(block: Any) -> Any:
     """Makes the call of a `kerasdp.portability.remat.Block`; returns the layer's outputs."""
-    return block.finish(jax.checkpoint(lambda tensors: block.run(tensors, []))(block.tensors))
+
+    def run(tensors: list[jax.Array]) -> list[jax.Array]:
+        return block.run(tensors, [])
+
+    again = _with_own_gradient if current_step().is_within_checkpoint else jax.checkpoint
+    return block.finish(again(run)(block.tensors))
+
+
+def _with_own_gradient(run: Any) -> Any:
+    """Does what `jax.checkpoint` does, within another one whose policy keeps values.
+
+    Of the inner one, JAX (0.10.2) would keep what the policy of the outer one keeps.
+    """
+
+    def call(tensors: list[jax.Array]) -> list[jax.Array]:
+        converted, others = jax.closure_convert(run, tensors)  # weights, say
+
+        @jax.custom_vjp
+        def compute(tensors: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
+            return converted(tensors, *others)
+
+        def backward(kept: Any, upstream: Any) -> Any:
+            floats = [one for one in upstream if jnp.issubdtype(one.dtype, jnp.inexact)]
+            kept, _ = jax.lax.optimization_barrier((kept, floats))
+            return jax.vjp(lambda tensors, others: converted(tensors, *others), *kept)[1](upstream)
+
+        compute.defvjp(lambda tensors, others: (compute(tensors, others), (tensors, others)), backward)
+        return compute(tensors, others)
+
+    return call

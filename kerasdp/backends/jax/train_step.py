@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Trained
 from kerasdp.backends.steps import TrainedWeights, learning_rate, optimizers_of, variables_of_own_step
+from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.replica_context import ReplicaContext, use
 from kerasdp.runtime.run_state import Detail
 
@@ -95,7 +96,12 @@ class Shards(NamedTuple):
             return jax.lax.with_sharding_constraint(value, self.replicated)
 
         whole.defvjp(lambda value: (whole(value), None), lambda _, gradient: tuple(self.cut([gradient])))
-        return jax.checkpoint(lambda weights: function([whole(weight) for weight in weights]), policy=_is_kept)
+
+        def of_parts(weights: Any) -> Any:
+            with step_with(is_within_checkpoint=True):
+                return function([whole(weight) for weight in weights])
+
+        return jax.checkpoint(of_parts, policy=_is_kept)
 
 
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -295,7 +301,6 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
     from kerasdp.backends.observer import forward_pass, observed
     from kerasdp.keras_compat.layers import mask_of, set_mask
     from kerasdp.keras_compat.models import update_loss_metric
-    from kerasdp.keras_compat.patches import step_with
 
     trainable, non_trainable, optimizer, metrics = state
     inputs, targets, sample_weight = data
@@ -375,10 +380,16 @@ def differentiate(
     return value, aux, [gradient if is_reached else None for gradient, is_reached in zip(gradients, reached)]
 
 
-def _reached(jaxpr: Any) -> list[bool]:
-    """Returns on which of its arguments a program's results depend."""
-    needed = {id(variable) for variable in jaxpr.outvars}
+def _reached(jaxpr: Any, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Returns on which of its arguments a program's results depend; `wanted`: which results, None: all."""
+    wanted = wanted or [True] * len(jaxpr.outvars)
+    needed = {id(variable) for variable, is_wanted in zip(jaxpr.outvars, wanted) if is_wanted}
     for equation in reversed(jaxpr.eqns):
-        if any(id(variable) in needed for variable in equation.outvars):
-            needed.update(map(id, equation.invars))
+        wanted = [id(variable) in needed for variable in equation.outvars]
+        if not any(wanted):
+            continue
+        is_reached = [True] * len(equation.invars)
+        if equation.primitive.name == "checkpoint":  # `jax.checkpoint`
+            is_reached = _reached(equation.params["jaxpr"], wanted)
+        needed |= {id(variable) for variable, reached in zip(equation.invars, is_reached, strict=True) if reached}
     return [id(variable) in needed for variable in jaxpr.invars]

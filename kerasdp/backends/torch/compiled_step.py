@@ -26,6 +26,7 @@ from kerasdp.backends.torch.graph_passes import (
     fold_padding,
     keep_channels_last,
     overlap_parts,
+    refuse_draws,
     refuse_exchanges,
     send_early,
 )
@@ -190,6 +191,7 @@ class CompiledStep:
         with _unfiltered_tracebacks():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(self.values, data)
         refuse_exchanges(graph.graph)
+        refuse_draws(graph.graph)
         fold_padding(graph.graph)
         if self.strategy.num_replicas > 1:  # with one replica, batch norm is fused with what surrounds it
             keep_channels_last(graph.graph)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kerasdp.backends.torch import collectives  # noqa: F401  # defines torch.ops.kerasdp
+from kerasdp.backends.torch import collectives, remat  # noqa: F401  # define torch.ops.kerasdp
 from kerasdp.backends.torch.private import force_strides
 
 _aten = torch.ops.aten
@@ -28,6 +28,13 @@ def refuse_exchanges(graph: Graph) -> None:
             source = source.args[0]
         if source.op == "placeholder" and source is not held:
             raise ValueError("a variable is assigned the value of another")
+
+
+def refuse_draws(graph: Graph) -> None:
+    """Raises if layers that are computed twice (`kerasdp::after`) may draw by torch's generator: other numbers then."""
+    draws = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    if draws and graph.find_nodes(op="call_function", target=torch.ops.kerasdp.after.default):
+        raise ValueError(f"{draws[0].target} draws by torch's generator, in a step with --remat")
 
 
 def bring_to_device(module: torch.fx.GraphModule, device: torch.device) -> list[str]:
