@@ -31,6 +31,7 @@ from kerasdp.config.choices import (
     path_as_text,
     switch_as_number,
 )
+from kerasdp.config.ladder import bytes_in
 from kerasdp.config.validation import AUGMENTATIONS, BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
@@ -108,6 +109,12 @@ class Config:
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
         "too, which are gathered where a step uses them. The losses stay the same.",
         only=[Only(None, ["torch", "jax"], ["data"], "each device holds all of the model")])
+
+    fit_into: str | None = choice(None, DEVICES,
+        Range("auto, or a size as 24GB", lambda text: text == "auto" or bool(bytes_in(text))),
+        "Memory of a device, as 24GB, or auto: all that it has. Before the training, what a step needs is counted, and "
+        "the first of these that fits is chosen, and printed: the run as it is, --accumulate, --shard. The losses stay "
+        "the same. A tenth stays free.", "nothing is counted or chosen")
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
