@@ -60,6 +60,8 @@ def train(runner, cases, epochs):
 def outcome(runner, case, epochs):
     import keras
 
+    if case in OTHERS:
+        return {"losses": OTHERS[case](runner)}
     numbers = np.random.RandomState(0)
     x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
     y = numbers.randint(0, 10, ROWS)
@@ -71,14 +73,19 @@ def outcome(runner, case, epochs):
         model.compile(optimizer, loss, metrics=["accuracy"])
     if case == "own":
         losses = looped(runner, model, loss, x, y, epochs)
+        held = held_bytes(model)
     else:
-        found = runner.fit(model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0)
-        losses = found.history["loss"] + found.history["val_loss"]
+        seen = []
+        look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(held_bytes(model)))
+        found = runner.fit(
+            model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0, callbacks=[look]
+        )
+        losses, held = found.history["loss"] + found.history["val_loss"], max(seen, default=None)
     groups = model.weights, optimizer.variables
     return {
         "losses": losses,
         "diverged": runner.strategy.diverged_variables(model),
-        "held": [sum(map(held_bytes, group)) for group in groups],
+        "held": held,
         "total": [sum(keras.ops.convert_to_numpy(one).nbytes for one in group) for group in groups],
         "description": runner.strategy.description(model),
     }
@@ -98,12 +105,66 @@ def looped(runner, model, loss_of, x, y, epochs):
     return [float(step(batch)) for batch in runner.batches(x, y, batch_size=BATCH, epochs=epochs)]
 
 
-def held_bytes(variable):
-    """On one device."""
+def held_bytes(model):
+    """What a device holds of the weights, and of the optimizer's variables."""
     import keras
 
-    shards = getattr(variable.value, "addressable_shards", None)
-    return keras.ops.convert_to_numpy(variable).nbytes if shards is None else shards[0].data.nbytes
+    def of_one(variable):
+        value = variable.value
+        if hasattr(value, "addressable_shards"):  # jax
+            return value.addressable_shards[0].data.nbytes
+        return value.nbytes if hasattr(value, "requires_grad") else keras.ops.convert_to_numpy(variable).nbytes
+
+    return [sum(map(of_one, group)) for group in (model.weights, model.optimizer.variables)]
+
+
+def by_many_optimizers(runner):
+    import keras
+
+    x, y = np.random.RandomState(0).rand(2, ROWS, 32)
+    losses = []
+    for make in (
+        lambda: keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.02),
+        lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, global_clipnorm=0.05),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion(1e-2), initial_scale=4.0),
+        lambda: keras.optimizers.RMSprop(1e-2, clipvalue=1e-4),
+    ):
+        with runner.scope():
+            model = keras.Sequential(
+                [keras.Input((32,)), keras.layers.Dense(96, "tanh", kernel_regularizer="l2"), keras.layers.Dense(32)]
+            )
+            model.compile(make(), "mse")
+        losses += runner.fit(model, x, y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
+        losses.append(runner.evaluate(model, x, y))
+    return losses
+
+
+def frozen_and_changed(runner):
+    """A frozen layer that is trained later, and a callback that reads and changes the whole model between epochs."""
+    import keras
+
+    class Halves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.set_weights([0.5 * weight for weight in self.model.get_weights()])
+
+    x, y = np.random.RandomState(0).rand(2, ROWS, 32)
+    with runner.scope():
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(96), keras.layers.BatchNormalization(),
+                                  keras.layers.Dense(96, "tanh"), keras.layers.Dense(32)])  # fmt: skip
+        model.layers[0].trainable = False
+        model.compile("adam", "mse")
+    best = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    losses = runner.fit(model, x, y, batch_size=BATCH, epochs=2, callbacks=[Halves(), best]).history["loss"]
+    model.layers[0].trainable = True
+    with runner.scope():
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+    losses += runner.fit(model, x, y, batch_size=BATCH, epochs=2).history["loss"]
+    outputs = runner.predict(model, x, batch_size=BATCH)
+    return [*losses, float(outputs.std()), runner.evaluate(model, x, y), *(float(w.sum()) for w in model.get_weights())]
+
+
+OTHERS = {"optimizers": by_many_optimizers, "frozen": frozen_and_changed}
 
 
 if __name__ == "__main__":

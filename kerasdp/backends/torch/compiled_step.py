@@ -25,6 +25,7 @@ from kerasdp.backends.torch.graph_passes import (
     bring_to_device,
     fold_padding,
     keep_channels_last,
+    overlap_parts,
     refuse_exchanges,
     send_early,
 )
@@ -194,6 +195,8 @@ class CompiledStep:
             keep_channels_last(graph.graph)
         if self.strategy.is_gpu:
             self._bring_to_device(graph)
+        if self.parts is not None:
+            overlap_parts(graph.graph)
         graph.meta["keeps_order"] = send_early(graph.graph)
         graph.recompile()
         return graph

@@ -1,5 +1,6 @@
 """Rewrites a captured step: removes what Keras (3.15) adds. The results stay the same."""
 
+import itertools
 import operator
 from typing import Any
 
@@ -10,6 +11,8 @@ from kerasdp.backends.torch import collectives  # noqa: F401  # defines torch.op
 from kerasdp.backends.torch.private import force_strides
 
 _aten = torch.ops.aten
+# Operations between a weight and its message: views, and a change of type.
+_FEW_NODES = 24
 # Places of their arguments.
 _FORWARD_PADDING, _BACKWARD_INPUT, _BACKWARD_PADDING = 4, 1, 5
 
@@ -214,6 +217,41 @@ def send_early(graph: Graph) -> bool:
                 place = node
             node = before
     return bool(sends)
+
+
+def overlap_parts(graph: Graph) -> None:
+    """Lets weights and gradients of which each rank has a part travel while others are used.
+
+    A weight begins to be gathered before the one that comes before it is waited for, so that two are on their way or in
+    use; a sum of gradients is waited for where the optimizer needs it.
+    """
+    functional = torch.ops._c10d_functional
+    gathers = graph.find_nodes(op="call_function", target=functional.all_gather_into_tensor.default)
+    for before, gather in itertools.pairwise(gathers):
+        needed, ahead = set(), [gather]
+        while ahead:
+            node = ahead.pop()
+            if node.op == "call_function" and node not in needed:
+                needed.add(node)
+                ahead += node.all_input_nodes
+        if len(needed) <= _FEW_NODES:  # of the weight alone, not of what the step computes
+            (arrived,) = before.users
+            for node in [node for node in graph.nodes if node in needed and node > arrived]:
+                arrived.prepend(node)
+    sums = [*graph.find_nodes(op="call_function", target=functional.all_to_all_single.default),
+            *graph.find_nodes(op="call_function", target=functional.reduce_scatter_tensor.default)]  # fmt: skip
+    for sent in sums:
+        cone = list(sent.users)
+        following = cone[0].next
+        while following.op == "call_function":
+            inputs = set(following.all_input_nodes)
+            if inputs and inputs <= set(cone):
+                cone.append(following)
+            elif inputs & set(cone):
+                break
+            following = following.next
+        for node in cone:
+            following.prepend(node)
 
 
 def _split_convolutions(graph: Graph) -> None:
