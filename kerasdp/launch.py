@@ -17,11 +17,10 @@ from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
+from kerasdp.config.ladder import next_flags
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line
-from kerasdp.reporting.dry_run import chosen_of, ladder_table
 from kerasdp.reporting.figure import live_figures
-from kerasdp.reporting.report import say
 from kerasdp.runtime import hardware, memory, outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.device_errors import explained
@@ -174,6 +173,9 @@ def _fitted(settings: Config, train: Callable[..., Any], cluster: Cluster | None
     Raises:
         UserError: if nothing fits.
     """
+    from kerasdp.reporting.dry_run import chosen_of, ladder_table
+    from kerasdp.reporting.report import say
+
     if cluster is not None:
         raise UserError(
             f"--fit_into: chooses for the devices of one machine. Received: one of the processes of {cluster.source}; "
@@ -360,7 +362,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             try:
                 result = train(runner)
             except Exception as error:
-                if (told := explained(error)) is None:
+                if (told := explained(error, next_flags(settings, devices.count))) is None:
                     raise
                 raise told from error
         if outcome.place() is None:

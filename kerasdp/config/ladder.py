@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
 
-# From what costs most time to what costs least; of each, the values from the fastest on. Those that a run has not are
-# left out.
-_SPARING = {"shard": ("none", "optimizer", "weights"), "remat": ("none", "blocks")}
+# Choices from what costs most time to what costs least; of each, the values from the fastest on.
+_SPARING = {"shard": ("none", "optimizer", "weights")}
 _MOST_PARTS = 64
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)B", re.IGNORECASE)
 
@@ -29,12 +27,10 @@ def rungs(config: Any, num_replicas: int) -> Iterator[tuple[str, Any]]:
         config: what was asked.
         num_replicas: of the run.
     """
-    known = choices_of(type(config))
     rows = config.replica_batch_size(num_replicas)
     parts = [config.accumulate * 2**number for number in range(_MOST_PARTS.bit_length())]
-    values: dict[str, tuple[Any, ...]] = {name: each for name, each in _SPARING.items() if name in known}
-    values["accumulate"] = (config.accumulate, *(count for count in parts[1:] if rows % count == 0))
-    for name, each in values.items():
+    values: dict[str, tuple[Any, ...]] = {}
+    for name, each in (_SPARING | {"accumulate": tuple(count for count in parts if rows % count == 0)}).items():
         asked = getattr(config, name)
         values[name] = each[each.index(asked) :] if asked in each else (asked,)
     for chosen in itertools.product(*values.values()):
@@ -45,3 +41,8 @@ def rungs(config: Any, num_replicas: int) -> Iterator[tuple[str, Any]]:
         except UserError:
             continue
         yield " ".join(f"--{name}={value}" for name, value in changes.items()), rung
+
+
+def next_flags(config: Any, num_replicas: int) -> str:
+    """Returns the flags of the first rung that is not chosen yet; empty if there is none."""
+    return next((flags for flags, _ in rungs(config, num_replicas) if flags), "")

@@ -181,8 +181,8 @@ def _check_sharing(config: Any) -> None:
         )
     if config.fit_into is not None and config.host_range[1] > 1 and not (config.dry_run and config.fit_into != "auto"):
         raise UserError(
-            f"--fit_into: chooses for the devices of one machine. Received: --hosts={config.hosts}; with --dry_run, and "
-            "a size as 24GB, it prints what there is to choose"
+            f"--fit_into: chooses for the devices of one machine. Received: --hosts={config.hosts}; with --dry_run, "
+            "and a size as 24GB, it prints what there is to choose"
         )
     if config.shard != "none" and config.host_range[1] > 1:
         raise UserError(

@@ -61,6 +61,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "dataset": Differs("synthetic(shape=(8,8,1), num_classes=10)"),
     "data_dir": Free("{folder}/data"),
     "data_on_device": Differs("on"),
+    "fit_into": Alone("it chooses for the devices of one machine"),
     "shard": Alone("its devices are those of one machine"),
     "batch_size": Differs(32),
     "accumulate": Differs(2, backends=_ON_TORCH),
