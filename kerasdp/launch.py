@@ -17,6 +17,7 @@ from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
+from kerasdp.config.ladder import next_flags
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line
 from kerasdp.reporting.figure import live_figures
@@ -131,6 +132,8 @@ def resolve(settings: Config, train: Callable[..., Any]) -> Job:
         return _dry(settings.with_devices_for_stages(), train)
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
+    if settings.fit_into is not None:
+        settings = _fitted(settings, train, cluster)
     return Job(cluster, settings if cluster else settings.with_devices_for_stages(), train)
 
 
@@ -160,8 +163,35 @@ def _dry(settings: Config, train: Callable[..., Any]) -> Job:
         check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
     known = choices_of(Config).items()
     here = {name: one.default for name, one in known if one.group in _GROUPS or name in _OF_THE_MACHINES}
-    here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False}
+    here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False, "fit_into": None}
     return Job(None, dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
+
+
+def _fitted(settings: Config, train: Callable[..., Any], cluster: Cluster | None) -> Config:
+    """Returns the settings with what `fit_into` chooses, after a dry run in a process of its own, and prints that.
+
+    Raises:
+        UserError: if nothing fits.
+    """
+    from kerasdp.reporting.dry_run import chosen_of, ladder_table
+    from kerasdp.reporting.report import say
+
+    if cluster is not None:
+        raise UserError(
+            f"--fit_into: chooses for the devices of one machine. Received: one of the processes of {cluster.source}; "
+            "--dry_run prints what there is to choose"
+        )
+    devices = settings.num_devices or (
+        max(map(hardware.num_gpus, hardware.PLATFORMS)) if settings.device != "cpu" else 0
+    )
+    asked = dataclasses.replace(settings, num_devices=devices or 1, dry_run=True, verbose=0)
+    with contextlib.suppress(AlreadyStartedError):
+        set_backend(str(settings.backend))
+    dry = _dry(asked, train)
+    ladder = supervise(functools.partial(_start, None), dry.settings, dry.train).received()["ladder"]
+    if settings.verbose != 0 or ladder["chosen"] is None:
+        say(ladder_table(ladder))
+    return dataclasses.replace(settings, **chosen_of(ladder, str(settings.fit_into)))
 
 
 @contextlib.contextmanager
@@ -332,7 +362,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
             try:
                 result = train(runner)
             except Exception as error:
-                if (told := explained(error)) is None:
+                if (told := explained(error, next_flags(settings, devices.count))) is None:
                     raise
                 raise told from error
         if outcome.place() is None:

@@ -313,6 +313,13 @@ class Strategy(Protocol):
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
         return []
 
+    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int]:
+        """Returns the bytes that a forward pass of training keeps for the backward pass, by layer.
+
+        Those of the batch's rows by themselves, on the first replica of this process; no variable changes. For
+        `DataParallel`.
+        """
+
     def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
         """Returns the seconds of a forward and a backward pass on each replica of this process; no variable changes.
 

@@ -143,8 +143,8 @@ RECIPES = {
         refused={
             "use --backends and --device_counts": ["backend", "num_devices"],
             "what is compared differs in backend and number of devices alone": [
-                "strategy", "accumulate", "gradient_precision", "reduce", "device_shares", "early_stopping", "tracker",
-                "profile",
+                "strategy", "accumulate", "fit_into", "gradient_precision", "reduce", "device_shares", "early_stopping",
+                "tracker", "profile",
             ],
             **_ALONE,
         },
@@ -152,7 +152,7 @@ RECIPES = {
     "pipeline": Recipe(
         own=["split_sizes", "repetitions"],
         refused={
-            "a study trains on one device, and as a pipeline": ["strategy", "accumulate"],
+            "a study trains on one device, and as a pipeline": ["strategy", "accumulate", "fit_into"],
             "use --split_sizes": ["split_size", "micro_batches"],
             "use --repetitions": ["epochs", "max_steps"],
             "a study measures times alone": _LEARNING,
@@ -166,7 +166,7 @@ RECIPES = {
             "use --backends and --device_counts": ["backend", "num_devices"],
             "use --rounds and --steps_per_round": ["epochs", "max_steps"],
             "all contenders train alike, with data parallelism and SGD": [
-                "strategy", "accumulate", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
+                "strategy", "accumulate", "fit_into", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
                 "pipeline_schedule", "reduce", "device_shares", "remat", "optimizer", "learning_rate", "lr_base_batch",
                 "kernel_initializer", *_LEARNING,
             ],

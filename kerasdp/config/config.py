@@ -31,6 +31,7 @@ from kerasdp.config.choices import (
     path_as_text,
     switch_as_number,
 )
+from kerasdp.config.ladder import bytes_in
 from kerasdp.config.validation import AUGMENTATIONS, BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
@@ -113,6 +114,12 @@ class Config:
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
         "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.",
         only=[Only(engines=["data"])])
+
+    fit_into: str | None = choice(None, DEVICES,
+        Range("auto, or a size as 24GB", lambda text: text == "auto" or bool(bytes_in(text))),
+        "Memory of a device, as 24GB, or auto: all that it has. Before the training, what a step needs is counted, and "
+        "the first of these that fits is chosen, and printed: the run as it is, --accumulate, --shard. The losses stay "
+        "the same. A tenth stays free.", "nothing is counted or chosen")
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "

@@ -175,6 +175,15 @@ def _check_hosts(config: Any) -> None:
 
 def _check_sharing(config: Any) -> None:
     """Raises if other choices do not go together with what devices share, or where gradients are added."""
+    if config.fit_into is not None and config.strategy != "data":
+        raise UserError(
+            f"--fit_into: there for --strategy=data only. Received: {config.strategy}; leave out one of them"
+        )
+    if config.fit_into is not None and config.host_range[1] > 1 and not (config.dry_run and config.fit_into != "auto"):
+        raise UserError(
+            f"--fit_into: chooses for the devices of one machine. Received: --hosts={config.hosts}; with --dry_run, "
+            "and a size as 24GB, it prints what there is to choose"
+        )
     if config.shard != "none" and config.host_range[1] > 1:
         raise UserError(
             f"--shard={config.shard}: there for the devices of one machine. Received: --hosts={config.hosts}, of which "

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kerasdp.errors import UserError
+from kerasdp.reporting.report import in_columns
+
 _WIDTH = 15
 
 
@@ -13,6 +16,8 @@ def lines(figures: dict[str, Any]) -> list[str]:
         figures: as `kerasdp.training.dry_run.figures_of` returns them.
     """
     found: list[tuple[str, str]] = [*_places(figures), *_data(figures), *_sent(figures), *_held(figures)]
+    if figures["ladder"] is not None:
+        found.append(("fit into", "\n" + ladder_table(figures["ladder"])))
     head = "dry run: nothing is started, written or counted on this machine"
     return [head, *(f"{name:{_WIDTH}}{text}".rstrip() for name, text in found)]
 
@@ -140,13 +145,17 @@ def _sent(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _held(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     held = figures["memory"]
-    total = held["weights"] + held["gradients"] + held["optimizer"]
     where = "the whole model" if "stages" in figures else "each device"
-    yield "memory", f"{size(total)} of {where}, counted on the model built here; activations come besides:"
+    more = "; activations come besides" if held["activations"] is None else ""
+    there = f", which here has {size(figures['device_bytes'])}" if figures["device_bytes"] else ""
+    yield "memory", f"{size(held['total'])} of {where}{there}, counted on the model built here{more}:"
     others = f" and {held['num_others']:,} others" if held["num_others"] else ""
     yield "  weights", f"{size(held['weights'])}: {held['num_trainable']:,} trainable{others}"
     yield "  gradients", size(held["gradients"])
     yield "  optimizer", size(held["optimizer"])
+    if held["activations"] is not None:
+        most = ", ".join(f"{name} {size(number)}" for name, number in held["largest"])
+        yield "  activations", f"{size(held['activations'])}, which the forward pass keeps; most of {most}"
     if not figures["keeps_checkpoints"]:
         yield "checkpoints", "none are kept"
         return
@@ -154,6 +163,29 @@ def _held(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     every = {"epoch": "each epoch"}.get(figures["checkpoint_every"], f"each epoch and every {_every(figures)}")
     one = figures["checkpoint_bytes"]
     yield "checkpoints", f"{size(one)} after {every}; {kept} are kept, {size(kept * one)}, by process 0 alone"
+
+
+def ladder_table(ladder: dict[str, Any]) -> str:
+    """Returns what `kerasdp.training.memory_plan.make_ladder` has found, as a table: a line for each rung."""
+    names = ("weights", "gradients", "optimizer", "activations", "total")
+    table = [["", f"for {size(ladder['budget'])} of memory", *names, ""]]
+    for number, rung in enumerate(ladder["rungs"]):
+        mark, words = ">" if number == ladder["chosen"] else "", "fits" if rung["fits"] else "too much"
+        table.append([mark, rung["flags"] or "as it is", *(size(rung[name]) for name in names), words])
+    hint = f"\nnot chosen, since it changes the numbers: --precision=bfloat16, about {size(ladder['with_bfloat16'])}"
+    return in_columns(table, range(2, 7)) + (hint if ladder["with_bfloat16"] else "")
+
+
+def chosen_of(ladder: dict[str, Any], asked: str) -> dict[str, Any]:
+    """Returns the choices of the rung that was chosen, by their names; raises `UserError` if nothing fits."""
+    if ladder["chosen"] is None:
+        least = min(ladder["rungs"], key=lambda rung: rung["total"])
+        raise UserError(
+            f"--fit_into={asked}: nothing fits; the least is {size(least['total'])}, with "
+            f"{least['flags'] or 'what was asked'}; use a smaller --batch_size, or more devices"
+        )
+    changes: dict[str, Any] = ladder["rungs"][ladder["chosen"]]["changes"]
+    return changes
 
 
 def _every(figures: dict[str, Any]) -> str:

@@ -203,3 +203,40 @@ def clash_of_cuda_packages(path: list[str] | None = None) -> str | None:
         f"packages of CUDA {' and '.join(map(str, versions))} have overwritten each other in this environment: "
         f"{', '.join(packages)}; use one environment for each backend (docs/accelerators.md)"
     )
+
+
+def bytes_of_device(backend: str, device: str, num_devices: int) -> int | None:
+    """Returns the memory that a run may use of the first GPU; without one, a device's share of this machine's.
+
+    Args:
+        backend: jax takes a part of each GPU's memory.
+        device: see `Config`.
+        num_devices: of this machine.
+
+    Returns:
+        Bytes; None if the driver does not tell.
+    """
+    total = ctypes.c_size_t(0)
+    if device in ("auto", "gpu"):
+        try:
+            if num_gpus("cuda"):
+                driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+                driver.cuDeviceGet(ctypes.byref(number), 0)
+                driver.cuDeviceTotalMem_v2(ctypes.byref(total), number)
+            elif num_gpus("rocm"):
+                name = next(name for name in _DRIVERS["rocm"][0] if os.path.exists(name) or "/" not in name)
+                ctypes.CDLL(name).hipDeviceTotalMem(ctypes.byref(total), 0)
+        except (OSError, AttributeError):
+            return None
+        if total.value:
+            share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)) if backend == "jax" else 1.0
+            return int(share * total.value)
+    if device not in ("auto", "cpu") or (device == "auto" and backend == "jax" and has_tpu()):
+        return None
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:  # of a container
+            pages = min(pages, int(file.read()))
+    except (OSError, ValueError):  # there is none, or "max"
+        pass
+    return pages // num_devices

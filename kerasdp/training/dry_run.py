@@ -3,27 +3,28 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from kerasdp.backends.base import SingleProcess, Strategy
-from kerasdp.checkpoint.names import GROUPS, named, names_in
+from kerasdp.checkpoint.names import GROUPS, named
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.feed import Reader
 from kerasdp.data.sampling import replica_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.models import compiled_variables
-from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.pipeline.plan import make_plan
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.reduction import reasons_to_gather
 from kerasdp.reporting.dry_run import lines
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.runtime.heartbeat import Heartbeat
-from kerasdp.sharding import bytes_of, is_cut
+from kerasdp.sharding import bytes_of, is_cut, numbers_in
+from kerasdp.training.memory_plan import count_activations, make_ladder, model_bytes, needed
 from kerasdp.training.prepare import bytes_of_row
 from kerasdp.training.runner import Runner
 
@@ -99,12 +100,17 @@ class DryRunner(Runner):
         self.state.begin_fit(
             batch_size=num_rows, num_batches=data["steps_per_epoch"], epochs=epochs, max_steps=self.config.max_steps
         )
+        activations = count_activations(model, reader, self.strategy) if config.strategy == "data" else None
         raise _Described({
             **_places(config, model, self._num_devices),
             "data": data,
             "steps": self.state.num_steps,
             "epochs": epochs,
-            "memory": _memory(model, shard=self.config.shard, num_devices=self._num_devices),
+            "memory": needed(model, activations, config, self._num_devices),
+            "ladder": None if config.fit_into is None else make_ladder(model, activations, config, self._num_devices),
+            "device_bytes": bytes_of_device(str(config.backend), config.device, self._num_devices)
+            if config.host_range[1] == 1
+            else None,
             "checkpoint_bytes": _checkpoint_bytes(model),
             **_cost(config, model, self._num_devices),
         })  # fmt: skip
@@ -185,27 +191,6 @@ def split_rows(num_rows: int, num_replicas: int) -> dict[str, int]:
     return {"num_rows": num_rows, "rows": rows, "full": full, "rest": rest, "empty": empty}
 
 
-def _memory(
-    model: keras.Model, weights: list[Any] | None = None, *, shard: str = "none", num_devices: int = 1
-) -> dict[str, int]:
-    """Returns the bytes that a device holds of a model, or a stage of some of its weights; `shard`: see `Config`."""
-    of_weights, of_others = (num_devices if shard in held else 1 for held in (("weights",), ("weights", "optimizer")))
-    own = {id(variable): variable for variable in (model.variables if weights is None else weights)}
-    optimizers = [model.optimizer] if model.optimizer is not None else []
-    optimizers += [optimizer for _, optimizer in names_in(model).optimizers]
-    held = {id(variable): variable for optimizer in optimizers for variable in optimizer.variables}
-    if weights is not None:
-        of_weight = slots_by_weight(model.optimizer)
-        held = {key: variable for key, variable in held.items() if key in of_weight and id(of_weight[key][1]) in own}
-    trainable = [variable for variable in model.trainable_variables if id(variable) in own]
-    others = [variable for key, variable in own.items() if key not in {id(each) for each in trainable} | held.keys()]
-    return {
-        "num_trainable": numbers_in(trainable), "num_others": numbers_in(others),
-        "weights": bytes_of([*trainable, *others], of_weights), "gradients": bytes_of(trainable, of_others),
-        "optimizer": bytes_of(held.values(), of_others),
-    }  # fmt: skip
-
-
 def _checkpoint_bytes(model: keras.Model) -> int:
     """Returns the bytes of the arrays of a checkpoint, in which bfloat16 is float32: NumPy has no such type."""
     variables = [variable for group in GROUPS for _, variable in named(model, group)]
@@ -225,7 +210,7 @@ def _cost(config: Config, model: keras.Model, num_devices: int) -> dict[str, Any
         config = dataclasses.replace(config, balance="flops" if is_by_time else config.balance)
         plan = make_plan(model, config, num_devices, SingleProcess().broadcast_from_rank0)
         stages = [
-            {"layers": stage.layers, "bytes_per_sample": stage.num_bytes, **_memory(model, stage.model.weights)}
+            {"layers": stage.layers, "bytes_per_sample": stage.num_bytes, **model_bytes(model, stage.model.weights)}
             for stage in plan.stages
         ]
         return {"stages": stages, "micro_batch": plan.size, "is_cut_by_time": is_by_time}
@@ -329,8 +314,3 @@ def _of_batch_norms(norms: list[Any], config: Config, size: int) -> dict[str, in
 def metric_variables(model: keras.Model) -> list[Any]:
     """Returns the variables that replicas sum: of the losses of single outputs, and of the metrics of `compile`."""
     return [variable for variables in compiled_variables(model) for variable in variables]
-
-
-def numbers_in(variables: Iterable[Any]) -> int:
-    """Returns how many numbers variables hold."""
-    return sum(math.prod(variable.shape) for variable in variables)

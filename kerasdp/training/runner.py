@@ -30,9 +30,11 @@ from kerasdp.keras_compat.settings import (
 from kerasdp.portability import initial_weights
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
+from kerasdp.reporting.dry_run import size
 from kerasdp.reporting.report import Facts, say, warn
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import is_made_of_choices
 from kerasdp.runtime.run_state import Evaluated, RunState
@@ -41,6 +43,7 @@ from kerasdp.training.data_checks import about_validation, check_data, name_culp
 from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
+from kerasdp.training.memory_plan import count_activations, needed
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
@@ -222,6 +225,7 @@ class Runner:
         if self.strategy.stages is not None:
             with self.heartbeat.compiling():
                 self.strategy.stages.tune(model, reader.first, self._say)
+        self._say_need(model, reader, batch_size)
         if isinstance(reader, BatchReader):
             batch_size = num_rows  # whatever it was told
         facts = Facts(
@@ -241,6 +245,20 @@ class Runner:
         )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
+
+    def _say_need(self, model: keras.Model, reader: Reader, batch_size: int) -> None:
+        """Says what a step needs of a device's memory: with verbose=2, and where it is more than half on a GPU."""
+        config, count = dataclasses.replace(self.config, batch_size=batch_size), self.strategy.num_devices
+        is_counted = self.config.verbose == 2 or (self.devices.is_accelerator and self.config.verbose != 0)
+        if config.engine != "data" or not is_counted:
+            return
+        with self.heartbeat.compiling():
+            activations = count_activations(model, reader, self.strategy)  # on each rank: weights may be in parts
+        if activations is not None:
+            need = needed(model, activations, config, count)["total"]
+            there = bytes_of_device(str(config.backend), self.devices.kind, count // config.host_range[1])
+            if self.config.verbose == 2 or (there is not None and need > there / 2):
+                self._say(f"a step needs {size(need)} of each device{f', of {size(there)}' if there else ''}")
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:

@@ -19,7 +19,7 @@ from kerasdp.backends.tensorflow.devices import (
     put_on_device,
     take_rows,
 )
-from kerasdp.backends.tensorflow.train_step import Graphs, ReplicaSteps, kind_of, several
+from kerasdp.backends.tensorflow.train_step import Graphs, ReplicaSteps, bytes_between, kind_of, several
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import CachedRows, ReplicaRows, Split
@@ -158,28 +158,36 @@ class DataParallel(TensorFlowStrategy):
         self.mirrored.run(run)  # eager: a graph would take seconds
         return found[0]
 
+    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int]:
+        """See `Strategy`: what the gradients' operations in a graph take of those of the forward pass."""
+        found: list[dict[str, int]] = []
+
+        def run() -> None:
+            operations = tf.compat.v1.get_default_graph().get_operations
+            num_forward = 0
+
+            def note() -> None:
+                nonlocal num_forward
+                num_forward = len(operations())
+
+            ReplicaSteps(self, model).gradients(_own_batch(batch), note)
+            found.append(bytes_between(operations(), num_forward))
+
+        self.trace(run)
+        return found[0]
+
     def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
         """Returns the seconds of a forward and a backward pass on each replica, one after the other."""
         return [self._seconds_on(rank, model, batch) for rank in range(len(self.device_names))]
 
     def _seconds_on(self, rank: int, model: "keras.Model", batch: DeviceBatch) -> float:
         """Returns the seconds of both passes on one replica of this process, while the others wait."""
-        import keras
-
-        from kerasdp.keras_compat.models import compute_loss
-
         steps = ReplicaSteps(self, model)
 
         def run() -> Any:
             if collectives.local_rank() != rank:
                 return tf.constant(0.0)
-            inputs, targets, sample_weight, _ = _own_batch(batch)
-            with tf.GradientTape() as tape:
-                values = [(variable, tf.convert_to_tensor(variable.value)) for variable in model.variables]
-                with keras.StatelessScope(values, collect_losses=True):
-                    outputs = steps.forward(model, inputs, training=True)
-                    loss = compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
-            gradients = tape.gradient(loss, [weight.value for weight in model.trainable_weights])
+            gradients = steps.gradients(_own_batch(batch))
             return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
 
         def on_all() -> Any:

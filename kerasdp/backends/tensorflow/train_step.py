@@ -1,5 +1,6 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
+import collections
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -71,6 +72,24 @@ class ReplicaSteps(ShardSteps):
             update()
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
+
+    def gradients(self, batch: DeviceBatch, between: Callable[[], None] = lambda: None) -> list[Any]:
+        """Returns the gradients of the loss of this replica's rows by themselves; no variable changes.
+
+        `between`: is called between the two passes.
+        """
+        import keras
+
+        from kerasdp.keras_compat.models import compute_loss
+
+        inputs, targets, sample_weight, _ = batch
+        with tf.GradientTape() as tape:
+            values = [(variable, tf.convert_to_tensor(variable.value)) for variable in self.model.variables]
+            with keras.StatelessScope(values, collect_losses=True):
+                outputs = self.forward(self.model, inputs, training=True)
+                loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=True)
+        between()
+        return tape.gradient(loss, [weight.value for weight in self.model.trainable_weights])
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:
@@ -293,6 +312,27 @@ class Graphs:
         # XLA compiles an optimizer's update for each device: of 360,000 weights on two some 170 MiB are left.
         give_back()
         return results
+
+
+# Operations whose result is their first input in another shape, and those of what is held anyway.
+_VIEWS = ("Reshape", "Identity", "IdentityN", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient")
+_HELD = ("Placeholder", "Const", "ReadVariableOp", "Shape")
+
+
+def bytes_between(operations: list[tf.Operation], num_forward: int) -> dict[str, int]:
+    """Returns the bytes of what the operations after the first so many take from these, by layer."""
+    own = {operation.name for operation in operations[:num_forward]}
+    kept: dict[str, tf.Tensor] = {}
+    for operation in operations[num_forward:]:
+        for tensor in operation.inputs:
+            while tensor.op.type in _VIEWS:
+                tensor = tensor.op.inputs[0]
+            if tensor.op.name in own and tensor.op.type not in _HELD and tensor.dtype.size is not None:
+                kept[tensor.name] = tensor
+    found = collections.Counter[str]()
+    for name, tensor in kept.items():
+        found[name.rpartition("/")[0] or "the loss"] += (tensor.shape.num_elements() or 0) * tensor.dtype.size
+    return found
 
 
 def kind_of(data: Structure) -> Hashable:

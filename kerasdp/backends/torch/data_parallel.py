@@ -1,12 +1,13 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel."""
 
+import collections
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
-from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words, median_seconds
+from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words, median_seconds
 from kerasdp.backends.torch.collectives import HostSums
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.parts import Parts
@@ -189,6 +190,37 @@ class DataParallel(TorchStrategy):
         layers, outputs, loss = RankSteps(self, model).shard_pass(batch, with_loss)
         own = self.split.replicas(len(batch.indices))[self.processes.rank]
         return [ShardPass(layers, outputs, loss, *own)]
+
+    def bytes_kept(self, model: Any, batch: DeviceBatch) -> dict[str, int]:
+        """See `Strategy`: the storages that autograd saves, but for those of variables and data."""
+        import keras
+
+        given = [
+            *(variable.value for variable in all_variables(model)),
+            *filter(None.__ne__, keras.tree.flatten(batch[:3])),
+        ]
+        others = {tensor.untyped_storage().data_ptr() for tensor in given}
+        saved: dict[int, torch.Tensor] = {}
+        names: list[str] = []
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            if (place := tensor.untyped_storage().data_ptr()) not in others:
+                saved.setdefault(place, tensor)
+            return tensor
+
+        def note(layer: Any, *_: Any) -> None:
+            names.extend([getattr(layer, "name", "")] * (len(saved) - len(names)))
+
+        # All modules' at once: those of a layer would be its attributes.
+        noting = torch.nn.modules.module.register_module_forward_hook(note)
+        with noting, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            loss = RankSteps(self, model).loss(model, batch, None)  # holds what is saved, so that no place is reused
+        names.extend(["the loss"] * (len(saved) - len(names)))
+        found = collections.Counter[str]()
+        for name, tensor in zip(names, saved.values(), strict=True):
+            found[name] += tensor.untyped_storage().nbytes()
+        del loss
+        return found
 
     def pass_seconds(self, model: Any, batch: DeviceBatch) -> list[float]:
         """Returns the seconds of a forward and a backward pass of this process's rows, while the others do theirs."""

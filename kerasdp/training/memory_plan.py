@@ -1,0 +1,138 @@
+"""Counts what a device needs for a training step, before the first, and chooses how that fits into its memory."""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from kerasdp.backends.base import SingleProcess, Strategy
+from kerasdp.checkpoint.names import names_in
+from kerasdp.config import Config
+from kerasdp.config.ladder import bytes_in, rungs
+from kerasdp.data.batch import batch_of
+from kerasdp.data.feed import Reader
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.models import own_steps
+from kerasdp.keras_compat.optimizers import slots_by_weight
+from kerasdp.pipeline.plan import make_plan
+from kerasdp.portability.portable import batch_norms
+from kerasdp.runtime.hardware import bytes_of_device
+from kerasdp.sharding import bytes_of, numbers_in
+
+PARTS = ("weights", "gradients", "optimizer", "activations")
+# Rows of the smaller one of two passes that are counted.
+_ROWS = 4
+# What is to stay free: the count is not exact, and frameworks and drivers hold some memory.
+_FREE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """What a forward pass keeps for the backward pass, by layer.
+
+    Args:
+        layers: bytes with no rows, and bytes a row.
+    """
+
+    layers: dict[str, tuple[float, float]]
+
+    def by_layer(self, rows: int) -> dict[str, int]:
+        """Returns the bytes of each layer with so many rows on a replica."""
+        return {name: max(0, round(constant + slope * rows)) for name, (constant, slope) in self.layers.items()}
+
+
+def count_activations(model: keras.Model, reader: Reader, strategy: Strategy) -> Activations | None:
+    """Counts what two forward passes of few rows keep; no variable changes. None where the steps are user-defined."""
+    if "train_step" in own_steps(model) or model.optimizer is None:
+        return None
+
+    def kept(rows: int) -> dict[str, int]:
+        sample = reader.sample(rows * strategy.num_replicas)
+        return strategy.bytes_kept(model, strategy.shard_batch(batch_of(sample, strategy.split, strategy.shard)))
+
+    few, more = kept(_ROWS), kept(2 * _ROWS)
+    # XLA computes the rows of all replicas in one program.
+    counted = _ROWS * (1 if strategy.splits_batches else strategy.num_replicas)
+    slopes = {name: (more.get(name, 0) - few.get(name, 0)) / counted for name in more | few}
+    return Activations({name: (few.get(name, 0) - counted * slope, slope) for name, slope in slopes.items()})
+
+
+def model_bytes(
+    model: keras.Model, weights: list[Any] | None = None, *, shard: str = "none", num_devices: int = 1
+) -> dict[str, int]:
+    """Returns the bytes that a device holds of a model, or a stage of some of its weights; `shard`: see `Config`."""
+    of_weights, of_others = (num_devices if shard in held else 1 for held in (("weights",), ("weights", "optimizer")))
+    own = {id(variable): variable for variable in (model.variables if weights is None else weights)}
+    optimizers = [model.optimizer] if model.optimizer is not None else []
+    optimizers += [optimizer for _, optimizer in names_in(model).optimizers]
+    held = {id(variable): variable for optimizer in optimizers for variable in optimizer.variables}
+    if weights is not None:
+        of_weight = slots_by_weight(model.optimizer)
+        held = {key: variable for key, variable in held.items() if key in of_weight and id(of_weight[key][1]) in own}
+    trainable = [variable for variable in model.trainable_variables if id(variable) in own]
+    others = [variable for key, variable in own.items() if key not in {id(each) for each in trainable} | held.keys()]
+    return {
+        "num_trainable": numbers_in(trainable), "num_others": numbers_in(others),
+        "weights": bytes_of([*trainable, *others], of_weights), "gradients": bytes_of(trainable, of_others),
+        "optimizer": bytes_of(held.values(), of_others),
+    }  # fmt: skip
+
+
+def needed(model: keras.Model, activations: Activations | None, config: Config, num_devices: int) -> dict[str, Any]:
+    """Returns the bytes that a device needs for a training step, by what they are for, and in all.
+
+    `activations` of the layers are those of a full batch, of which `--accumulate` has a part at a time.
+    """
+    found: dict[str, Any] = model_bytes(model, shard=config.shard, num_devices=num_devices)
+    rows = -(-config.replica_batch_size(config.num_replicas(num_devices)) // config.accumulate)
+    layers = {} if activations is None else activations.by_layer(rows)
+    largest = sorted(layers.items(), key=lambda each: -each[1])[:3]
+    found |= {"activations": None if activations is None else sum(layers.values()), "largest": largest}
+    return found | {"total": sum(found[part] or 0 for part in PARTS)}
+
+
+def make_ladder(
+    model: keras.Model, activations: Activations | None, config: Config, num_devices: int
+) -> dict[str, Any]:
+    """Returns what fits into the memory that `Config.fit_into` names.
+
+    Returns:
+        `rungs`, in the order of `kerasdp.config.ladder.rungs`, each with its flags, the choices they stand for, bytes
+        as `needed` returns them, and whether it fits; `chosen`, the number of the first that does, or None; `budget`.
+
+    Raises:
+        UserError: if the need cannot be counted.
+    """
+    if activations is None:
+        raise UserError(
+            f"--fit_into: {model.name} has a train_step of its own, of which is not known what it keeps; leave it out"
+        )
+    budget, rows = budget_of(config, num_devices), []
+    for flags, rung in rungs(config, config.num_replicas(num_devices)):
+        if rung.accumulate > config.accumulate and not _takes_parts(model, rung, num_devices):
+            continue
+        need = needed(model, activations, rung, num_devices)
+        changes = {name: value for name, value in vars(rung).items() if value != getattr(config, name)}
+        rows.append({"flags": flags, "changes": changes, "fits": need["total"] <= (1 - _FREE) * budget, **need})
+    chosen = next((number for number, row in enumerate(rows) if row["fits"]), None)
+    # Weights, gradients and slots stay in float32.
+    halved = None if config.precision in ("bfloat16", "float16") else rows[0]["total"] - rows[0]["activations"] // 2
+    return {"budget": budget, "free": _FREE, "rungs": rows, "chosen": chosen, "with_bfloat16": halved}
+
+
+def _takes_parts(model: keras.Model, rung: Config, num_devices: int) -> bool:
+    """Returns whether a model trains alike in micro-batches: batch norm would see each by itself."""
+    try:
+        make_plan(model, rung, num_devices, SingleProcess().broadcast_from_rank0)
+    except UserError:
+        return False
+    return not any(norm.trainable for norm in batch_norms(model))
+
+
+def budget_of(config: Config, num_devices: int) -> int:
+    """Returns the bytes that `Config.fit_into` names."""
+    size = None if config.fit_into == "auto" else bytes_in(config.fit_into or "")
+    found = size or bytes_of_device(str(config.backend), config.device, num_devices)
+    if found is None:
+        raise UserError("--fit_into=auto: the driver does not tell how much memory a device has; give it, as 24GB")
+    return found
