@@ -63,6 +63,11 @@ def step_with(**values: Any) -> Iterator[None]:
         _step.reset(token)
 
 
+def step_as(step: Step) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which the current step is this one."""
+    return step_with(**step._asdict())
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Gives an owner other attributes, methods among them, until it is left.

@@ -24,7 +24,7 @@ from kerasdp.keras_compat.layers import (
     set_mask,
     state_of_calls,
 )
-from kerasdp.keras_compat.patches import current_step, step_with
+from kerasdp.keras_compat.patches import current_step, step_as, step_with
 
 Tensor = Any
 Call = Callable[..., Any]
@@ -189,7 +189,7 @@ class Block:
         """
         replica, adding = self._step.replica, list[Any]()
         step = self._step._replace(replica=replica and replica.once_more(), adding=adding)
-        with self._as_it_was(), step_with(**step._asdict()), ReadingScope(values) as scope:
+        with self._as_it_was(), step_as(step), ReadingScope(values) as scope:
             given = [leaf for leaf in keras.tree.flatten(self._made(tensors)) if ops.is_tensor(leaf)]
             masks = [mask_of(leaf) for leaf in given]
             losses = [loss for _, loss in adding]

@@ -44,7 +44,7 @@ def test_it_learns_the_same(backend, num_devices, case):
         assert again["losses"] == kept["losses"] and again["variables"] == kept["variables"]
     else:
         np.testing.assert_allclose(again["losses"], kept["losses"], rtol=1e-9)
-        np.testing.assert_allclose(again["variables"], kept["variables"], rtol=1e-9)
+        np.testing.assert_allclose(again["variables"], kept["variables"], rtol=1e-9, atol=1e-12)
     if case == "blocks" and backend != "jax":  # which computes again what it has seen once
         assert again["calls"] > kept["calls"]
 

@@ -442,7 +442,7 @@ class GradientBuckets:
         # What was sent, with the sum on its way.
         self.sent: list[tuple[list[tuple[int, torch.Tensor]], Any]] = []
         self.is_bfloat16 = strategy.config.gradient_precision == "bfloat16"
-        # Of a weight that is held in parts, the backward pass gives this process's part of the mean.
+        # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
         self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set()
         if strategy.num_replicas > 1:
             for key, leaf in leaves.items():

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kerasdp.backends.torch import collectives, remat  # noqa: F401  # define torch.ops.kerasdp
-from kerasdp.backends.torch.private import force_strides
+from kerasdp.backends.torch.private import force_strides, gatherings_and_sums
 
 _aten = torch.ops.aten
 # Operations between a weight and its message: views, and a change of type.
@@ -232,8 +232,7 @@ def overlap_parts(graph: Graph) -> None:
     A weight begins to be gathered before the one that comes before it is waited for, so that two are on their way or in
     use; a sum of gradients is waited for where the optimizer needs it.
     """
-    functional = torch.ops._c10d_functional
-    gathers = graph.find_nodes(op="call_function", target=functional.all_gather_into_tensor.default)
+    gathers, sums = gatherings_and_sums(graph)
     for before, gather in itertools.pairwise(gathers):
         needed, ahead = set(), [gather]
         while ahead:
@@ -245,8 +244,6 @@ def overlap_parts(graph: Graph) -> None:
             (arrived,) = before.users
             for node in [node for node in graph.nodes if node in needed and node > arrived]:
                 arrived.prepend(node)
-    sums = [*graph.find_nodes(op="call_function", target=functional.all_to_all_single.default),
-            *graph.find_nodes(op="call_function", target=functional.reduce_scatter_tensor.default)]  # fmt: skip
     for sent in sums:
         cone = list(sent.users)
         following = cone[0].next

@@ -125,6 +125,25 @@ def reduce_scatter_async(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.all_to_all_single(tensor, sizes, sizes, name)
 
 
+def gatherings_and_sums(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
+    """Returns the nodes of a captured step that begin to gather tensors, and those of `reduce_scatter_async`."""
+    functional = torch.ops._c10d_functional
+    gathering, *summing = (
+        graph.find_nodes(op="call_function", target=target)
+        for target in (
+            functional.all_gather_into_tensor.default,
+            functional.all_to_all_single.default,
+            functional.reduce_scatter_tensor.default,
+        )
+    )
+    return gathering, [node for nodes in summing for node in nodes]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was changed in place. Torch 2.13: `Tensor._version`; no public name."""
+    return tensor._version
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Returns what is the same number for two tensors, as long as both are there, if they share their memory.
 

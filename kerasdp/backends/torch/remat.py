@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kerasdp.backends.torch.private import is_being_captured
+from kerasdp.backends.torch.private import is_being_captured, version_of
 from kerasdp.errors import RunError
 
 
@@ -27,7 +27,7 @@ def rematerialized(block: Any) -> Any:
             is_first = False
             return block.run([*tensors], [])
         for variable, value, version in versions:
-            if value._version != version:
+            if version_of(value) != version:
                 raise RunError(
                     f"--remat: {variable.path} was changed between the call of layer {block.layer.name} and its "
                     "gradient, for which the layer is computed again: leave that layer out"
@@ -40,7 +40,7 @@ def rematerialized(block: Any) -> Any:
 
     # A captured step draws by no generator: `refuse_draws`.
     found = checkpoint(run, *block.tensors, use_reentrant=False, preserve_rng_state=not is_captured)
-    versions += [(variable, value, value._version) for variable, value in block.begun]
+    versions += [(variable, value, version_of(value)) for variable, value in block.begun]
     for place, result in enumerate(found if is_captured else []):
         if result.requires_grad:
             result.register_hook(lambda gradient, place=place: upstream.update({place: gradient}))
