@@ -118,8 +118,8 @@ class Config:
     fit_into: str | None = choice(None, DEVICES,
         Range("auto, or a size as 24GB", lambda text: text == "auto" or bool(bytes_in(text))),
         "Memory of a device, as 24GB, or auto: all that it has. Before the training, what a step needs is counted, and "
-        "the first of these that fits is chosen, and printed: the run as it is, --accumulate, --shard. The losses stay "
-        "the same. A tenth stays free.", "nothing is counted or chosen")
+        "the first of these that fits is chosen, and printed: the run as it is, --accumulate, --remat, --shard. The "
+        "losses stay the same. A tenth stays free.", "nothing is counted or chosen")
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "

@@ -9,7 +9,7 @@ from typing import Any
 from kerasdp.errors import UserError
 
 # Choices from what costs most time to what costs least; of each, the values from the fastest on.
-_SPARING = {"shard": ("none", "optimizer", "weights")}
+_SPARING = {"shard": ("none", "optimizer", "weights"), "remat": ("none", "blocks")}
 _MOST_PARTS = 64
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)B", re.IGNORECASE)
 

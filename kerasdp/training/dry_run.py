@@ -24,7 +24,7 @@ from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.sharding import bytes_of, is_cut, numbers_in
-from kerasdp.training.memory_plan import count_activations, make_ladder, model_bytes, needed
+from kerasdp.training.memory_plan import count_each, make_ladder, model_bytes, needed
 from kerasdp.training.prepare import bytes_of_row
 from kerasdp.training.runner import Runner
 
@@ -100,14 +100,15 @@ class DryRunner(Runner):
         self.state.begin_fit(
             batch_size=num_rows, num_batches=data["steps_per_epoch"], epochs=epochs, max_steps=self.config.max_steps
         )
-        activations = count_activations(model, reader, self.strategy) if config.strategy == "data" else None
+        counted = count_each(model, reader, self.strategy, config)
+        activations = counted[config.remat]
         raise _Described({
             **_places(config, model, self._num_devices),
             "data": data,
             "steps": self.state.num_steps,
             "epochs": epochs,
             "memory": needed(model, activations, config, self._num_devices),
-            "ladder": None if config.fit_into is None else make_ladder(model, activations, config, self._num_devices),
+            "ladder": None if config.fit_into is None else make_ladder(model, counted, config, self._num_devices),
             "device_bytes": bytes_of_device(str(config.backend), config.device, self._num_devices)
             if config.host_range[1] == 1
             else None,

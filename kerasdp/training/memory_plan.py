@@ -1,5 +1,6 @@
 """Counts what a device needs for a training step, before the first, and chooses how that fits into its memory."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,6 +17,7 @@ from kerasdp.keras_compat.models import own_steps
 from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.pipeline.plan import make_plan
 from kerasdp.portability.portable import batch_norms
+from kerasdp.portability.remat import rematerialize_in
 from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.sharding import bytes_of, numbers_in
 
@@ -57,6 +59,19 @@ def count_activations(model: keras.Model, reader: Reader, strategy: Strategy) ->
     return Activations({name: (few.get(name, 0) - counted * slope, slope) for name, slope in slopes.items()})
 
 
+def count_each(model: keras.Model, reader: Reader, strategy: Strategy, config: Config) -> dict[str, Activations | None]:
+    """Counts the activations with `Config.remat` as asked, and as `Config.fit_into` may choose it."""
+    if config.strategy != "data":
+        return {config.remat: None}
+    found = {config.remat: count_activations(model, reader, strategy)}
+    if config.fit_into is not None and config.remat == "none":
+        with contextlib.suppress(UserError):  # there are no blocks
+            rematerialize_in(model, "blocks")
+            found["blocks"] = count_activations(model, reader, strategy)
+        rematerialize_in(model, "none")
+    return found
+
+
 def model_bytes(
     model: keras.Model, weights: list[Any] | None = None, *, shard: str = "none", num_devices: int = 1
 ) -> dict[str, int]:
@@ -92,9 +107,9 @@ def needed(model: keras.Model, activations: Activations | None, config: Config, 
 
 
 def make_ladder(
-    model: keras.Model, activations: Activations | None, config: Config, num_devices: int
+    model: keras.Model, counted: dict[str, Activations | None], config: Config, num_devices: int
 ) -> dict[str, Any]:
-    """Returns what fits into the memory that `Config.fit_into` names.
+    """Returns what fits into the memory that `Config.fit_into` names; `counted`: as `count_each` gives it.
 
     Returns:
         `rungs`, in the order of `kerasdp.config.ladder.rungs`, each with its flags, the choices they stand for, bytes
@@ -103,15 +118,16 @@ def make_ladder(
     Raises:
         UserError: if the need cannot be counted.
     """
-    if activations is None:
+    if counted[config.remat] is None:
         raise UserError(
             f"--fit_into: {model.name} has a train_step of its own, of which is not known what it keeps; leave it out"
         )
     budget, rows = budget_of(config, num_devices), []
     for flags, rung in rungs(config, config.num_replicas(num_devices)):
-        if rung.accumulate > config.accumulate and not _takes_parts(model, rung, num_devices):
+        is_split = rung.accumulate > config.accumulate
+        if rung.remat not in counted or (is_split and not _takes_parts(model, rung, num_devices)):
             continue
-        need = needed(model, activations, rung, num_devices)
+        need = needed(model, counted[rung.remat], rung, num_devices)
         changes = {name: value for name, value in vars(rung).items() if value != getattr(config, name)}
         rows.append({"flags": flags, "changes": changes, "fits": need["total"] <= (1 - _FREE) * budget, **need})
     chosen = next((number for number, row in enumerate(rows) if row["fits"]), None)

@@ -57,7 +57,7 @@ def test_weights_in_parts_where_a_batch_cannot_be_cut():
     case = {"model": "gpt", "blocks": 1, "rows": 6, "batch_size": 6, "num_devices": 2, "precision": "float64"}
     expected = result_of(done("jax", **case, print="losses"))
     planned = done("jax", **case, print="losses", fit_into="15MB", verbose=2)
-    assert "\n>  --shard=weights " in planned.stdout
+    assert "\n>  --shard=optimizer --remat=blocks " in planned.stdout
     np.testing.assert_allclose(result_of(planned), expected, rtol=1e-12)
 
 
@@ -72,11 +72,15 @@ def test_nothing_fits():
 def test_the_order_of_the_ladder():
     config = Config(backend="jax", batch_size=24)
     flags = [flags for flags, _ in rungs(config, 2)]
-    assert flags == ["", "--accumulate=2", "--accumulate=4", "--shard=optimizer", "--shard=weights"]
+    parts = ["", "--accumulate=2", "--accumulate=4"]
+    shards = [f"--shard={what}{more}" for what in ("optimizer", "weights") for more in ("", " --remat=blocks")]
+    # Micro-batches are not computed again.
+    assert flags == [*parts, "--remat=blocks", *shards]
     assert next_flags(config, 2) == "--accumulate=2"
-    assert next_flags(Config(backend="jax", batch_size=7, shard="optimizer"), 7) == "--shard=weights"
-    assert next_flags(Config(backend="tensorflow", batch_size=8), 2) == ""
-    assert [flags for flags, _ in rungs(Config(batch_size=8, accumulate=4), 1)] == ["", "--accumulate=8"]
+    assert next_flags(Config(backend="jax", batch_size=7, shard="optimizer", remat="x*"), 7) == "--shard=weights"
+    assert next_flags(Config(backend="tensorflow", batch_size=8, remat="blocks"), 2) == ""
+    alone = rungs(Config(batch_size=8, accumulate=4), 1)
+    assert [flags for flags, _ in alone] == ["", "--accumulate=8"]
 
 
 def test_sizes():
