@@ -184,10 +184,15 @@ def _check_sharing(config: Any) -> None:
             f"--fit_into: chooses for the devices of one machine. Received: --hosts={config.hosts}; with --dry_run, "
             "and a size as 24GB, it prints what there is to choose"
         )
-    if config.shard != "none" and config.host_range[1] > 1:
+    if config.shard != "none" and config.host_range[1] > 1 and config.backend != "torch":
         raise UserError(
-            f"--shard={config.shard}: there for the devices of one machine. Received: --hosts={config.hosts}, of which "
-            "none could read the parts of the others; leave out one of them"
+            f"--shard={config.shard}: there for the devices of one machine, but for --backend=torch. Received: "
+            f"--hosts={config.hosts}, of which none could read the parts of the others; leave out one of them"
+        )
+    if config.shard != "none" and config.reduce is not None:
+        raise UserError(
+            f"--shard={config.shard}: not together with --reduce={config.reduce}, which says where whole gradients are "
+            "added; leave out one of them"
         )
     for flag in ("reduce", "device_shares"):
         if config.dry_run and getattr(config, flag) is not None:

@@ -145,7 +145,11 @@ def test_what_torch_refuses(optimizer, words):
             {"backend": "tensorflow"},
             "there for --backend=torch and jax. Received: tensorflow, where each device holds all of",
         ),
-        ({"backend": "jax", "hosts": "2"}, "there for the devices of one machine. Received: --hosts=2"),
+        (
+            {"backend": "jax", "hosts": "2"},
+            "there for the devices of one machine, but for --backend=torch. Received: --hosts=2",
+        ),
+        ({"backend": "torch", "reduce": "host"}, "not together with --reduce=host"),
         ({"backend": "jax", "strategy": "pipeline"}, "not together with --strategy=pipeline; leave out one of them"),
         ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),
     ],

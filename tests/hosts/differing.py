@@ -63,7 +63,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "data_on_device": Differs("on"),
     "remat": Differs("dense*"),
     "fit_into": Alone("it chooses for the devices of one machine"),
-    "shard": Alone("its devices are those of one machine"),
+    "shard": Differs("weights", {"shard": "optimizer"}, _ON_TORCH),
     "batch_size": Differs(32),
     "accumulate": Differs(2, backends=_ON_TORCH),
     "epochs": Differs(2),
