@@ -58,6 +58,22 @@ def test_it_learns_as_on_one_device(backend, shard, num_devices, case):
 
 
 @pytest.mark.proof
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_what_a_step_sends_on_torch(shard):
+    """Twice the weights for the optimizer's parts, three times for those of weights; no whole gradient of a kernel."""
+    found = result_of(run(PROGRAMS / "sharded_graph.py", shard, "attention", backend="torch", timeout=800))
+    cut = found["bytes"]["all_to_all_single"]  # of each, the half goes to the other rank
+    assert 0.95 * found["weights"] <= cut <= found["weights"]
+    gathered = found["bytes"]["all_gather_into_tensor"]
+    if shard == "optimizer":
+        assert gathered == cut / 2 and found["counts"]["all_gather_into_tensor"] == 1
+    else:
+        assert cut / 2 < gathered <= cut  # the last one is there yet when the backward pass begins
+    assert found["bytes"]["all_reduce"] <= 0.05 * found["weights"]
+
+
+@pytest.mark.proof
 def test_it_resumes_on_other_devices_and_backends(tmp_path):
     ways = [("torch", 2, "weights"), ("jax", 2, "weights"), ("torch", 4, "optimizer"), ("jax", 4, "optimizer"),
             ("tensorflow", 2, "none")]  # fmt: skip
@@ -82,11 +98,10 @@ def test_the_plan_counts_the_bytes_that_a_device_holds():
     slots, weights = (kerasdp.launch(train, shard=what, **settings) for what in ("optimizer", "weights"))
     cut = 64 * 128 * 4  # the other kernel has fewer than 2,048 numbers
     rest = 3 * cut // 4
-    assert slots["memory"] == whole["memory"] | {
-        "gradients": whole["memory"]["gradients"] - rest,
-        "optimizer": whole["memory"]["optimizer"] - 2 * rest,
-    }
-    assert weights["memory"] == slots["memory"] | {"weights": whole["memory"]["weights"] - rest}
+    spared = {"gradients": rest, "optimizer": 2 * rest, "total": 3 * rest}
+    assert slots["memory"] == whole["memory"] | {name: whole["memory"][name] - spared[name] for name in spared}
+    spared |= {"weights": rest, "total": 4 * rest}
+    assert weights["memory"] == whole["memory"] | {name: whole["memory"][name] - spared[name] for name in spared}
     assert slots["sent_in_ring"] == whole["sent_in_ring"]
     assert weights["sent_in_ring"] == whole["sent_in_ring"] | {"weights": rest}
 
