@@ -89,7 +89,9 @@ def test_the_plan_counts_the_bytes_that_a_device_holds():
     def train(runner):
         import keras
 
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(10)])
+        model = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Dense(128, name="wide"), keras.layers.Dense(10, name="last")]
+        )
         model.compile(keras.optimizers.Adam(), "mse")
         runner.fit(model, np.zeros((8, 64)), np.zeros((8, 10)), batch_size=4)
 
