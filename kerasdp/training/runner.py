@@ -321,7 +321,8 @@ class Runner:
                     check_first_step(model, self.config, self.strategy, reader, with_loss=with_loss)
             with open_feed(self.strategy, reader) as feed:
                 yield Loop(model, self.strategy, self.state, functions), feed, callbacks
-            self.strategy.gather_variables(model)
+            if self.strategy.stages is None:  # stages change no variable here
+                self.strategy.gather_variables(model)
 
     def step(self, function: Callable[..., Any] | None = None, *, returns: Any = "mean") -> Any:
         """Makes of a function one step on all devices, compiled where the backend can: for a loop of one's own.

@@ -7,6 +7,7 @@ Prints, by case: losses, whether the devices agree, and the bytes of weights and
 """
 
 import functools
+import gc
 import json
 import sys
 
@@ -71,16 +72,24 @@ def outcome(runner, case, epochs):
         optimizer = keras.optimizers.AdamW(1e-3, global_clipnorm=1.0, weight_decay=0.01)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=["accuracy"])
+    others = {}
     if case == "own":
         losses = looped(runner, model, loss, x, y, epochs)
         held = held_bytes(model)
     else:
         seen = []
-        look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(held_bytes(model)))
+        living = []
+
+        def note(batch, logs):
+            seen.append(held_bytes(model))
+            living.append(living_bytes())
+
+        look = keras.callbacks.LambdaCallback(on_train_batch_end=note)
         found = runner.fit(
             model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0, callbacks=[look]
         )
         losses, held = found.history["loss"] + found.history["val_loss"], max(seen, default=None)
+        others["living"] = max(living, default=None)
     groups = model.weights, optimizer.variables
     return {
         "losses": losses,
@@ -88,6 +97,7 @@ def outcome(runner, case, epochs):
         "held": held,
         "total": [sum(keras.ops.convert_to_numpy(one).nbytes for one in group) for group in groups],
         "description": runner.strategy.description(model),
+        **others,
     }
 
 
@@ -116,6 +126,17 @@ def held_bytes(model):
         return value.nbytes if hasattr(value, "requires_grad") else keras.ops.convert_to_numpy(variable).nbytes
 
     return [sum(map(of_one, group)) for group in (model.weights, model.optimizer.variables)]
+
+
+def living_bytes():
+    """What all parameters of torch in this process hold, those of other cases aside, whose models are gone."""
+    if "torch" not in sys.modules:
+        return 0
+    import torch
+
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def by_many_optimizers(runner):

@@ -36,8 +36,15 @@ class Parts:
     """
 
     def __init__(self, model: Any, what: str):
+        from kerasdp.keras_compat.optimizers import inner_optimizer, updates_numbers_alone
+
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self.model, self.holds_weights, self._optimizer = model, what == "weights", model.optimizer
+        self.model, self.holds_weights, self._optimizer = model, what == "weights", getattr(model, "optimizer", None)
+        if self._optimizer is not None and not updates_numbers_alone(inner := inner_optimizer(self._optimizer)):
+            raise UserError(
+                f"--shard={what}: {type(inner).__name__} looks at all numbers of a weight, of which a process of "
+                "--backend=torch holds a part; use --backend=jax, or another --optimizer"
+            )
         weights = model.variables if self.holds_weights else model.trainable_variables
         # Each with the axis along which it is cut. A constraint looks at all of its weight.
         self.cut_weights = [
@@ -53,51 +60,48 @@ class Parts:
     @property
     def is_stale(self) -> bool:
         """Returns whether the model was compiled again since, so that other variables are cut."""
-        return self.model.optimizer is not self._optimizer
+        return getattr(self.model, "optimizer", None) is not self._optimizer
 
     def cut(self) -> None:
         """Lets each variable hold this rank's part of it; what was assigned to the whole is kept."""
-        from kerasdp.keras_compat.layers import raw_value, set_raw_value
+        from kerasdp.keras_compat.layers import raw_value
 
         if self.is_cut:
             return
         for variable, axis in self._variables():
-            part = self._own(raw_value(variable).detach(), axis)
+            value = raw_value(variable)
+            part = self._own(value.detach(), axis)
             if id(variable) in self._held:  # compiled steps know where it lies
                 self._held[id(variable)][2].copy_(part)
             else:
                 self._held[id(variable)] = variable, axis, part.clone(memory_format=torch.contiguous_format)
-            held = torch.nn.Parameter(self._held[id(variable)][2], requires_grad=raw_value(variable).requires_grad)
-            set_raw_value(variable, held)
+            # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
+            value.data = self._held[id(variable)][2]
         if self.holds_weights and not self._groups:
             self._groups = _groups_of([weight for weight, _ in self.cut_weights])
         self.is_cut = True
 
     def gather(self) -> None:
         """Lets each variable hold all of it, one after the other. Called by all ranks together."""
-        from kerasdp.keras_compat.layers import raw_value, set_raw_value
+        from kerasdp.keras_compat.layers import raw_value
 
         for variable, axis, part in self._held.values() if self.is_cut else ():
-            (whole,) = self.whole([part], [axis])
-            set_raw_value(variable, torch.nn.Parameter(whole, requires_grad=raw_value(variable).requires_grad))
+            raw_value(variable).data = self.whole([part], [axis])[0]
         self.is_cut = False
 
-    def _variables(self) -> Iterator[tuple[Any, int]]:
-        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_numbers_alone
+    def _variables(self) -> list[tuple[Any, int]]:
+        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
 
-        if self.holds_weights:
-            yield from self.cut_weights
-        optimizer = inner_optimizer(self.model.optimizer)
-        if not self._held and not updates_numbers_alone(optimizer):
-            raise UserError(
-                f"--shard: {type(optimizer).__name__} looks at all numbers of a weight, of which a process of "
-                "--backend=torch holds a part; use --backend=jax, or another --optimizer"
-            )
+        found = self.cut_weights[:] if self.holds_weights else []
+        if self._optimizer is None:
+            return found
+        optimizer = inner_optimizer(self._optimizer)
         of_weight = slots_by_weight(optimizer)
         for slot in optimizer.variables:
             _, weight = of_weight.get(id(slot), ("", None))
             if id(weight) in self.axes and tuple(slot.shape) == tuple(weight.shape):
-                yield slot, self.axes[id(weight)]
+                found.append((slot, self.axes[id(weight)]))
+        return found
 
     def _own(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
         length = whole.shape[axis] // self._size
