@@ -313,11 +313,11 @@ class Strategy(Protocol):
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
         return []
 
-    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int]:
+    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int] | None:
         """Returns the bytes that a forward pass of training keeps for the backward pass, by layer.
 
-        Those of the batch's rows by themselves, on the first replica of this process; no variable changes. For
-        `DataParallel`.
+        Those of the batch's rows by themselves, on the first replica of this process; no variable changes. None where
+        that cannot be told. For `DataParallel`.
         """
 
     def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:

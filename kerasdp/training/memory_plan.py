@@ -44,15 +44,16 @@ class Activations:
 
 
 def count_activations(model: keras.Model, reader: Reader, strategy: Strategy) -> Activations | None:
-    """Counts what two forward passes of few rows keep; no variable changes. None where the steps are user-defined."""
+    """Counts what two forward passes of few rows keep; no variable changes. None where that cannot be told."""
     if "train_step" in own_steps(model) or model.optimizer is None:
         return None
 
-    def kept(rows: int) -> dict[str, int]:
+    def kept(rows: int) -> dict[str, int] | None:
         sample = reader.sample(rows * strategy.num_replicas)
         return strategy.bytes_kept(model, strategy.shard_batch(batch_of(sample, strategy.split, strategy.shard)))
 
-    few, more = kept(_ROWS), kept(2 * _ROWS)
+    if (few := kept(_ROWS)) is None or (more := kept(2 * _ROWS)) is None:
+        return None
     # XLA computes the rows of all replicas in one program.
     counted = _ROWS * (1 if strategy.splits_batches else strategy.num_replicas)
     slopes = {name: (more.get(name, 0) - few.get(name, 0)) / counted for name in more | few}
@@ -120,7 +121,8 @@ def make_ladder(
     """
     if counted[config.remat] is None:
         raise UserError(
-            f"--fit_into: {model.name} has a train_step of its own, of which is not known what it keeps; leave it out"
+            f"--fit_into: what {model.name} keeps for the backward pass is not known, for a train_step of its own, "
+            "or a loop over time with tensorflow; leave it out"
         )
     budget, rows = budget_of(config, num_devices), []
     for flags, rung in rungs(config, config.num_replicas(num_devices)):

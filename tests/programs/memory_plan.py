@@ -49,14 +49,17 @@ def temporary_bytes(model, x, y):
     state = [[each.value for each in list_] for list_ in (model.trainable_variables, model.non_trainable_variables)]
     metrics = [each.value for each in model.metrics_variables]
 
+    slots = [each.value for each in model.optimizer.variables]
+
     def loss(weights):
-        return model.compute_loss_and_updates(weights, state[1], metrics, x, y, None, training=True)[0]
+        return model.compute_loss_and_updates(
+            weights, state[1], metrics, x, y, None, training=True, optimizer_variables=slots
+        )[0]
 
     def step(weights, slots):
         value, gradients = jax.value_and_grad(loss)(weights)
         return value, *model.optimizer.stateless_apply(slots, gradients, weights)
 
-    slots = [each.value for each in model.optimizer.variables]
     found = jax.jit(step, donate_argnums=(0, 1)).lower(state[0], slots).compile().memory_analysis()
     return found.temp_size_in_bytes - sum(keras.ops.size(each) * 4 for each in state[0])
 
@@ -79,7 +82,7 @@ def train(runner, model, rows, blocks, steps, what):
     before = [keras.ops.convert_to_numpy(each) for each in net.variables]
     counted = sum(count_activations(net, reader, runner.strategy).by_layer(rows).values())
     assert all((old == keras.ops.convert_to_numpy(each)).all() for old, each in zip(before, net.variables, strict=True))
-    return counted, temporary_bytes(net, x, y) if runner.config.backend == "jax" else None
+    return counted, temporary_bytes(net, x[:rows], y[:rows]) if runner.config.backend == "jax" else None
 
 
 if __name__ == "__main__":

@@ -158,9 +158,9 @@ class DataParallel(TensorFlowStrategy):
         self.mirrored.run(run)  # eager: a graph would take seconds
         return found[0]
 
-    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int]:
+    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int] | None:
         """See `Strategy`: what the gradients' operations in a graph take of those of the forward pass."""
-        found: list[dict[str, int]] = []
+        found: list[dict[str, int] | None] = []
 
         def run() -> None:
             operations = tf.compat.v1.get_default_graph().get_operations
