@@ -195,8 +195,6 @@ class DataParallel(TorchStrategy):
         """See `Strategy`: the storages that autograd saves, but for those of variables and data."""
         import keras
 
-        from kerasdp.keras_compat.layers import is_rematerialized
-
         given = [
             *(variable.value for variable in all_variables(model)),
             *filter(None.__ne__, keras.tree.flatten(batch[:3])),
@@ -213,15 +211,9 @@ class DataParallel(TorchStrategy):
         def note(layer: Any, *_: Any) -> None:
             names.extend([getattr(layer, "name", "")] * (len(saved) - len(names)))
 
-        def keep_arguments(layer: Any, arguments: Any) -> None:
-            for tensor in keras.tree.flatten(arguments) if is_rematerialized(layer) else ():
-                if isinstance(tensor, torch.Tensor):
-                    save(tensor)
-
         # All modules' at once: those of a layer would be its attributes.
         noting = torch.nn.modules.module.register_module_forward_hook(note)
-        keeping = torch.nn.modules.module.register_module_forward_pre_hook(keep_arguments)
-        with noting, keeping, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        with noting, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             loss = RankSteps(self, model).loss(model, batch, None)  # holds what is saved, so that no place is reused
         names.extend(["the loss"] * (len(saved) - len(names)))
         found = collections.Counter[str]()
