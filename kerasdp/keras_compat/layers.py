@@ -14,6 +14,7 @@ from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.models.functional import Functional
 
+from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
 
 
@@ -225,6 +226,33 @@ class ScopeOfParts(keras.StatelessScope):
         """Returns the value of a variable; None if it is not known here."""
         value = super().get_current_value(variable)
         return None if value is None else self._read(variable, value)
+
+
+class HeldInParts(keras.Variable):
+    """A variable of which this process holds a part: it can be read where a scope knows its value, and not elsewhere.
+
+    A variable becomes one, and itself again, by its class, since layers and optimizers know the object.
+    """
+
+    @property
+    def value(self) -> Any:
+        """Returns the value in the active scope.
+
+        Raises:
+            UserError: outside of a step, where there is only a part of it.
+        """
+        scope = get_stateless_scope()
+        if scope is None or scope.get_current_value(self) is None:
+            raise UserError(
+                f"{self.path} is held in parts by the processes between two steps (--shard): read or change it before "
+                "fit, after it, or in on_epoch_end"
+            )
+        return super().value
+
+
+def held_in_parts(variable: keras.Variable, is_part: bool) -> None:
+    """Lets a variable be read within scopes alone (`HeldInParts`), or as before."""
+    variable.__class__ = HeldInParts if is_part else keras.Variable
 
 
 def autocast(variable: keras.Variable, value: Any) -> Any:

@@ -119,8 +119,10 @@ def held_bytes(model):
     """What a device holds of the weights, and of the optimizer's variables."""
     import keras
 
+    from kerasdp.keras_compat.layers import raw_value
+
     def of_one(variable):
-        value = variable.value
+        value = raw_value(variable)
         if hasattr(value, "addressable_shards"):  # jax
             return value.addressable_shards[0].data.nbytes
         return value.nbytes if hasattr(value, "requires_grad") else keras.ops.convert_to_numpy(variable).nbytes
@@ -198,6 +200,6 @@ if __name__ == "__main__":
         cases, settings = ["resume"], settings | {"workdir": folder, "resume": True}
     result = kerasdp.launch(
         functools.partial(train, cases=cases, epochs=int(epochs)), backend=backend, num_devices=int(num_devices),
-        device="cpu", precision="float64", verbose=0, **settings,
+        device="cpu", verbose=0, **{"precision": "float64", **settings},
     )  # fmt: skip
     print("RESULT " + json.dumps(result))

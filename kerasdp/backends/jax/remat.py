@@ -25,18 +25,19 @@ def _with_own_gradient(run: Any) -> Any:
     """
 
     def call(tensors: list[jax.Array]) -> list[jax.Array]:
-        converted, others = jax.closure_convert(run, tensors)  # weights, say
+        # Not by `jax.closure_convert`: of what the layer has from elsewhere it finds floats alone.
+        closed = jax.make_jaxpr(run)(tensors)
 
         @jax.custom_vjp
         def compute(tensors: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
-            return converted(tensors, *others)
+            return jax.core.eval_jaxpr(closed.jaxpr, others, *tensors)
 
         def backward(kept: Any, upstream: Any) -> Any:
             floats = [one for one in upstream if jnp.issubdtype(one.dtype, jnp.inexact)]
             kept, _ = jax.lax.optimization_barrier((kept, floats))
-            return jax.vjp(lambda tensors, others: converted(tensors, *others), *kept)[1](upstream)
+            return jax.vjp(lambda *kept: jax.core.eval_jaxpr(closed.jaxpr, kept[1], *kept[0]), *kept)[1](upstream)
 
         compute.defvjp(lambda tensors, others: (compute(tensors, others), (tensors, others)), backward)
-        return compute(tensors, others)
+        return compute(tensors, list(closed.consts))
 
     return call

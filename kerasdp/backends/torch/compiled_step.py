@@ -35,6 +35,7 @@ from kerasdp.backends.torch.private import (
     all_reduce_async,
     compile_error,
     compile_with_inductor,
+    is_being_captured,
     mark_static_addresses,
     wait,
 )
@@ -61,11 +62,12 @@ class CompiledStep:
 
     def __init__(self, strategy: Any, steps: RankSteps, name: str, variables: list[Any], parts: Parts | None = None):
         """Made once for each compiled model; `parts`: what this process holds parts of, if it does."""
+        from kerasdp.keras_compat.layers import raw_value
+
         self.strategy, self.steps, self.name, self.variables = strategy, steps, name, variables
-        self.parts, self.is_captured = parts, True
-        self.model = steps.model
+        self.parts, self.model = parts, steps.model
         # Keras assigns in place, so these stay the variables' own memory.
-        self.values = [variable.value.detach() for variable in variables]
+        self.values = [raw_value(variable).detach() for variable in variables]
         if strategy.is_gpu:
             mark_static_addresses(self.values)
         self.graphs: dict[Any, Callable[..., Any]] = {}
@@ -84,11 +86,8 @@ class CompiledStep:
 
     def uncompiled(self, batch: DeviceBatch, detail: Detail = Detail.NOTHING) -> Any:
         """Runs the step operation by operation."""
-        self.is_captured = False
-        try:
-            return self.step(self.values, batch, detail)
-        finally:
-            self.is_captured = True
+        self.kind()  # refuses weights that the optimizer does not know
+        return self.step(self.values, batch, detail)
 
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Any:
         """Returns the scope of a step's passes, in which variables have these values; see `Parts.scope`."""
@@ -286,8 +285,9 @@ class CompiledTraining(CompiledStep):
         with contextlib.ExitStack() as stack:
             if self.parts is not None:
                 stack.enter_context(self.parts.updating(optimizer))
+            is_captured = any(is_being_captured(value) for _, value in values)
             stack.enter_context(
-                updating_one_by_one(optimizer) if self.is_captured else updating_on(self.strategy.device, optimizer)
+                updating_one_by_one(optimizer) if is_captured else updating_on(self.strategy.device, optimizer)
             )
             yield stack.enter_context(keras.StatelessScope(values))
 

@@ -238,7 +238,7 @@ class DataParallel(TorchStrategy):
         if self.config.shard == "none" or self.num_replicas == 1:
             return None
         if (parts := self._parts.get(model)) is None or parts.is_stale:
-            parts = Parts(model, self.config.shard)
+            parts = Parts(model, self.config)
             self._parts.put(model, parts)
         return parts
 

@@ -1,6 +1,7 @@
 """PyTorch: weights and variables of the optimizer of which each rank holds a part, and no rank the whole."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from kerasdp.backends.torch.private import (
     storage_of,
     wait,
 )
+from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.sharding import cut_axis
 
@@ -32,19 +34,15 @@ class Parts:
 
     Args:
         model: built.
-        what: `Config.shard`.
+        config: `shard` and `gradient_precision` are read.
     """
 
-    def __init__(self, model: Any, what: str):
-        from kerasdp.keras_compat.optimizers import inner_optimizer, updates_numbers_alone
-
+    def __init__(self, model: Any, config: Config):
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self.model, self.holds_weights, self._optimizer = model, what == "weights", getattr(model, "optimizer", None)
-        if self._optimizer is not None and not updates_numbers_alone(inner := inner_optimizer(self._optimizer)):
-            raise UserError(
-                f"--shard={what}: {type(inner).__name__} looks at all numbers of a weight, of which a process of "
-                "--backend=torch holds a part; use --backend=jax, or another --optimizer"
-            )
+        self.model, self.holds_weights = model, config.shard == "weights"
+        self._optimizer = getattr(model, "optimizer", None)
+        # In which gradients of weights that are held in parts are sent, if not their own type.
+        self.sent_type = torch.bfloat16 if config.gradient_precision == "bfloat16" else None
         weights = model.variables if self.holds_weights else model.trainable_variables
         # Each with the axis along which it is cut. A constraint looks at all of its weight.
         self.cut_weights = [
@@ -64,12 +62,14 @@ class Parts:
 
     def cut(self) -> None:
         """Lets each variable hold this rank's part of it; what was assigned to the whole is kept."""
-        from kerasdp.keras_compat.layers import raw_value
+        from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
         if self.is_cut:
             return
         for variable, axis in self._variables():
             value = raw_value(variable)
+            if tuple(value.shape) != tuple(variable.shape):
+                raise UserError(f"--shard: {variable.path} is held in parts by the training of another model just now")
             part = self._own(value.detach(), axis)
             if id(variable) in self._held:  # compiled steps know where it lies
                 self._held[id(variable)][2].copy_(part)
@@ -77,26 +77,41 @@ class Parts:
                 self._held[id(variable)] = variable, axis, part.clone(memory_format=torch.contiguous_format)
             # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
             value.data = self._held[id(variable)][2]
+            held_in_parts(variable, True)
         if self.holds_weights and not self._groups:
             self._groups = _groups_of([weight for weight, _ in self.cut_weights])
         self.is_cut = True
 
     def gather(self) -> None:
         """Lets each variable hold all of it, one after the other. Called by all ranks together."""
-        from kerasdp.keras_compat.layers import raw_value
+        from kerasdp.keras_compat.layers import held_in_parts, raw_value
 
         for variable, axis, part in self._held.values() if self.is_cut else ():
             raw_value(variable).data = self.whole([part], [axis])[0]
+            held_in_parts(variable, False)
         self.is_cut = False
 
     def _variables(self) -> list[tuple[Any, int]]:
-        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight
+        """Returns what is to be cut, each with its axis.
+
+        Raises:
+            UserError: if the optimizer cannot update parts.
+        """
+        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_numbers_alone
 
         found = self.cut_weights[:] if self.holds_weights else []
         if self._optimizer is None:
             return found
         optimizer = inner_optimizer(self._optimizer)
         of_weight = slots_by_weight(optimizer)
+        known = {id(weight) for _, weight in of_weight.values()}
+        for weight, axis in self.cut_weights if not self._held else ():
+            own = functools.partial(self._own, axis=axis)
+            if id(weight) in known and not updates_numbers_alone(optimizer, weight, own):
+                raise UserError(
+                    f"--shard: {type(optimizer).__name__} looks at all numbers of a weight ({weight.path}), of which a "
+                    "process of --backend=torch holds a part; use --backend=jax, or another --optimizer"
+                )
         for slot in optimizer.variables:
             _, weight = of_weight.get(id(slot), ("", None))
             if id(weight) in self.axes and tuple(slot.shape) == tuple(weight.shape):
@@ -272,7 +287,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         found: list[torch.Tensor | None] = [None] * len(gradients)
         wanted = [
-            (place, gradient.to(ctx.dtypes[place]) / dist.get_world_size())
+            (place, gradient.to(ctx.parts.sent_type or ctx.dtypes[place]) / dist.get_world_size())
             for place, gradient in enumerate(gradients)
             if gradient is not None and ctx.needs_input_grad[3 + place]
         ]
@@ -280,15 +295,17 @@ class _Whole(torch.autograd.Function):
             own = list(same)
             sums = ctx.parts.scatter([gradient for _, gradient in own], [ctx.axes[place] for place, _ in own])
             for (place, _), part in zip(own, sums.take()):
-                found[place] = part
+                found[place] = part.to(ctx.dtypes[place])
         return None, None, None, *found
 
 
 def _groups_of(weights: list[Any]) -> dict[int, int]:
     """Returns the number of the message in which each of some weights travels, by its `id`: neighbours together."""
 
+    from kerasdp.keras_compat.layers import raw_value
+
     def num_bytes(weight: Any) -> int:
-        return weight.value.nbytes
+        return raw_value(weight).nbytes
 
     most = min(_MESSAGE_BYTES, sum(map(num_bytes, weights)) // _MESSAGES)
     return {id(weight): number for number, group in enumerate(_bucketed(weights, num_bytes, most)) for weight in group}
