@@ -199,6 +199,7 @@ def documented(record: type[T]) -> type[T]:
     for name, known in choices_of(record).items():
         unset = f" None: {known.unset}." if known.unset else ""
         text = re.sub(r"--([a-z]\w*)", lambda flag: f"`{FIELDS_OF_FLAGS.get(flag[1], flag[1])}`", known.meaning + unset)
+        text = re.sub(r"'(\S*\*[^']*)'", r"``\1``", text)  # else a docstring's * begins what is emphasised
         lines.append(textwrap.fill(f"{name}: {text}", 112, initial_indent="    ", subsequent_indent="        "))
     record.__doc__ = "\n".join([f"{head}\nArgs:", *lines, f"{raises}{tail}"])
     return record
