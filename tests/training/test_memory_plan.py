@@ -56,6 +56,7 @@ def test_the_losses_are_those_of_the_run_as_it_was(backend, tmp_path):
     np.testing.assert_allclose(result_of(planned), expected, rtol=1e-12)
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
 def test_weights_in_parts_where_a_batch_cannot_be_cut():
     case = {"model": "gpt", "blocks": 1, "rows": 6, "batch_size": 6, "num_devices": 2, "precision": "float64"}
