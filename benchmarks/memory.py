@@ -1,13 +1,15 @@
-"""Measures what each choice that spares memory costs and spares, on a small GPT.
+"""Measures what each choice that spares memory costs and spares, on a GPT or ResNet-50.
 
     python benchmarks/memory.py --backend=torch
     python benchmarks/memory.py --backend=jax --devices=2 --blocks=12
+    python benchmarks/memory.py --backend=torch --device=gpu --devices=1 --dim=1024 --blocks=24 --length=512
+    python benchmarks/memory.py --model=resnet50
 
-Each row is a run of its own, on virtual CPU devices unless `--device=gpu`. Bytes are those of one device: counted for
-weights, gradients and the optimizer; activations as `--dry_run` counts them.
+Each row is a run of its own, on virtual CPU devices unless `--device=gpu`. Bytes are those of one device, as
+`--dry_run` counts them.
 
-On Linux. Expected: a table in Markdown: bytes by part, the most memory that a process took beside what it had before
-the training, and the median milliseconds of a step.
+On Linux. Expected: a table in Markdown: bytes by part and in all, the most memory that a GPU had in use, or that a
+process took beside what it had before the training, and the median milliseconds of a step.
 """
 
 import argparse
@@ -19,13 +21,14 @@ import numpy as np
 
 import kerasdp
 
+PARTS = ("weights", "gradients", "optimizer", "activations", "total")
 RUNGS: list[dict[str, Any]] = [
     {}, {"accumulate": 4}, {"precision": "bfloat16"}, {"remat": "blocks"}, {"shard": "optimizer"}, {"shard": "weights"},
     {"shard": "weights", "remat": "blocks"},
 ]  # fmt: skip
 
 
-def build(dim: int, blocks: int, length: int, words: int) -> Any:
+def gpt(dim: int, blocks: int, length: int, words: int) -> Any:
     """Returns a decoder: `(rows, length)` tokens to `(rows, length, words)` logits."""
     import keras
     from keras import layers
@@ -54,8 +57,8 @@ def build(dim: int, blocks: int, length: int, words: int) -> Any:
     return keras.Model(tokens, layers.Dense(words)(layers.LayerNormalization()(x)))
 
 
-def train(runner: "kerasdp.Runner", shape: tuple[int, ...], rows: int, steps: int) -> dict[str, float]:
-    """Trains; returns megabytes that the process has grown by, and milliseconds of a step."""
+def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int, steps: int) -> dict[str, float]:
+    """Trains; returns the most megabytes of a GPU, or that the process has grown by, and milliseconds of a step."""
     import keras
 
     def resident(which: str) -> float:
@@ -63,17 +66,24 @@ def train(runner: "kerasdp.Runner", shape: tuple[int, ...], rows: int, steps: in
             return next(int(line.split()[1]) / 1e3 for line in file if line.startswith(which))
 
     with runner.scope():
-        model = build(*shape)
+        model = gpt(*shape) if name == "gpt" else kerasdp.build_model(runner.config, (64, 64, 3), 10)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-4), loss)
     times: list[float] = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: times.append(time.perf_counter()))
-    x = np.random.RandomState(0).randint(0, shape[-1], (rows * steps, shape[2]))
+    random, num = np.random.RandomState(0), rows * steps
+    x = y = random.randint(0, shape[-1], (num, shape[2]))
+    if name != "gpt":
+        x, y = random.randint(0, 256, (num, 64, 64, 3)).astype("uint8"), np.arange(num) % 10
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forgets the most so far
     before = resident("VmRSS")
-    runner.fit(model, x, x, batch_size=rows, callbacks=[note], verbose=0)
-    return {"grown": resident("VmHWM") - before, "ms": 1000 * float(np.median(np.diff(times)[2:]))}
+    runner.fit(model, x, y, batch_size=rows, callbacks=[note], verbose=0)
+    if runner.config.device == "cpu":
+        most = resident("VmHWM") - before
+    else:
+        most = max(runner.strategy.peak_memory_by_device()) / 1e6
+    return {"most": most, "ms": 1000 * float(np.median(np.diff(times)[2:]))}
 
 
 def main() -> None:
@@ -81,16 +91,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="gpt", choices=["gpt", "resnet50"])
     defaults = {"devices": 2, "dim": 256, "blocks": 8, "length": 128, "words": 2000, "rows": 16, "steps": 12}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     shape = args.dim, args.blocks, args.length, args.words
-    run = functools.partial(train, shape=shape, rows=args.rows, steps=args.steps)
+    run = functools.partial(train, name=args.model, shape=shape, rows=args.rows, steps=args.steps)
     settings = {"backend": args.backend, "device": args.device, "num_devices": args.devices, "batch_size": args.rows}
-    print("| choices | weights | gradients | optimizer | activations | process grew by | step |")
-    print("|---|---|---|---|---|---|---|")
-    for rung in RUNGS:
+    if args.model != "gpt":
+        settings["model"] = args.model
+    print(f"| choices | {' | '.join(PARTS)} | measured | step |")
+    print("|---" * (len(PARTS) + 3) + "|")
+    for rung in (rung for rung in RUNGS if args.devices > 1 or "shard" not in rung):
         name = " ".join(f"`--{key}={value}`" for key, value in rung.items()) or "as it is"
         try:
             figures = kerasdp.launch(run, **settings, **rung, dry_run=True, verbose=0)
@@ -99,8 +112,8 @@ def main() -> None:
             print(f"| {name} | {error} |", flush=True)
             continue
         need = figures["memory"]
-        parts = [f"{need[part] / 1e6:.1f} MB" for part in ("weights", "gradients", "optimizer", "activations")]
-        print(f"| {name} | {' | '.join(parts)} | {measured['grown']:.0f} MB | {measured['ms']:.0f} ms |", flush=True)
+        parts = [f"{need[part] / 1e6:.1f} MB" for part in PARTS]
+        print(f"| {name} | {' | '.join(parts)} | {measured['most']:.0f} MB | {measured['ms']:.0f} ms |", flush=True)
 
 
 if __name__ == "__main__":
