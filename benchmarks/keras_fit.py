@@ -20,21 +20,11 @@ class Fit:
     def __init__(self, args: Any):
         import keras
 
-        import kerasdp
-
         choose_precision(args)
-        config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits", data_dir=args.data_dir)
-        if args.dataset is None:
-            x, y = protocol.make_data(args)
-            num_classes = protocol.NUM_CLASSES
-        else:
-            data = kerasdp.load_data(config)
-            indices, num_classes = np.arange(data.train.num_samples), data.num_classes
-            x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
+        self.model, x, y = make_task(args)
         # Full batches, and as many as an epoch of `--steps` needs: `fit` would end it where the data end.
         indices = np.resize(np.arange(len(x) // args.batch_size * args.batch_size), args.steps * args.batch_size)
         self.x, self.y = x[indices], y[indices]
-        self.model = kerasdp.build_model(config, x.shape[1:], num_classes)
         self.model.compile(
             keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -64,6 +54,24 @@ class Fit:
             "accuracy": float(history["accuracy"][0]),
             "peak_memory_bytes": peak_memory(),
         }
+
+
+def make_task(args: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Returns the model, samples and their labels."""
+    import kerasdp
+
+    if args.model in ("gpt", "segmentation"):
+        import keras_models
+
+        return keras_models.make_model(args), *protocol.make_data(args)
+    config = kerasdp.Config(model=args.model, dataset=args.dataset or "digits", data_dir=args.data_dir)
+    if args.dataset is None:
+        x, y = protocol.make_data(args)
+        return kerasdp.build_model(config, x.shape[1:], protocol.NUM_CLASSES), x, y
+    data = kerasdp.load_data(config)
+    indices = np.arange(data.train.num_samples)
+    x, (y, _) = data.train.inputs(indices), data.train.targets(indices)
+    return kerasdp.build_model(config, x.shape[1:], data.num_classes), x, y
 
 
 def choose_precision(args: Any) -> None:

@@ -332,7 +332,8 @@ def _native_stderr_suppressed() -> Iterator[None]:
 
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
-    with signals.noticed(outcome.is_watched()), ending_together(devices.cluster):
+    told = _device_errors_told(settings, devices)
+    with signals.noticed(outcome.is_watched()), ending_together(devices.cluster), told:
         with signals.delayed():
             module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
         strategy = getattr(module, STRATEGIES[settings.engine])(devices, settings)
@@ -359,15 +360,21 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
         one_prints, refused = _only_prints_of(processes.rank == 0), _operations_refused(settings.deterministic)
         judged, run = judging(link, heartbeat, settings.hang_timeout), heartbeat.of_run()
         with judged, run, _training(), runner.training_function(), one_prints, refused:
-            try:
-                result = train(runner)
-            except Exception as error:
-                if (told := explained(error, next_flags(settings, devices.count))) is None:
-                    raise
-                raise told from error
+            result = train(runner)
         if outcome.place() is None:
             return result
         return SentResult(result, settings.workdir) if runner.is_chief else None
+
+
+@contextlib.contextmanager
+def _device_errors_told(settings: Config, devices: Devices) -> Iterator[None]:
+    """Says in a line what went wrong on a device, which may be full before the first step."""
+    try:
+        yield
+    except Exception as error:
+        if (told := explained(error, next_flags(settings, devices.count))) is None:
+            raise
+        raise told from error
 
 
 _is_training = False

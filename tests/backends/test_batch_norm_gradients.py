@@ -112,6 +112,21 @@ def test_the_kernel_of_a_gpu_gives_the_same(shape, axis):
     torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)
 
 
+def test_the_kernel_of_a_gpu_has_a_weight_where_there_is_a_bias(monkeypatch):
+    """CUDA's kernel makes the bias' gradient in the shape of the weight."""
+    torch = pytest.importorskip("torch")
+    from kerasdp.backends.torch.batch_norm import normalize_natively
+
+    taken, kernel = [], torch.native_batch_norm
+    monkeypatch.setattr(torch, "native_batch_norm", lambda x, *rest: taken.append(rest[:2]) or kernel(x, *rest))
+    x, one = torch.ones((4, 3)), torch.ones(3)
+    for scale, offset in ((one, one), (None, one), (one, None), (None, None)):
+        normalize_natively(x, 1, scale, offset, EPSILON)
+    assert [(weight is None, bias is None) for weight, bias in taken] == [
+        (False, False), (False, False), (False, True), (True, True),
+    ]  # fmt: skip
+
+
 class Exchange:
     """The gathering of three replicas that are threads."""
 

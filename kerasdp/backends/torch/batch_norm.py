@@ -55,6 +55,10 @@ def normalize_natively(x: Any, axis: int, scale: Any, offset: Any, epsilon: floa
     channels_second = x.reshape(-1, x.shape[-1]) if is_flat else x.movedim(axis, 1)
     dtype = _wide(x).dtype
     weight, bias = (None if each is None else each.to(dtype) for each in (scale, offset))
+    if weight is None and bias is not None:
+        # Without it CUDA's kernel gives the bias a gradient of no numbers (torch 2.11, seen on an H200): "returned an
+        # invalid gradient at index 2 - got [0] but expected shape compatible with [32]".
+        weight = torch.ones_like(bias)
     outputs, mean, inverse = torch.native_batch_norm(channels_second, weight, bias, None, None, True, 0.0, epsilon)
     # Wrong by the round-off of variance and epsilon, whose sum it is used in.
     variance = (inverse.square().reciprocal() - epsilon).clamp(min=0)
