@@ -103,7 +103,8 @@ def test_a_step_of_torch_is_one_cuda_graph(machine, count, choice):
     received = machine.train("torch", count, *flags, f"--compile={choice}", TORCH_LOGS="cudagraphs,perf_hints")
     assert "skipping cudagraphs" not in received.errors
     assert "ecording" in received.errors  # torch's word for making a CUDA graph
-    assert apart(expected.losses, received.losses) < 1e-5
+    steps, farthest = FARTHEST["convnet", "float32"]
+    assert apart(expected.losses[:steps], received.losses[:steps]) < farthest
 
 
 @each_backend
