@@ -171,7 +171,8 @@ def make_config(args: Namespace) -> kerasdp.Config:
         backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,
         device=args.device, batch_norm=args.batch_norm if has_norm else "sync", verbose=0,
         optimizer=f"sgd(learning_rate={protocol.LEARNING_RATE}, momentum={protocol.MOMENTUM})",
-        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", **choices,
+        compile=args.compile if args.backend == "torch" else "auto", checkpoint_every="never", shard=args.shard,
+        **choices,
     )  # fmt: skip
 
 
@@ -180,6 +181,7 @@ def main() -> None:
     flags = protocol.parser(__doc__, models=[*protocol.WIDTHS, *MODELS])
     flags.add_argument("--backend", required=True, choices=["torch", "jax", "tensorflow"])
     flags.add_argument("--compile", default="on", choices=["on", "off"], help="of torch")
+    flags.add_argument("--shard", default="none", choices=["none", "optimizer", "weights"])
     flags.add_argument("--loop", action="store_true", help="of one's own, instead of fit")
     flags.add_argument("--samples", type=int, help="of gpt: how many there are, each computed from its number")
     flags.add_argument("--dataset", default="synthetic", help="of a built-in model")

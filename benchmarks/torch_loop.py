@@ -2,6 +2,7 @@
 
     echo | python benchmarks/torch_loop.py --model=resnet18 --compile
     echo | python benchmarks/torch_loop.py --model=convnet --devices=2      # DistributedDataParallel
+    echo | python benchmarks/torch_loop.py --model=gpt --devices=2 --shard=weights      # fully_shard (FSDP2)
 
 All samples are kept on the device as bytes; a step picks its batch there.
 """
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch_models import GPT, Segmentation, norm
 
 
@@ -138,10 +140,16 @@ class Loop:
         model = model.to(self.device, memory_format=torch.channels_last)
         if args.devices > 1 and args.batch_norm == "sync":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if args.shard == "weights":
+            mesh = dist.init_device_mesh(self.device.type, (args.devices,))
+            for module in (*(getattr(model, name) for name in model.names), model):
+                fully_shard(module, mesh=mesh)
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         self.num_parameters = sum(weight.numel() for weight in weights)
-        self.optimizer = torch.optim.SGD(weights, protocol.LEARNING_RATE, protocol.MOMENTUM, fused=True)
-        if args.devices > 1:
+        # DTensor has no fused SGD (torch 2.13).
+        is_fused = args.shard == "none"
+        self.optimizer = torch.optim.SGD(weights, protocol.LEARNING_RATE, protocol.MOMENTUM, fused=is_fused)
+        if args.devices > 1 and args.shard == "none":
             # Statistics of batch norm are each rank's own: rank 0's would be kept.
             ids = [rank] if is_gpu else None
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.12
@@ -211,7 +219,10 @@ def main() -> None:
     """Runs one process per device."""
     flags = protocol.parser(__doc__)
     flags.add_argument("--compile", action="store_true", help="torch.compile of model and loss")
+    flags.add_argument("--shard", default="none", choices=["none", "weights"], help="of gpt: fully_shard, by block")
     args = protocol.parse(flags)
+    if args.shard != "none" and (args.model != "gpt" or args.devices == 1):
+        flags.error("--shard: for gpt, on several devices")
     if args.devices == 1:
         work(0, args, None)
         return

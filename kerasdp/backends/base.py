@@ -320,6 +320,10 @@ class Strategy(Protocol):
         that cannot be told. For `DataParallel`.
         """
 
+    def try_call(self, function: Callable[[Structure], Any], arrays: Structure) -> None:
+        """Calls a function of arrays for what its Python code does, whatever it gives."""
+        function(arrays)
+
     def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
         """Returns the seconds of a forward and a backward pass on each replica of this process; no variable changes.
 

@@ -74,7 +74,7 @@ def check_first_step(
         return
     if not (strategy.splits_batches or strategy.stages):
         if strategy.processes.rank == 0 and has_call(model) and not own_steps(model):
-            _warn_of_other_draws(model, reader)
+            _warn_of_other_draws(model, strategy, reader)
         return
     if "train_step" in own_steps(model):
         _check_own_step(model, strategy, reader)
@@ -123,7 +123,7 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
     return name, text, whole.rows
 
 
-def _warn_of_other_draws(model: keras.Model, reader: Reader) -> None:
+def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
     """Warns of a user-defined layer that draws past `keras.random`, and so otherwise with each backend."""
     layers = [layer for layer in all_layers(model) if _is_user_defined(layer)]
     if not layers or _were_asked_for_draws.get(model):
@@ -137,10 +137,13 @@ def _warn_of_other_draws(model: keras.Model, reader: Reader) -> None:
         if not culprits and pickle.dumps([get() for get, _ in generators]) != before:
             culprits.append(layer.name)
 
+    def call(arrays: Any) -> None:
+        call_in_training(model, rows_of(arrays, slice(None)))
+
     hook_layers()
-    inputs = rows_of(reader.sample(NUM_ROWS)[0], slice(None))
-    with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope(fixed_values(model)):
-        call_in_training(model, inputs)  # what fails on a few samples may not on a batch
+    inputs = reader.sample(NUM_ROWS)[0]
+    with contextlib.suppress(Exception), step_with(record=record), keras.StatelessScope():
+        strategy.try_call(call, inputs)  # what fails on a few samples may not on a batch
     for (_, restore), state in zip(generators, kept):
         restore(state)
     for name in culprits:

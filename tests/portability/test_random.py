@@ -142,4 +142,4 @@ def test_tensorflow_is_seeded_when_it_is_imported(tmp_path, monkeypatch):
 
 def test_layers_of_keras_and_of_the_kit_are_not_asked_for_draws():
     model = kerasdp.portable(keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)]))
-    first_step_check._warn_of_other_draws(model, reader=None)  # reads no data, calls no layer
+    first_step_check._warn_of_other_draws(model, strategy=None, reader=None)  # reads no data, calls no layer

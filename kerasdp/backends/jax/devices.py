@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kerasdp.backends.base import Strategy, Tensor, places_of_processes, processes_of, reach_without_proxy
+from kerasdp.backends.base import Strategy, Structure, Tensor, places_of_processes, processes_of, reach_without_proxy
 from kerasdp.backends.jax.private import use_address_of_host
 from kerasdp.backends.steps import compared_variables
 from kerasdp.config import Config
@@ -197,6 +197,10 @@ class JaxStrategy(Strategy):
             for variable, values in zip(variables, joined)
             if len(values) > len({shard for shard, _ in values})
         ]
+
+    def try_call(self, function: Callable[[Structure], Any], arrays: Structure) -> None:
+        """See `Strategy`. Traced: called eagerly, each operation would be compiled by itself, for a minute on a GPU."""
+        jax.eval_shape(function, arrays)
 
     def peak_memory_by_device(self) -> list[int]:
         """Returns the most bytes that each device of this process has used; nothing if they share it."""
