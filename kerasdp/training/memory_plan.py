@@ -1,7 +1,9 @@
 """Counts what a device needs for a training step, before the first, and chooses how that fits into its memory."""
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import keras
@@ -13,6 +15,7 @@ from kerasdp.config.ladder import bytes_in, rungs
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.models import own_steps
 from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.pipeline.plan import make_plan
@@ -43,11 +46,42 @@ class Activations:
         return {name: max(0, round(constant + slope * rows)) for name, (constant, slope) in self.layers.items()}
 
 
-def count_activations(model: keras.Model, reader: Reader, strategy: Strategy) -> Activations | None:
-    """Counts what two forward passes of few rows keep; no variable changes. None where that cannot be told."""
+def count_activations(model: keras.Model, reader: Reader, strategy: Strategy, remat: str) -> Activations | None:
+    """Counts what two forward passes of few rows keep; no variable changes. None where that cannot be told.
+
+    With `Config.remat`, whose layers are marked afterwards, what the largest of these keeps is added twice: while it is
+    computed once more, that is there again, and so are the gradients of it.
+    """
     if "train_step" in own_steps(model) or model.optimizer is None:
         return None
+    chosen = rematerialize_in(model, remat)
+    kept = _count(model, reader, strategy)
+    if kept is None or not chosen:
+        return kept
+    rematerialize_in(model, "none")
+    whole = _count(model, reader, strategy)
+    rematerialize_in(model, remat)
+    return whole and Activations(kept.layers | {"what is computed once more": _of_largest(chosen, whole, kept)})
 
+
+def _of_largest(chosen: list[keras.layers.Layer], whole: Activations, kept: Activations) -> tuple[float, float]:
+    """Returns twice the bytes, and bytes a row, that the largest layer keeps; where none is told apart, of the mean.
+
+    `whole`: without rematerialization; `kept`: with it.
+    """
+    names = [{layer.name for layer in all_layers(one)} for one in chosen]
+    num_with = collections.Counter(itertools.chain(*names))
+    found = [
+        [sum(whole.layers[name][part] / num_with[name] for name in own & whole.layers.keys()) for part in (0, 1)]
+        for own in names
+    ]
+    spared = [sum(each[part] for each in whole.layers.values()) for part in (0, 1)]
+    mean = [(spared[part] - sum(each[part] for each in kept.layers.values())) / len(chosen) for part in (0, 1)]
+    constant, slope = max((*found, mean), key=lambda pair: pair[1])
+    return 2 * constant, 2 * slope
+
+
+def _count(model: keras.Model, reader: Reader, strategy: Strategy) -> Activations | None:
     def kept(rows: int) -> dict[str, int] | None:
         sample = reader.sample(rows * strategy.num_replicas)
         return strategy.bytes_kept(model, strategy.shard_batch(batch_of(sample, strategy.split, strategy.shard)))
@@ -64,11 +98,10 @@ def count_each(model: keras.Model, reader: Reader, strategy: Strategy, config: C
     """Counts the activations with `Config.remat` as asked, and as `Config.fit_into` may choose it."""
     if config.strategy != "data":
         return {config.remat: None}
-    found = {config.remat: count_activations(model, reader, strategy)}
+    found = {config.remat: count_activations(model, reader, strategy, config.remat)}
     if config.fit_into is not None and config.remat == "none":
         with contextlib.suppress(UserError):  # there are no blocks
-            rematerialize_in(model, "blocks")
-            found["blocks"] = count_activations(model, reader, strategy)
+            found["blocks"] = count_activations(model, reader, strategy, "blocks")
         rematerialize_in(model, "none")
     return found
 

@@ -253,7 +253,8 @@ class Runner:
         if config.engine != "data" or not is_counted:
             return
         with self.heartbeat.compiling():
-            activations = count_activations(model, reader, self.strategy)  # on each rank: weights may be in parts
+            # On each rank: weights may be in parts.
+            activations = count_activations(model, reader, self.strategy, config.remat)
         if activations is not None:
             need = needed(model, activations, config, count)["total"]
             there = bytes_of_device(str(config.backend), self.devices.kind, count // config.host_range[1])

@@ -20,13 +20,22 @@ def gpt(blocks):
     import keras
     from keras import layers
 
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norms = [layers.LayerNormalization(), layers.LayerNormalization()]
+            self.attention = layers.MultiHeadAttention(4, WIDTH // 4)
+            self.up, self.down = layers.Dense(4 * WIDTH, activation="gelu"), layers.Dense(WIDTH)
+
+        def call(self, x):
+            attended = self.norms[0](x)
+            x = x + self.attention(attended, attended, use_causal_mask=True)
+            return x + self.down(self.up(self.norms[1](x)))
+
     inputs = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(TOKENS, WIDTH)(inputs)
     for _ in range(blocks):
-        attended = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(4, WIDTH // 4)(attended, attended, use_causal_mask=True)])
-        hidden = layers.Dense(4 * WIDTH, activation="gelu")(layers.LayerNormalization()(x))
-        x = layers.Add()([x, layers.Dense(WIDTH)(hidden)])
+        x = Block()(x)
     return keras.Model(inputs, layers.Dense(TOKENS, name="logits")(layers.LayerNormalization()(x)), name="gpt")
 
 
@@ -80,7 +89,7 @@ def train(runner, model, rows, blocks, steps, what):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     reader = make_reader(runner.config, runner.strategy, runner.devices, x, y, None, rows, training=True)
     before = [keras.ops.convert_to_numpy(each) for each in net.variables]
-    counted = sum(count_activations(net, reader, runner.strategy).by_layer(rows).values())
+    counted = sum(count_activations(net, reader, runner.strategy, runner.config.remat).by_layer(rows).values())
     assert all((old == keras.ops.convert_to_numpy(each)).all() for old, each in zip(before, net.variables, strict=True))
     return counted, temporary_bytes(net, x[:rows], y[:rows]) if runner.config.backend == "jax" else None
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kerasdp.keras_compat.patches import wrapped
@@ -19,6 +21,24 @@ def compile_error() -> type[Exception]:
     Torch 2.13: `torch._dynamo.exc.TorchDynamoException`; no public name.
     """
     return torch._dynamo.exc.TorchDynamoException
+
+
+@contextlib.contextmanager
+def tensors_let_go() -> Iterator[None]:
+    """Returns the context in which a recomputation keeps no tensors once it has ended.
+
+    Torch 2.13 ends it by an exception, `torch.utils.checkpoint._StopRecomputationError`, as soon as all is there that
+    was saved; Keras (3.15) makes another of it in each layer. Their frames hold what the layers computed until Python's
+    collector comes: of a GPT the most that a step needs is 1.4 times as much.
+    """
+    try:
+        yield
+    except torch.utils.checkpoint._StopRecomputationError as error:
+        one: BaseException | None = error
+        while one is not None:
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__, one.__context__, one = None, None, one.__context__
+        raise
 
 
 def compile_with_inductor(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kerasdp.backends.torch.private import is_being_captured, version_of
+from kerasdp.backends.torch.private import is_being_captured, tensors_let_go, version_of
 from kerasdp.errors import RunError
 
 
@@ -36,7 +36,8 @@ def rematerialized(block: Any) -> Any:
         if is_captured:
             tensors = tuple(_after(tensor, upstream) for tensor in tensors)
             values = [(one, value if value.is_floating_point() else _after(value, upstream)) for one, value in values]
-        return block.again([*tensors], values)
+        with tensors_let_go():
+            return block.again([*tensors], values)
 
     # A captured step draws by no generator: `refuse_draws`.
     found = checkpoint(run, *block.tensors, use_reentrant=False, preserve_rng_state=not is_captured)
