@@ -17,6 +17,7 @@ from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
+from kerasdp.keras_compat.layers import adapters_as_asked
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs
@@ -32,6 +33,7 @@ from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.reporting.dry_run import size
 from kerasdp.reporting.report import Facts, say, warn
+from kerasdp.reporting.run_files import add_to_report
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.hardware import bytes_of_device
@@ -107,7 +109,12 @@ class Runner:
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
         hook_layers()
-        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
+        as_in_keras = (
+            metrics_of_ranks_as_they_are(),
+            kept_by_clear_session(),
+            arguments_in_configs(),
+            adapters_as_asked(),
+        )
         with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
             for context in as_in_keras:
                 stack.enter_context(context)
@@ -259,6 +266,12 @@ class Runner:
             there = bytes_of_device(str(config.backend), self.devices.kind, count // config.host_range[1])
             if self.config.verbose == 2 or (there is not None and need > there / 2):
                 self._say(f"a step needs {size(need)} of each device{f', of {size(there)}' if there else ''}")
+
+    def add_to_report(self, **results: Any) -> None:
+        """Adds results, which JSON can hold, to the report.json of the last `fit`; rank 0 writes."""
+        folder = self.config.folder_of_fit(self.num_fits)
+        if self.is_chief and folder is not None:
+            add_to_report(folder, results)
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:
