@@ -12,6 +12,7 @@ preprocesses. --export writes a plain model, with the adapters in its weights. C
 
 import functools
 import pathlib
+from pydoc_data.topics import topics
 
 from text import build
 
@@ -34,8 +35,6 @@ def windows(text: str, length: int = 32, most: int = 1000):
 
 def train(runner: "kerasdp.Runner", base: dict, adapters: dict, prompt: str | None) -> None:
     """Runs in every worker process, after the backend is chosen."""
-    from pydoc_data.topics import topics
-
     config, say = runner.config, print if runner.is_chief and runner.config.verbose != 0 else lambda line: None
     with runner.scope():
         model, *data = kerasdp.load_pretrained(config, **base) if base else (build(128),)
@@ -49,18 +48,15 @@ def train(runner: "kerasdp.Runner", base: dict, adapters: dict, prompt: str | No
     if config.export:
         kerasdp.export(model, config.export)
     if prompt is not None:
-        can = hasattr(model, "generate") and runner.num_replicas == 1
-        say(
-            model.generate(prompt)
-            if can
-            else "--prompt is for models with generate, on one device: nothing is generated"
-        )
+        can = hasattr(model, "generate") and getattr(model, "preprocessor", None) and runner.num_replicas == 1
+        say(model.generate(prompt) if can else "--prompt: continued by tasks of KerasHub that generate, on one device")
 
 
 def fit(runner, model, train, test):
     """Compiles, as after any change of what trains, and fits; returns what an evaluation gives before and after."""
-    loss = "auto" if hasattr(model, "backbone") else kerasdp.make_loss(runner.config)  # KerasHub's tasks know theirs
-    model.compile(kerasdp.make_optimizer(runner.config), loss, weighted_metrics=["accuracy"])
+    is_task = hasattr(model, "backbone")  # of KerasHub, which knows its loss and metrics
+    own = {} if is_task else {"loss": kerasdp.make_loss(runner.config), "metrics": ["accuracy"]}
+    model.compile(kerasdp.make_optimizer(runner.config), **own)
     before = runner.evaluate(model, *test, return_dict=True)
     runner.fit(model, *train, validation_data=test, epochs=runner.config.epochs)
     return before, runner.evaluate(model, *test, return_dict=True)

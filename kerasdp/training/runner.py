@@ -17,7 +17,7 @@ from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
-from kerasdp.keras_compat.layers import adapters_as_asked
+from kerasdp.keras_compat.layers import adapters_as_asked, frozen_weights
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs
@@ -40,6 +40,7 @@ from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import is_made_of_choices
 from kerasdp.runtime.run_state import Evaluated, RunState
+from kerasdp.sharding import bytes_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
 from kerasdp.training.device_shares import choose_shares
@@ -250,6 +251,11 @@ class Runner:
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
         )
+        if self.config.checkpoint_weights != "all":
+            left, every = bytes_of(frozen_weights(model)), bytes_of(model.weights)
+            self._say(
+                f"checkpoints hold {size(every - left)} of {size(every)} of weights, and what the optimizer keeps"
+            )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
 

@@ -19,7 +19,8 @@ import kerasdp
 ROWS, BATCH = 75, 16  # the last batch of 11 rows
 CASES = {
     "plain": {}, "accumulate": {"accumulate": 2}, "optimizer": {"shard": "optimizer"}, "weights": {"shard": "weights"},
-    "remat": {"remat": "*attention*"}, "frozen": {"frozen": "bfloat16"},
+    "remat": {"remat": "*attention*"}, "pipeline": {"strategy": "pipeline", "cut_at": "norm"},
+    "tensor": {"strategy": "tensor"}, "frozen": {"frozen": "bfloat16"},
     "together": {"frozen": "bfloat16", "shard": "weights", "remat": "*attention*"},
 }  # fmt: skip
 
