@@ -195,7 +195,7 @@ def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], 
     if own.preset is not None:
         base = {"preset": own.preset, "task": own.task}
     elif own.weights != "none":
-        base = {"weights": own.weights}
+        base = {"weights": own.weights, "model": given.get("model")}
     if own.preset is not None and own.weights != "none":
         raise UserError("--preset and --weights both name the model: leave out one of them")
     unused = {

@@ -82,15 +82,21 @@ def _loaded(request: Request, warn: Callable[[str], None]) -> tuple[str, keras.M
 
 
 def load_pretrained(
-    config: Config, *, preset: str | None = None, task: str = "TextClassifier", weights: str | None = None
+    config: Config,
+    *,
+    preset: str | None = None,
+    task: str = "TextClassifier",
+    weights: str = "",
+    model: str | None = None,
 ) -> tuple[keras.Model, Any, Any]:
     """Loads a trained model that gives logits, and data to fine-tune it on: call it within `runner.scope()`.
 
     Args:
-        config: `dataset` and `data_dir` are read; `model` where `weights` holds weights alone.
+        config: `dataset` and `data_dir` are read.
         preset: of KerasHub: a name, which is downloaded, or a folder that `save_to_preset` wrote. None: `weights`.
         task: the class of `keras_hub.models` as which it is loaded.
         weights: as `Request.checkpoint`.
+        model: as `Request.model`.
 
     Returns:
         The model, `(x, y)` to train on, and `(x, y)` to evaluate on. Where they are texts, the model preprocesses them.
@@ -101,19 +107,18 @@ def load_pretrained(
     train, test, num_classes = _pairs(config)
     if preset is not None:
         return _from_preset(preset, task, train[0], num_classes), train, test
-    own = config.model if spec.is_user_function(config.model) or str(weights).endswith(".weights.h5") else None
-    request = Request(checkpoint=str(weights), model=own, dataset=config.dataset, data_dir=config.data_dir)
+    request = Request(checkpoint=weights, model=model, dataset=config.dataset, data_dir=config.data_dir)
     try:
-        path, model, _ = _loaded(request, report.warn)
+        path, loaded, _ = _loaded(request, report.warn)
     except UserError as error:
         raise UserError(str(error).replace("--checkpoint:", "--weights:")) from error
-    outputs = getattr(as_functional(model), "outputs", [None])
+    outputs = getattr(as_functional(loaded), "outputs", [None])
     if any(last_activation(symbol)[1] in ("softmax", "sigmoid") for symbol in outputs):
         raise UserError(
             f"--weights: expected a model that gives logits. Received: {path}, whose last layer has an activation; "
             "copy the recipe, and change its loss"
         )
-    return model, train, test
+    return loaded, train, test
 
 
 def _pairs(config: Config) -> tuple[tuple[Any, Any], tuple[Any, Any], int]:
