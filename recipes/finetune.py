@@ -39,10 +39,10 @@ def train(runner: "kerasdp.Runner", base: dict, adapters: dict, prompt: str | No
     with runner.scope():
         model, *data = kerasdp.load_pretrained(config, **base) if base else (build(128),)
     if not base:
-        fit(runner, model, *windows(" ".join(topics.values())))
+        fit(runner, model, *windows(" ".join(topics.values())), epochs=2)  # however long the second one is
         data = windows(pathlib.Path(functools.__file__).read_text())
     say(kerasdp.add_adapters(model, **adapters) if adapters else f"all of {model.count_params():,} weights train")
-    before, after = fit(runner, model, *data)
+    before, after = fit(runner, model, *data, epochs=config.epochs)
     runner.add_to_report(before=before, after=after)
     say("held out: " + ", ".join(f"{name} {value:.4g} -> {after[name]:.4g}" for name, value in before.items()))
     if config.export:
@@ -52,13 +52,13 @@ def train(runner: "kerasdp.Runner", base: dict, adapters: dict, prompt: str | No
         say(model.generate(prompt) if can else "--prompt: continued by tasks of KerasHub that generate, on one device")
 
 
-def fit(runner, model, train, test):
+def fit(runner, model, train, test, epochs):
     """Compiles, as after any change of what trains, and fits; returns what an evaluation gives before and after."""
     is_task = hasattr(model, "backbone")  # of KerasHub, which knows its loss and metrics
     own = {} if is_task else {"loss": kerasdp.make_loss(runner.config), "metrics": ["accuracy"]}
     model.compile(kerasdp.make_optimizer(runner.config), **own)
     before = runner.evaluate(model, *test, return_dict=True)
-    runner.fit(model, *train, validation_data=test, epochs=runner.config.epochs)
+    runner.fit(model, *train, validation_data=test, epochs=epochs)
     return before, runner.evaluate(model, *test, return_dict=True)
 
 
