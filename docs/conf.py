@@ -46,7 +46,11 @@ def _flags() -> str:
             if default and choice.default is not None:
                 default = f"`{default}`"
             if choice.name not in choices_of(kerasdp.Config):
-                recipes = [name for name, recipe in flags.RECIPES.items() if choice in recipe.choices()]
+                recipes = [
+                    name
+                    for name, recipe in flags.RECIPES.items()
+                    if choice.name in [each.name for each in recipe.choices()]
+                ]
                 meaning += f" (recipes: {', '.join(recipes)})"
             lines.append(f"| {names} | {_cell(default)} | {_cell(meaning)} |")
         lines.append("")
@@ -64,8 +68,8 @@ API = {
     "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError"],
     "Data": ["load_data", "Dataset", "ArraySource", "ColumnSource", "RecordSource", "ImageFolder", "Buckets", "Order"],
     "Models and training": [
-        "build_model", "load_backbone", "make_optimizer", "make_loss", "make_callbacks", "portable", "layers",
-        "per_sample", "all_rows", "value_and_grad", "portable_step",
+        "build_model", "load_backbone", "load_pretrained", "add_adapters", "make_optimizer", "make_loss",
+        "make_callbacks", "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",
     ],
     "Trained models": ["inference", "export"],
     "Many runs, and measuring": ["parity", "sweep", "ray", "benchmark", "pipeline"],

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kerasdp.data.sampling import Order
     from kerasdp.data.sources import ArraySource, ColumnSource, ImageFolder, RecordSource
     from kerasdp.inference.conversion import export
+    from kerasdp.inference.trained import load_pretrained
     from kerasdp.models import build_model
+    from kerasdp.models.adapters import add_adapters
     from kerasdp.models.classifiers import load_backbone
     from kerasdp.portability import layers
     from kerasdp.portability.gradients import portable_step, value_and_grad
@@ -40,10 +42,12 @@ _MODULES = {
     "Order": "kerasdp.data.sampling",
     "RecordSource": "kerasdp.data.sources",
     "Runner": "kerasdp.training.runner",
+    "add_adapters": "kerasdp.models.adapters",
     "all_rows": "kerasdp.portability.replica_context",
     "build_model": "kerasdp.models",
     "export": "kerasdp.inference.conversion",
     "load_backbone": "kerasdp.models.classifiers",
+    "load_pretrained": "kerasdp.inference.trained",
     "load_data": "kerasdp.data.datasets",
     "main": "kerasdp.cli.main",
     "make_callbacks": "kerasdp.training.callbacks",
@@ -77,6 +81,7 @@ __all__ = [
     "RunError",
     "Runner",
     "UserError",
+    "add_adapters",
     "all_rows",
     "benchmark",
     "build_model",
@@ -86,6 +91,7 @@ __all__ = [
     "layers",
     "load_backbone",
     "load_data",
+    "load_pretrained",
     "local_devices",
     "main",
     "make_callbacks",

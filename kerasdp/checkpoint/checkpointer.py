@@ -73,7 +73,8 @@ def resume(
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
         files.set_aside(folder, path)
-    training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale", "optimizers"))
+    without = training_state.frozen(model) if "the frozen weights" in identity else {}
+    training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale", "optimizers"), without)
     return saved
 
 
@@ -224,7 +225,7 @@ class Checkpointer:
         if step == self._last_saved and not is_best and position.batch:
             return
         self.recorder.catch_up()  # raises if a loss is not a number
-        arrays = training_state.gather(self.model) | self._train_metrics
+        arrays = training_state.gather(self.model, without=self._left_out()) | self._train_metrics
         self._warn_of_unsaved()
         is_stopped = self.model.stop_training and not position.batch and not self.run_state.is_at_last_step
         state = {
@@ -249,6 +250,21 @@ class Checkpointer:
         }
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
         self._last_saved = step
+
+    def _left_out(self) -> dict[str, Any]:
+        """Returns the weights of the model that checkpoints of this run leave out, by name: none by default.
+
+        Raises:
+            UserError: if they are not what they were when the training began: a resumed run would lose that.
+        """
+        if self.config.checkpoint_weights == "all":
+            return {}
+        if training_state.digest_of_frozen(self.model) != self.identity["the frozen weights"]:
+            raise UserError(
+                f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "
+                "changed, or others were frozen, since the training began; leave it out"
+            )
+        return training_state.frozen(self.model)
 
     def _warn_of_unsaved(self) -> None:
         """Names attributes of callbacks that changed and are in no checkpoint, each once."""

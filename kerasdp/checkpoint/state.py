@@ -13,7 +13,7 @@ import hashlib
 import json
 import warnings
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ import numpy as np
 from kerasdp.checkpoint.names import GROUPS, arguments_of, comparable, in_words, is_unsure, named, names_in
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import is_of_keras
+from kerasdp.keras_compat.layers import frozen_weights, is_of_keras
 from kerasdp.keras_compat.models import as_functional
 from kerasdp.keras_compat.optimizers import inner_optimizer, learning_rate_schedule
 from kerasdp.keras_compat.saving import safe_deserialization
@@ -30,33 +30,51 @@ from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
 # Of what is in the identity of a run as a digest.
-_DIGESTS = ("model", "first batch of the data")
+_DIGESTS = ("model", "first batch of the data", "the weights that train", "the frozen weights")
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
 
 
-def gather(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
+def gather(
+    model: keras.Model, groups: Iterable[str] = GROUPS, without: Collection[str] = frozenset()
+) -> dict[str, np.ndarray]:
     """Returns copies of all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
 
-    They are named as in `kerasdp.checkpoint.names`.
+    They are named as in `kerasdp.checkpoint.names`. Those of the names in `without` are left out.
     """
-    return {name: _to_numpy(variable) for group in groups for name, variable in named(model, group)}
+    pairs = [pair for group in groups for pair in named(model, group)]
+    return {name: _to_numpy(variable) for name, variable in pairs if name not in without}
 
 
-def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str]) -> None:
+def frozen(model: keras.Model) -> dict[str, Any]:
+    """Returns the weights of a model that were made to train, and do not, by name."""
+    known = {id(variable) for variable in frozen_weights(model)}
+    return {name: variable for name, variable in named(model, "model") if id(variable) in known}
+
+
+def digest_of_frozen(model: keras.Model) -> str:
+    """Returns a digest of the names and values of the weights of `frozen`."""
+    pairs = sorted(frozen(model).items())
+    return _digest(part for name, variable in pairs for part in (_as_bytes(name), _to_numpy(variable)))
+
+
+def restore(
+    model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[str], without: Collection[str] = frozenset()
+) -> None:
     """Gives variables the values that `gather` took, in whatever precision they have now.
 
     Args:
         model: built and, for the groups other than `"model"`, compiled.
         arrays: as `gather` gave them.
         groups: of `GROUPS`; `"loss_scale"` is skipped where there is none.
+        without: as in `gather`.
 
     Raises:
         UserError: if the model or the optimizer has other variables than were saved, or some that share a name.
     """
     for group in groups:
         known = {name: array for name, array in arrays.items() if name.startswith(f"{group}/")}
-        variables = named(model, group)
+        variables = [pair for pair in named(model, group) if pair[0] not in without]
         if group == "loss_scale" and not (known and variables):
             continue
         own = {name: tuple(variable.shape) for name, variable in variables}
@@ -78,7 +96,9 @@ def restore(model: keras.Model, arrays: dict[str, np.ndarray], groups: Iterable[
                 "be told; give each layer a name or an attribute of its own, and train anew"
             )
         for name, variable in variables:
-            variable.assign(known[name].astype(keras.backend.standardize_dtype(variable.dtype)))
+            kind = keras.backend.standardize_dtype(variable.dtype)
+            # NumPy alone has no bfloat16: Keras makes it of float32.
+            variable.assign(known[name].astype("float32" if kind == "bfloat16" else kind))
 
 
 def _to_numpy(variable: Any) -> np.ndarray:
@@ -109,6 +129,11 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
             found[f"{where} of the model"] = list(_optimizer_in_words(other))
     if micro_batch_rows is not None and batch_norms(model):
         found["rows that a batch norm sees"] = micro_batch_rows
+    if held := frozen(model):
+        names = sorted(name for name, variable in named(model, "model") if variable.trainable and name not in held)
+        found["the weights that train"] = _digest(map(_as_bytes, names))
+    if config.checkpoint_weights != "all":
+        found |= {"--checkpoint_weights": config.checkpoint_weights, "the frozen weights": digest_of_frozen(model)}
     return found
 
 
@@ -124,12 +149,20 @@ def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Raises `UserError` if two identities differ, with the first difference."""
+    absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
+    saved, own = absent | saved, absent | own
     for name in dict.fromkeys((*saved, *own)):
         if saved.get(name) != own.get(name):
             expected, received = saved.get(name), own.get(name)
             if name == "--learning_rate" and None in (expected, received):  # the optimizer's
                 expected, received = (_rate_in_words(each.get("learning rate")) for each in (saved, own))
             kind = "the digest " if name in _DIGESTS else ""
+            if name == "the frozen weights":
+                raise UserError(
+                    "--resume: the frozen weights, which no checkpoint of this run holds, are not those that it began "
+                    f"with: expected the digest {expected}. Received: {received}; begin with the same file, preset or "
+                    "seed"
+                )
             raise UserError(
                 f"--resume: this run differs from the one in the workdir in {name}: expected {kind}{expected!s:.300}. "
                 f"Received: {received!s:.300}; backend, devices and precision may change, this may not; a new run can "
@@ -147,7 +180,11 @@ def _architecture(model: keras.Model) -> str:
     for name, layer in sorted(names_in(model).layers, key=lambda pair: pair[0]):
         arguments = {} if isinstance(layer, keras.Model) else arguments_of(layer)
         parts.append([*([name] if name else []), type(layer).__name__, comparable(arguments)])
-    return _digest([np.frombuffer(json.dumps(parts, sort_keys=True).encode(), "uint8")])
+    return _digest([_as_bytes(json.dumps(parts, sort_keys=True))])
+
+
+def _as_bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), "uint8")
 
 
 def _digest(arrays: Iterable[Any]) -> str:

@@ -14,7 +14,18 @@ from absl import flags
 
 from kerasdp.benchmark.contenders import PEERS
 from kerasdp.config import Config, Request
-from kerasdp.config.choices import COUNT, POSITIVE, Choice, Range, check_choices, choice, choices_of, is_count_or_range
+from kerasdp.config.choices import (
+    COUNT,
+    FROM_0,
+    POSITIVE,
+    Choice,
+    Range,
+    check_choices,
+    choice,
+    choices_of,
+    is_count_or_range,
+    one_of,
+)
 from kerasdp.config.config import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.reporting.report import drop_stdout
@@ -72,11 +83,31 @@ class Own:
 
     backbone: str = choice("MobileNetV2", TRANSFER, Range("a model"), "Model of keras.applications.")
     weights: str = choice("imagenet", TRANSFER, Range("a file"),
-        "Its weights: imagenet (a download), none, or a .weights.h5 file.")
+        "Weights to begin with. transfer: imagenet (a download), none, or a .weights.h5 file. finetune: the --workdir "
+        "of a run, a folder of checkpoints, or a file: .safetensors, .keras, .weights.h5.")
     size: str = choice("160,160", TRANSFER, Range("height and width, as 160,160", _is_size),
         "Height and width to which images of a folder are resized.")
     head_epochs: int = choice(5, TRANSFER, POSITIVE, "Epochs of the first fit, which trains the new head alone.")
     fine_tuning_rate: float = choice(1e-5, TRANSFER, POSITIVE, "Learning rate of the second fit (Adam).")
+
+    preset: str | None = choice(None, TRANSFER, Range("a preset of KerasHub"),
+        "Preset of KerasHub, instead of --weights: a name, which is downloaded, or a folder that save_to_preset wrote.",
+        "none")
+    task: str = choice("TextClassifier", TRANSFER, Range("a class of keras_hub.models"),
+        "Class of keras_hub.models as which --preset is loaded: TextClassifier, CausalLM, ...")
+    lora_rank: int = choice(0, TRANSFER, FROM_0,
+        "Rank of the adapters (LoRA) that train beside frozen weights; 0: all weights train.")
+    lora_alpha: float | None = choice(None, TRANSFER, POSITIVE,
+        "What adapters give is multiplied by this over --lora_rank.", "--lora_rank")
+    lora_targets: str | None = choice(None, TRANSFER, Range("names or paths of layers, as '*query*,*value*'", bool),
+        "Layers with adapters, by names or paths, as '*query*,*value*'.",
+        "projections to queries and values; without such, every Dense but the last")
+    also_train: str | None = choice(None, TRANSFER, Range("names or paths of layers, as '*head*'", bool),
+        "Layers whose weights train beside the adapters, as '*head*'.", "of --preset what is beside its backbone")
+    frozen: str = choice("float32", TRANSFER, one_of("float32", "bfloat16"),
+        "Type in which frozen weights lie in memory: float32, as they are, or bfloat16.")
+    prompt: str | None = choice(None, TRANSFER, Range("a text", bool),
+        "Text that a model with a generate method continues after the training, on one device.", "none")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -203,6 +234,11 @@ RECIPES = {
             "use --head_epochs and --epochs": ["max_steps"],
         },
         defaults={"dataset": "images", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 5},
+    ),
+    "finetune": Recipe(
+        own=["preset", "task", "weights", "lora_rank", "lora_alpha", "lora_targets", "also_train", "frozen", "prompt"],
+        refused=_ONE_RUN | {"the model has been built": ["kernel_initializer", "augment"]},
+        defaults={"weights": "none", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 2},
     ),
 }  # fmt: skip
 

@@ -41,7 +41,8 @@ def main(
             `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`;
             `"from_scratch"`: `function(config)`; `"evaluate"` and `"predict"`: `function(runner, request)`, with a
             `kerasdp.inference.Request`; `"export"`: `function(config, request, path)`; `"transfer"`:
-            `function(config, backbone, weights, head_epochs, fine_tuning_rate)`.
+            `function(config, backbone, weights, head_epochs, fine_tuning_rate)`; `"finetune"`:
+            `function(config, base, adapters, prompt)`.
         defaults: with the flags of `"train"`: values of flags that are not given, other than usual.
         unused: with the flags of `"train"`: those that the recipe has no use for, and refuses.
 
@@ -187,6 +188,34 @@ def _transfer(given: dict[str, Any], own: Own) -> tuple[Config, str, str, int, f
     return _config(given, dataset=dataset), own.backbone, own.weights, own.head_epochs, own.fine_tuning_rate
 
 
+def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], dict[str, Any], str | None]:
+    """Returns the run, arguments of `load_pretrained` (none: the recipe's own model) and `add_adapters` (none: LoRA is
+    not used), and what to continue."""
+    base: dict[str, Any] = {}
+    if own.preset is not None:
+        base = {"preset": own.preset, "task": own.task}
+    elif own.weights != "none":
+        base = {"weights": own.weights, "model": given.get("model")}
+    if own.preset is not None and own.weights != "none":
+        raise UserError("--preset and --weights both name the model: leave out one of them")
+    unused = {
+        "it is the class of --preset": ["task"] if own.preset is None else [],
+        "the recipe trains a model of its own: add --weights or --preset": [] if base else ["dataset", "data_dir"],
+        "it makes the model of which --weights has the weights": [] if "weights" in base else ["model"],
+        "all weights train: add --lora_rank=8": []
+        if own.lora_rank
+        else ["lora_alpha", "lora_targets", "also_train", "frozen"],
+    }
+    for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
+        if name in given:
+            raise UserError(f"--{name} has no effect here: {reason}")
+    if base and "dataset" not in given:
+        raise UserError("--dataset is needed, to fine-tune on: a name, or FILE.py:FUNCTION")
+    adapters = {"rank": own.lora_rank, "alpha": own.lora_alpha, "targets": own.lora_targets}
+    adapters |= {"also_train": own.also_train, "frozen": own.frozen}
+    return _config(given), base, adapters if own.lora_rank else {}, own.prompt
+
+
 _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
     "train": lambda given, own: (_config(given),),
     "parity": _parity,
@@ -199,6 +228,7 @@ _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
     "predict": _request,
     "export": _export,
     "transfer": _transfer,
+    "finetune": _finetune,
 }
 
 

@@ -222,6 +222,9 @@ class Config:
     checkpoint_dir: str | None = choice(None, FAULTS, Range("a folder, or a URL as s3://bucket/folder", bool),
         "Folder of the checkpoints, or a URL: s3://bucket/run, gs://, az://, ... (pip install 'kerasdp[fsspec]').",
         "checkpoints in --workdir", convert=path_as_text)
+    checkpoint_weights: str = choice("all", FAULTS, one_of("all", "trained"),
+        "Weights of the model that checkpoints hold: all, or trained: all but the frozen ones, which a resumed run "
+        "must have from where the first had them: a file, a preset, the seed.")
     keep: int = choice(3, FAULTS, COUNT,
         "Number of newest checkpoints to keep; the best one, by validation loss (else training loss), is kept as well.")
     resume: bool = choice(False, FAULTS, SWITCH,

@@ -16,6 +16,7 @@ import numpy as np
 
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError
+from kerasdp.keras_compat.layers import saved_merged
 from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.launch import launch
@@ -33,7 +34,8 @@ def export(model: keras.Model, path: str) -> None:
 
     Args:
         model: a Keras model; the layers of `kerasdp.layers` are saved as Keras' own, crossentropy with smoothed labels
-            as Keras' without, a warm-up as that of `CosineDecay`, which a step-wise or linear schedule goes without.
+            as Keras' without, a warm-up as that of `CosineDecay`, which a step-wise or linear schedule goes without;
+            adapters (LoRA) are added to the kernels beside them, and the optimizer is left out then.
         path: ends in `.keras` (architecture, weights, optimizer and its state) or in `.weights.h5` (weights alone).
 
     Raises:
@@ -45,7 +47,7 @@ def export(model: keras.Model, path: str) -> None:
     temporary = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
         os.makedirs(folder, exist_ok=True)
-        with without_tensorflow(), public_optimizer_names(model), plain_compile_arguments(model):
+        with without_tensorflow(), public_optimizer_names(model), plain_compile_arguments(model), saved_merged(model):
             (model.save if path.endswith(".keras") else model.save_weights)(temporary)
         os.replace(temporary, path)
     except OSError as error:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -65,19 +65,102 @@ def load_trained(request: Request, warn: Callable[[str], None] = report.warn) ->
         UserError: if there is no such file, the model in it cannot be built here, or it takes code that the file names
             and nobody else.
     """
+    path, model, run = _loaded(request, warn)
+    kind, applied = _kind_of(model, request.activation)
+    dataset, data_dir = run.get("dataset"), run.get("data_dir")
+    return Trained(model=model, path=redacted(path), dataset=dataset, data_dir=data_dir, kind=kind, applied=applied)
+
+
+def _loaded(request: Request, warn: Callable[[str], None]) -> tuple[str, keras.Model, dict[str, Any]]:
+    """Returns the path of a request's file, its model, and the choices of the run that wrote it, if one did."""
     place = request.checkpoint
     if place.endswith((".keras", ".weights.h5")) and not is_url(place):
         _require(place)
-        path, model = place, _load_keras_file(request)
-        dataset = data_dir = None
-    else:
-        path, saved = _find(place, warn)
-        run = saved.state["config"]
-        model = _restored(path, saved, request)
-        dataset, data_dir = run["dataset"], run["data_dir"]
-    kind, applied = _kind_of(model, request.activation)
-    shown = redacted(path)
-    return Trained(model=model, path=shown, dataset=dataset, data_dir=data_dir, kind=kind, applied=applied)
+        return place, _load_keras_file(request), {}
+    path, saved = _find(place, warn)
+    return path, _restored(path, saved, request), saved.state["config"]
+
+
+def load_pretrained(
+    config: Config,
+    *,
+    preset: str | None = None,
+    task: str = "TextClassifier",
+    weights: str = "",
+    model: str | None = None,
+) -> tuple[keras.Model, Any, Any]:
+    """Loads a trained model that gives logits, and data to fine-tune it on: call it within `runner.scope()`.
+
+    Args:
+        config: `dataset` and `data_dir` are read.
+        preset: of KerasHub: a name, which is downloaded, or a folder that `save_to_preset` wrote. None: `weights`.
+        task: the class of `keras_hub.models` as which it is loaded.
+        weights: as `Request.checkpoint`.
+        model: as `Request.model`.
+
+    Returns:
+        The model, `(x, y)` to train on, and `(x, y)` to evaluate on. Where they are texts, the model preprocesses them.
+
+    Raises:
+        UserError: if the model or the data cannot be had.
+    """
+    train, test, num_classes = _pairs(config)
+    if preset is not None:
+        return _from_preset(preset, task, train[0], num_classes), train, test
+    request = Request(checkpoint=weights, model=model, dataset=config.dataset, data_dir=config.data_dir)
+    try:
+        path, loaded, _ = _loaded(request, report.warn)
+    except UserError as error:
+        raise UserError(str(error).replace("--checkpoint:", "--weights:")) from error
+    outputs = getattr(as_functional(loaded), "outputs", [None])
+    if any(last_activation(symbol)[1] in ("softmax", "sigmoid") for symbol in outputs):
+        raise UserError(
+            f"--weights: expected a model that gives logits. Received: {path}, whose last layer has an activation; "
+            "copy the recipe, and change its loss"
+        )
+    return loaded, train, test
+
+
+def _pairs(config: Config) -> tuple[tuple[Any, Any], tuple[Any, Any], int]:
+    """Returns inputs and targets to train and to evaluate on, and the number of classes."""
+    name, arguments = spec.parse(config.dataset, "dataset")
+    if not spec.is_user_function(name):
+        data = load_data(config)
+        return (data.train, None), (data.test, None), data.num_classes
+    found = spec.load_user_function(name, "dataset")(**arguments)
+    try:
+        (x, y), (x_test, y_test) = found
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--dataset: {name} must return (x_train, y_train), (x_test, y_test): {error}") from error
+    is_class = y is not None and np.issubdtype(np.asarray(y).dtype, np.integer)
+    return (x, y), (x_test, y_test), int(np.max(y)) + 1 if is_class else 0
+
+
+def _from_preset(preset: str, task: str, x: Any, num_classes: int) -> keras.Model:
+    try:
+        import keras_hub
+    except ImportError as error:
+        raise UserError(f"--preset: KerasHub is not installed ({error}): pip install keras-hub") from error
+    kind = getattr(keras_hub.models, task, None)
+    if not (isinstance(kind, type) and issubclass(kind, keras_hub.models.Task)):
+        tasks = [
+            name
+            for name, one in vars(keras_hub.models).items()
+            if keras_hub.models.Task in getattr(one, "__bases__", ())
+        ]
+        raise UserError(f"--task: expected a task of KerasHub: {', '.join(sorted(tasks))}. Received: {task!r}")
+    options: dict[str, Any] = {"num_classes": num_classes} if "Classifier" in task else {}
+    first = keras.tree.flatten(x)[0] if not hasattr(x, "num_samples") else None
+    if first is None or not (isinstance(first, str) or np.asarray(first).dtype.kind in "OSU"):
+        options["preprocessor"] = None
+    try:
+        return cast(Any, kind).from_preset(preset, **options)
+    except Exception as error:  # of the network, of files, of classes that do not fit
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"--preset: {task} cannot be made of {preset!r} ({line:.300}); give another --task, or a folder that "
+            "save_to_preset wrote"
+        ) from error
 
 
 def _named_by_file(name: str, kind: str, path: str, request: Request) -> str:
@@ -138,6 +221,11 @@ def _find(place: str, warn: Callable[[str], None]) -> tuple[str, Checkpoint]:
 
 
 def _restored(path: str, saved: Checkpoint, request: Request) -> keras.Model:
+    if saved.state["config"].get("checkpoint_weights", "all") != "all":
+        raise UserError(
+            f"--checkpoint: {path} holds the weights that trained, and not the others (--checkpoint_weights=trained); "
+            "resume its run with --export=FILE.keras, and use that file"
+        )
     run, architecture = saved.state["config"], {} if request.model else saved.state.get("architecture") or {}
     if architecture:
         is_own, instead = spec.is_user_function(run["model"]), _WITH_MODEL

@@ -15,7 +15,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.models.functional import Functional
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good
+from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good, wrapped
 
 
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -49,6 +49,97 @@ def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
     Keras 3.15: `Layer._trainable_variables`, `_non_trainable_variables`; the public lists include inner layers'.
     """
     return bool(layer._trainable_variables or layer._non_trainable_variables)
+
+
+def frozen_weights(model: keras.Model) -> list[keras.Variable]:
+    """Returns the weights of a model that were made to train, and do not: statistics and seeds are none of them.
+
+    Keras 3.15: `Layer._trainable_variables` keeps what `add_weight(trainable=True)` made, whatever is set afterwards.
+    """
+    found = {id(one): one for layer in all_layers(model) for one in layer._trainable_variables if not one.trainable}
+    return list(found.values())
+
+
+def freeze_all_but(model: keras.Model, layers: Iterable[keras.layers.Layer]) -> None:
+    """Lets the weights of some layers of a model train, and no others, whatever was frozen before.
+
+    Adapters may be added to any layer afterwards: each weight is frozen by itself. So is batch norm as a layer, whose
+    statistics are not to move either.
+    """
+    model.trainable = True
+    training = {id(variable) for layer in layers for variable in layer.trainable_variables}
+    for variable in model.trainable_variables:
+        variable.trainable = id(variable) in training
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable_variables:
+            layer.trainable = False
+
+
+def takes_adapters(layer: keras.layers.Layer) -> bool:
+    """Returns whether Keras can add adapters (LoRA) to a layer: not to a model, nor to a kernel with a constraint."""
+    constraint = getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
+    is_layer = hasattr(layer, "enable_lora") and hasattr(layer, "lora_enabled")
+    return is_layer and layer.built and not layer.lora_enabled and constraint is None
+
+
+@contextlib.contextmanager
+def adapters_as_asked() -> Iterator[None]:
+    """Returns a context in which adapters (LoRA) are as wide as their layer, and as strong as its arguments say.
+
+    Keras 3.15 makes them float32 also beside a kernel of float64. And a layer that is built with `lora_rank`, as one
+    that was saved, forgets its `lora_alpha`.
+    """
+
+    def add(add_weight: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("name")).startswith("lora_") and layer.variable_dtype == "float64":
+            kwargs["dtype"] = "float64"
+        return add_weight(layer, *args, **kwargs)
+
+    def enable(enable_lora: Callable[..., Any], layer: Any, rank: int, lora_alpha: Any = None, **kwargs: Any) -> None:
+        enable_lora(layer, rank, lora_alpha or layer.lora_alpha, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(wrapped(keras.Layer, add_weight=add))
+        for kind in (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding):
+            stack.enter_context(wrapped(kind, enable_lora=enable))
+        yield
+
+
+def saved_merged(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a model with adapters is saved as one without, to whose kernels they are added.
+
+    Keras 3.15 writes that kernel, too, but beside a `lora_rank`: the layer comes back with adapters of zeros, which no
+    training moves. The optimizer is left out: it knows the adapters alone.
+    """
+
+    def plain(layer: keras.layers.Layer) -> Callable[[], dict[str, Any]]:
+        return lambda: type(layer).get_config(layer) | {"lora_rank": None, "lora_alpha": None}
+
+    adapted = [layer for layer in all_layers(model) if getattr(layer, "lora_enabled", False)]
+    changes: list[tuple[Any, dict[str, Any]]] = [(layer, {"get_config": plain(layer)}) for layer in adapted]
+    if adapted:
+        changes.append((model, {"optimizer": None, "compiled": False}))
+    return replaced_in_each(changes)
+
+
+def hold_in(layer: keras.layers.Layer, variables: Iterable[keras.Variable], dtype: str) -> None:
+    """Lets a built layer hold variables in another type, of which it computes in the same type as before.
+
+    Keras 3.15: `Layer._dtype_policy`, `DTypePolicy._variable_dtype`, by which Keras knows whether to cast, and
+    `Variable._dtype`, `_initialize`; no public way. A policy is saved by its name, which stays.
+    """
+    policy = layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer.path]
+    layer._dtype_policy = copy.copy(policy)
+    layer._dtype_policy._variable_dtype = dtype
+    for variable in variables:
+        value = keras.ops.cast(variable, dtype)
+        variable._dtype = dtype
+        if keras.backend.backend() == "torch":
+            variable._value.data = value.detach()  # layers know the parameter
+        else:
+            variable._initialize(value)
 
 
 def living_variables() -> list[keras.Variable]:

@@ -17,6 +17,7 @@ from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sources import split_off
 from kerasdp.data.streams import Stream
 from kerasdp.errors import NonFiniteLossError, RunError, UserError
+from kerasdp.keras_compat.layers import adapters_as_asked, frozen_weights
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.keras_compat.saving import arguments_in_configs
@@ -32,12 +33,14 @@ from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
 from kerasdp.reporting.dry_run import size
 from kerasdp.reporting.report import Facts, say, warn
+from kerasdp.reporting.run_files import add_to_report
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import is_made_of_choices
 from kerasdp.runtime.run_state import Evaluated, RunState
+from kerasdp.sharding import bytes_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
 from kerasdp.training.device_shares import choose_shares
@@ -107,7 +110,12 @@ class Runner:
     def training_function(self) -> Iterator[None]:
         """Returns the context of `train`, in which models are the run's, and their `fit` this runner's."""
         hook_layers()
-        as_in_keras = metrics_of_ranks_as_they_are(), kept_by_clear_session(), arguments_in_configs()
+        as_in_keras = (
+            metrics_of_ranks_as_they_are(),
+            kept_by_clear_session(),
+            arguments_in_configs(),
+            adapters_as_asked(),
+        )
         with self._scope(), model_calls_through(self), contextlib.ExitStack() as stack:
             for context in as_in_keras:
                 stack.enter_context(context)
@@ -243,6 +251,11 @@ class Runner:
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
         )
+        if self.config.checkpoint_weights != "all":
+            left, every = bytes_of(frozen_weights(model)), bytes_of(model.weights)
+            self._say(
+                f"checkpoints hold {size(every - left)} of {size(every)} of weights, and what the optimizer keeps"
+            )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
 
@@ -260,6 +273,12 @@ class Runner:
             there = bytes_of_device(str(config.backend), self.devices.kind, count // config.host_range[1])
             if self.config.verbose == 2 or (there is not None and need > there / 2):
                 self._say(f"a step needs {size(need)} of each device{f', of {size(there)}' if there else ''}")
+
+    def add_to_report(self, **results: Any) -> None:
+        """Adds results, which JSON can hold, to the report.json of the last `fit`; rank 0 writes."""
+        folder = self.config.folder_of_fit(self.num_fits)
+        if self.is_chief and folder is not None:
+            add_to_report(folder, results)
 
     def _say(self, line: str) -> None:
         if self.is_chief and self.config.verbose != 0:

@@ -94,6 +94,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "profile": Free("5:6"),
     "checkpoint_every": Differs("7"),
     "checkpoint_dir": Free("{folder}/checkpoints-of-host-1"),
+    "checkpoint_weights": Differs("trained"),
     "keep": Differs(2),
     "resume": Free(True),
     "max_restarts": Differs(1),

@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops
 
 from kerasdp.keras_compat import models, optimizers, settings
-from kerasdp.keras_compat.layers import set_raw_value
+from kerasdp.keras_compat.layers import adapters_as_asked, set_raw_value
 from kerasdp.keras_compat.numerics import same_on_all_backends
 
 BACKEND = keras.backend.backend()
@@ -299,9 +299,23 @@ def on_tensorflow():
     }
 
 
+def adapters():
+    """Those of LoRA: bits of their numbers beside a kernel of float64, and their strength in a layer that was saved."""
+
+    def layer(**arguments):
+        dense = keras.layers.Dense(3, dtype="float64", lora_rank=2, **arguments)
+        dense.build((None, 4))
+        return dense
+
+    return {
+        "bits of adapters": both(adapters_as_asked, lambda: int(layer().lora_kernel_a.dtype[5:]), 64),
+        "lora_alpha": both(adapters_as_asked, lambda: layer(lora_alpha=6).lora_alpha, 6),
+    }
+
+
 def outcomes():
     """Of all patches, by name: without, with, what is right."""
-    found = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": dict}[BACKEND]()
+    found = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": dict}[BACKEND]() | adapters()
     return found | {name: both(same_on_all_backends, *case) for name, case in functions().items()}
 
 

@@ -154,7 +154,7 @@ def test_an_engine_loads_no_keras(path):
     assert "keras" not in roots(loaded)
 
 
-STANDARD_LIBRARY = ("argparse", "collections", "functools", "glob", "io", "os", "pydoc_data", "typing")
+STANDARD_LIBRARY = ("argparse", "collections", "functools", "glob", "io", "os", "pathlib", "pydoc_data", "typing")
 
 
 def test_recipes_use_public_names_only():
@@ -180,7 +180,8 @@ def test_recipes_use_public_names_only():
             "array_record",
             *STANDARD_LIBRARY,
         }
-        known |= {"train"} if path.name in ("ray_train.py", "sweep.py") else set()  # the recipe beside it
+        beside = {"ray_train.py": "train", "sweep.py": "train", "finetune.py": "text"}  # a recipe of the same folder
+        known |= {beside.get(path.name, "keras")}
         # The lesson, which shows what the engines do: each framework's gradient, and all of it in one file.
         is_lesson = path.name == "from_scratch.py"
         known |= {"time", "itertools", "json", *FRAMEWORKS} if is_lesson else set()
