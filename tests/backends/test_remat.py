@@ -11,7 +11,7 @@ from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 CASES = ("blocks", "conv", "attention", "lstm", "tied", "own")
 # In the default suite; the others are proofs.
-USUAL = {("torch", 2): ("blocks",), ("jax", 1): ("blocks",), ("tensorflow", 1): ("blocks",)}
+USUAL = {("torch", 2): ("blocks",), ("jax", 1): ("blocks",)}
 XLA_SAVES = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 

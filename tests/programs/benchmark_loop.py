@@ -18,7 +18,7 @@ def make_args():
 
     return argparse.Namespace(
         model=MODEL, batch_size=BATCH_SIZE, devices=1, precision="float32", device="cpu", batch_norm="sync",
-        compile=False, vocabulary=500, width=protocol.WIDTHS.get(MODEL),
+        compile=False, shard="none", vocabulary=500, width=protocol.WIDTHS.get(MODEL),
     )  # fmt: skip
 
 
