@@ -267,7 +267,7 @@ def test_presets_of_keras_hub(tmp_path):
             assert loaded.returncode == 0, loaded.stderr
         for losses in found.values():
             assert len(losses) == 8 and losses == pytest.approx(found[BACKENDS[0]], rel=1e-9)
-    wrong = tuned(tmp_path, "--preset=bert", "--dataset=mine.py:texts", "--task=Classifier", expected=2)
+    wrong = tuned(tmp_path, "--preset=bert", "--dataset=mine.py:texts", "--task=Sorter", expected=2)
     assert "--task: expected a task of KerasHub: " in wrong.stderr
     missing = tuned(tmp_path, f"--preset={os.sep}nowhere", "--dataset=mine.py:texts", expected=2)
     assert "--preset: TextClassifier cannot be made of" in missing.stderr
