@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import fnmatch
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +50,12 @@ def has_weights_of_its_own(layer: keras.layers.Layer) -> bool:
     Keras 3.15: `Layer._trainable_variables`, `_non_trainable_variables`; the public lists include inner layers'.
     """
     return bool(layer._trainable_variables or layer._non_trainable_variables)
+
+
+def is_named(layer: keras.layers.Layer, patterns: Iterable[str], *more: str) -> bool:
+    """Returns whether a pattern, as 'block*', matches the name or path of a layer, or one of `more` names of it."""
+    names = (layer.name, layer.path or "", *more)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:

@@ -1,13 +1,18 @@
 """Chooses what is trained of a model that is fine-tuned: adapters beside frozen weights (LoRA, arXiv:2106.09685)."""
 
-import fnmatch
-from collections.abc import Iterable
-
 import keras
 
 from kerasdp.checkpoint.names import names_in
 from kerasdp.errors import UserError
-from kerasdp.keras_compat.layers import all_layers, freeze_all_but, frozen_weights, hold_in, parts_of, takes_adapters
+from kerasdp.keras_compat.layers import (
+    all_layers,
+    freeze_all_but,
+    frozen_weights,
+    hold_in,
+    is_named,
+    parts_of,
+    takes_adapters,
+)
 from kerasdp.sharding import numbers_in
 
 # The projections to which the paper adds adapters, as Keras, KerasHub and others call them.
@@ -59,7 +64,7 @@ def _targets(model: keras.Model, layers: _Named, patterns: str | None) -> _Named
     if patterns is not None:
         return _named("--lora_targets", "layers that can have adapters", able, patterns)
     dense = [pair for pair in able if isinstance(pair[1], (keras.layers.Dense, keras.layers.EinsumDense))]
-    of_attention = [pair for pair in dense if _is_named(*pair, _QUERIES_AND_VALUES)]
+    of_attention = [pair for pair in dense if is_named(pair[1], _QUERIES_AND_VALUES, pair[0])]
     known = {id(layer) for _, layer in dense}
     last = next((id(layer) for layer in reversed(all_layers(model)) if id(layer) in known), None)
     found = of_attention or [pair for pair in dense if id(pair[1]) != last]
@@ -84,17 +89,12 @@ def _named(flag: str, what: str, layers: _Named, patterns: str) -> _Named:
     """Returns the layers that patterns name. Raises `UserError` for a pattern that names none."""
     each = [pattern.strip() for pattern in patterns.split(",")]
     for pattern in each:
-        if not any(_is_named(*pair, [pattern]) for pair in layers):
+        if not any(is_named(layer, [pattern], name) for name, layer in layers):
             some = ", ".join(name for name, _ in layers)
             raise UserError(
                 f"{flag}: expected names or paths of {what}, as {some or 'none':.200}. Received: {pattern!r}"
             )
-    return [pair for pair in layers if _is_named(*pair, each)]
-
-
-def _is_named(name: str, layer: keras.layers.Layer, patterns: Iterable[str]) -> bool:
-    names = (name, layer.name, layer.path or "")
-    return any(fnmatch.fnmatchcase(each, pattern) for pattern in patterns for each in names)
+    return [(name, layer) for name, layer in layers if is_named(layer, each, name)]
 
 
 def _hold_frozen_in(model: keras.Model, dtype: str) -> None:

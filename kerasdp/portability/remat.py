@@ -5,7 +5,6 @@ training, which rows a replica has. So it draws the same random numbers. What it
 loss, is dropped: the call did that.
 """
 
-import fnmatch
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import (
     ReadingScope,
     all_layers,
+    is_named,
     is_rematerialized,
     mask_of,
     raw_value,
@@ -85,16 +85,12 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
     patterns = [pattern.strip() for pattern in what.split(",")]
     layers = [layer for layer in all_layers(model, include_self=False) if not _is_input(layer)]
     for pattern in patterns:
-        if not any(_is_named(layer, pattern) for layer in layers):
+        if not any(is_named(layer, [pattern]) for layer in layers):
             raise UserError(
                 f"--remat={what}: {model.name} has no layer of that name or path: {pattern!r}. It has "
                 f"{', '.join(dict.fromkeys(layer.name for layer in layers[:8]))}, ..."
             )
-    return [layer for layer in layers if any(_is_named(layer, pattern) for pattern in patterns)]
-
-
-def _is_named(layer: keras.layers.Layer, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in (layer.name, layer.path or ""))
+    return [layer for layer in layers if is_named(layer, patterns)]
 
 
 def _is_input(layer: keras.layers.Layer) -> bool:

@@ -43,6 +43,21 @@ def test_each_is_a_line(module, name, text, expected):
     assert "\n" not in told
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
+def test_a_device_that_is_full_at_the_start_is_a_line(monkeypatch):
+    import torch
+
+    import kerasdp
+    from kerasdp.backends.torch.data_parallel import DataParallel
+
+    def fill(*_):
+        raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+
+    monkeypatch.setattr(DataParallel, "__init__", fill)
+    with pytest.raises(kerasdp.RunError, match="a device has too little memory .CUDA error: out of memory"):
+        kerasdp.launch(print, backend="torch", num_devices=1, device="cpu")
+
+
 @pytest.mark.skipif("tensorflow" not in BACKENDS, reason="tensorflow is not installed")
 def test_of_tensorflow():
     import tensorflow as tf
