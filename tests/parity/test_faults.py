@@ -80,11 +80,11 @@ def spoil_the_kit():
         read = sources.ArraySource.inputs
         sources.ArraySource.inputs = lambda self, indices: read(self, np.roll(indices, 1))
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "torch":
-        from kerasdp.backends.torch import data_parallel
+        from kerasdp.backends.torch import train_step
 
-        assert callable(data_parallel.distributed) and callable(data_parallel.reduce_others)
-        data_parallel.distributed = lambda strategy, model, batch: model
-        data_parallel.reduce_others = lambda parallel, variables: None
+        assert callable(train_step.RankSteps.distributed) and callable(train_step.reduce_others)
+        train_step.RankSteps.distributed = lambda steps, batch: steps.model
+        train_step.reduce_others = lambda parallel, variables: None
     if fault() == "unreduced" and os.environ["KERAS_BACKEND"] == "tensorflow":
         from kerasdp.backends.tensorflow import collectives
 
