@@ -341,6 +341,14 @@ class Strategy(Protocol):
         if self.stages is not None:
             self.stages.engine_of(model).gather_variables()
 
+    def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
+        """Returns what `take` makes of each variable's value. Called by all processes together, as `gather_variables`.
+
+        Of variables that are held in parts, one whole is there at a time. With None this process wants nothing.
+        """
+        self.gather_variables(model)
+        return [] if take is None else [take(variable) for variable in variables]
+
     def description(self, model: "keras.Model") -> str:
         """Returns what there is to say of how the work is shared; may be empty."""
         return "" if self.stages is None else str(self.stages.engine_of(model).plan)

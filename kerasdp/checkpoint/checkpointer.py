@@ -96,7 +96,7 @@ class Checkpointer:
         processes: Processes,
         num_devices: int,
         split: Split,
-        gather_variables: Callable[[keras.Model], None],
+        read: training_state.Read,
         data_state: Callable[[int, int], Any],
         identity: dict[str, Any],
         folder: str,
@@ -104,7 +104,7 @@ class Checkpointer:
     ):
         """Makes the one of this rank.
 
-        `stateful` are the callbacks whose state is saved; `gather_variables` brings the whole model to each rank;
+        `stateful` are the callbacks whose state is saved; `read`: see `kerasdp.backends.base.Strategy.read`;
         `data_state` returns, in JSON, what the data needs to continue with a batch of an epoch.
         """
         self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
@@ -112,7 +112,7 @@ class Checkpointer:
         self.identity, self.folder = identity, folder
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
-        self._gather_variables, self._data_state, self._resumed = gather_variables, data_state, resumed
+        self._read, self._data_state, self._resumed = read, data_state, resumed
         self._begin = [training_state.plain_attributes(callback) for callback in stateful]
         self._unsaved: list[dict[str, str]] = [{} for _ in stateful]
         self._warned: set[str] = set()
@@ -218,14 +218,20 @@ class Checkpointer:
 
     def _save(self, position: Position, *, is_best: bool = False, wait: bool = False) -> None:
         """Saves a checkpoint to resume at `position`. If one is still being written, waits or does nothing."""
-        self._gather_variables(self.model)
-        if self.writer is None or (self.writer.is_busy and not wait):
-            return
         step = self.run_state.step
-        if step == self._last_saved and not is_best and position.batch:
+        is_known = step == self._last_saved and not is_best and position.batch
+        is_written = self.writer is not None and not is_known and (wait or not self.writer.is_busy)
+        if is_written:
+            self.recorder.catch_up()  # raises if a loss is not a number
+        # All ranks read, since of what is held in parts each has one.
+        without = self._left_out()
+        variables = {
+            name: variable for name, variable in training_state.variables_of(self.model).items() if name not in without
+        }
+        values = self._read(self.model, list(variables.values()), training_state.to_numpy if is_written else None)
+        if self.writer is None or not is_written:
             return
-        self.recorder.catch_up()  # raises if a loss is not a number
-        arrays = training_state.gather(self.model, without=self._left_out()) | self._train_metrics
+        arrays = dict(zip(variables, values, strict=True)) | self._train_metrics
         self._warn_of_unsaved()
         is_stopped = self.model.stop_training and not position.batch and not self.run_state.is_at_last_step
         state = {
@@ -259,7 +265,7 @@ class Checkpointer:
         """
         if self.config.checkpoint_weights == "all":
             return {}
-        if training_state.digest_of_frozen(self.model) != self.identity["the frozen weights"]:
+        if training_state.digest_of_frozen(self.model, self._read) != self.identity["the frozen weights"]:
             raise UserError(
                 f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "
                 "changed, or others were frozen, since the training began; leave it out"

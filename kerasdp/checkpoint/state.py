@@ -13,7 +13,7 @@ import hashlib
 import json
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import keras
@@ -29,21 +29,25 @@ from kerasdp.keras_compat.saving import safe_deserialization
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.portability.portable import batch_norms
 
+# `kerasdp.backends.base.Strategy.read`.
+Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]]
 # Of what is in the identity of a run as a digest.
 _DIGESTS = ("model", "first batch of the data", "the weights that train", "the frozen weights")
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
 
 
-def gather(
-    model: keras.Model, groups: Iterable[str] = GROUPS, without: Collection[str] = frozenset()
-) -> dict[str, np.ndarray]:
-    """Returns copies of all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
+def variables_of(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, Any]:
+    """Returns all variables: of the model (seeds of random layers among them), the optimizer and the metrics.
 
-    They are named as in `kerasdp.checkpoint.names`. Those of the names in `without` are left out.
+    They are named as in `kerasdp.checkpoint.names`.
     """
-    pairs = [pair for group in groups for pair in named(model, group)]
-    return {name: _to_numpy(variable) for name, variable in pairs if name not in without}
+    return {name: variable for group in groups for name, variable in named(model, group)}
+
+
+def gather(model: keras.Model, groups: Iterable[str] = GROUPS) -> dict[str, np.ndarray]:
+    """Returns copies of the values of `variables_of`."""
+    return {name: to_numpy(variable) for name, variable in variables_of(model, groups).items()}
 
 
 def frozen(model: keras.Model) -> dict[str, Any]:
@@ -52,10 +56,15 @@ def frozen(model: keras.Model) -> dict[str, Any]:
     return {name: variable for name, variable in named(model, "model") if id(variable) in known}
 
 
-def digest_of_frozen(model: keras.Model) -> str:
-    """Returns a digest of the names and values of the weights of `frozen`."""
-    pairs = sorted(frozen(model).items())
-    return _digest(part for name, variable in pairs for part in (_as_bytes(name), _to_numpy(variable)))
+def digest_of_frozen(model: keras.Model, read: Read | None = None) -> str:
+    """Returns a digest of the names and values of the weights of `frozen`; `read`: where they are held in parts."""
+    names, variables = zip(*sorted(frozen(model).items())) if frozen(model) else ((), ())
+
+    def digest(value: Any) -> str:
+        return _digest([to_numpy(value)])
+
+    digests = read(model, list(variables), digest) if read else map(digest, variables)
+    return _digest(map(_as_bytes, (*names, *digests)))
 
 
 def restore(
@@ -101,7 +110,8 @@ def restore(
             variable.assign(known[name].astype("float32" if kind == "bfloat16" else kind))
 
 
-def _to_numpy(variable: Any) -> np.ndarray:
+def to_numpy(variable: Any) -> np.ndarray:
+    """Returns a copy of the value of a variable, or a tensor; of bfloat16 in float32."""
     array = np.array(keras.ops.convert_to_numpy(variable))  # a copy: the next step writes over what it came from
     return array if array.dtype.kind in "fiub" else array.astype("float32")  # bfloat16 is a type of its own
 

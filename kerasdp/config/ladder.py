@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kerasdp.errors import UserError
 
-# Choices from what costs most time to what costs least; of each, the values from the fastest on.
-_SPARING = {"shard": ("none", "optimizer", "weights"), "remat": ("none", "blocks")}
+_SHARDS = ("none", "optimizer", "weights")
 _MOST_PARTS = 64
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)B", re.IGNORECASE)
 
@@ -20,17 +19,20 @@ def bytes_in(text: str) -> int | None:
     return None if found is None else round(float(found[1]) * 1000 ** ("KMGT".find(found[2].upper() or "-") + 1))
 
 
-def rungs(config: Any, num_replicas: int) -> Iterator[tuple[str, Any]]:
+def rungs(config: Any, num_replicas: int, remats: Sequence[str] = ("none", "blocks")) -> Iterator[tuple[str, Any]]:
     """Yields the ladder of a run: flags beside those that were given, and the `Config` with them; first as asked.
 
     Args:
         config: what was asked.
         num_replicas: of the run.
+        remats: the values of `Config.remat`, from the fastest on.
     """
     rows = config.replica_batch_size(num_replicas)
     parts = [config.accumulate * 2**number for number in range(_MOST_PARTS.bit_length())]
-    values: dict[str, tuple[Any, ...]] = {}
-    for name, each in (_SPARING | {"accumulate": tuple(count for count in parts if rows % count == 0)}).items():
+    # Choices from what costs most time to what costs least; of each, the values from the fastest on.
+    sparing = {"shard": _SHARDS, "remat": remats, "accumulate": [count for count in parts if rows % count == 0]}
+    values: dict[str, Sequence[Any]] = {}
+    for name, each in sparing.items():
         asked = getattr(config, name)
         values[name] = each[each.index(asked) :] if asked in each else (asked,)
     for chosen in itertools.product(*values.values()):

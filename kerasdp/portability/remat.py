@@ -75,13 +75,15 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
     if what == "none":
         return []
     if what == "blocks":
-        chosen = _blocks(model)
+        chosen = blocks_of(model)
         if not chosen:
             raise UserError(
                 f"--remat=blocks: {model.name} has no layer that holds others with weights; name layers by a pattern, "
                 f"as --remat='{_some_name(model)}'"
             )
         return chosen
+    if what == "auto":
+        raise UserError("--remat=auto: how many blocks is chosen for a budget; use --fit_into=24GB, or --fit_into=auto")
     patterns = [pattern.strip() for pattern in what.split(",")]
     layers = [layer for layer in all_layers(model, include_self=False) if not _is_input(layer)]
     for pattern in patterns:
@@ -102,14 +104,14 @@ def _some_name(model: keras.Model) -> str:
     return names[len(names) // 2] if names else "NAME"
 
 
-def _blocks(model: keras.Model) -> list[keras.layers.Layer]:
+def blocks_of(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns the layers of a model, and of models within it, that hold layers with weights.
 
     A model within it that has no such layers is one itself.
     """
     found: dict[int, keras.layers.Layer] = {}
     for layer in model.layers:
-        within = _blocks(layer) if isinstance(layer, keras.Model) else []
+        within = blocks_of(layer) if isinstance(layer, keras.Model) else []
         if not within and any(inner.weights for inner in all_layers(layer, include_self=False)):
             within = [layer]
         found |= {id(block): block for block in within}

@@ -35,7 +35,7 @@ NUM_BYTES = 2**15
 # Of what is written: checksum and length.
 _HEAD = struct.Struct("II")
 _OF_PROCESSES = ("all_gather_object", "broadcast_from_rank0", "all_reduce_max_delayed", "any_rank")
-_OF_STRATEGY = ("gather_variables", "diverged_variables")
+_OF_STRATEGY = ("gather_variables", "read", "diverged_variables")
 
 
 class State:

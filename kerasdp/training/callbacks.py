@@ -65,10 +65,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
         callbacks = _checked(strategy, config, callbacks)
         processes = strategy.processes
         is_chief = processes.rank == 0
-        self._rank_sync = None
-        if processes.num_processes > 1:
-            # The same on all ranks, though some callbacks may be on one alone, as those that write are.
-            self._rank_sync = RankSync(processes, each_step=processes.any_rank(bool(callbacks)))
+        # The same on all ranks, though some callbacks may be on one alone, as those that write are.
+        self._has_callbacks = processes.any_rank(bool(callbacks))
+        self._rank_sync = RankSync(processes, self._has_callbacks) if processes.num_processes > 1 else None
         callbacks = [callback for callback in callbacks if is_chief or not isinstance(callback, WRITERS)]
         verbose = _verbosity(verbose, config)
         self.state, self._strategy, self._reader = state, strategy, reader
@@ -120,7 +119,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             processes=self._strategy.processes,
             num_devices=self._strategy.num_devices,
             split=self._strategy.split,
-            gather_variables=self._strategy.gather_variables,
+            read=self._strategy.read,
             data_state=self._reader.saved_state,
             identity=identity,
             folder=folder,
@@ -169,8 +168,9 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.after_test_step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends the epoch, with the whole model on each rank for the callbacks that save it."""
-        self._strategy.gather_variables(self._trained)
+        """Ends the epoch, with the whole model on each rank if there are callbacks: they may save it."""
+        if self._has_callbacks:
+            self._strategy.gather_variables(self._trained)
         self._end_training_part()
         self.state.end_epoch()
         numbers = as_numbers(logs)
@@ -283,7 +283,7 @@ class RankSync:
     ranks waiting for one that stopped.
     """
 
-    def __init__(self, processes: Processes, *, each_step: bool):
+    def __init__(self, processes: Processes, each_step: bool):
         """`each_step`: whether a callback may stop within an epoch; to ask is to wait for the last rank's host."""
         self.processes, self.each_step = processes, each_step
 

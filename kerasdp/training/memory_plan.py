@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import itertools
 from typing import Any
 
 import keras
@@ -20,7 +19,7 @@ from kerasdp.keras_compat.models import own_steps
 from kerasdp.keras_compat.optimizers import slots_by_weight
 from kerasdp.pipeline.plan import make_plan
 from kerasdp.portability.portable import batch_norms
-from kerasdp.portability.remat import rematerialize_in
+from kerasdp.portability.remat import blocks_of, chosen_layers, rematerialize_in
 from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.sharding import bytes_of, numbers_in
 
@@ -49,8 +48,7 @@ class Activations:
 def count_activations(model: keras.Model, reader: Reader, strategy: Strategy, remat: str) -> Activations | None:
     """Counts what two forward passes of few rows keep; no variable changes. None where that cannot be told.
 
-    With `Config.remat`, whose layers are marked afterwards, what the largest of these keeps is added twice: while it is
-    computed once more, that is there again, and so are the gradients of it.
+    With `Config.remat`, whose layers are marked afterwards, what is there while one is computed once more is added.
     """
     if "train_step" in own_steps(model) or model.optimizer is None:
         return None
@@ -61,24 +59,35 @@ def count_activations(model: keras.Model, reader: Reader, strategy: Strategy, re
     rematerialize_in(model, "none")
     whole = _count(model, reader, strategy)
     rematerialize_in(model, remat)
-    return whole and Activations(kept.layers | {"what is computed once more": _of_largest(chosen, whole, kept)})
+    return whole and _with_again(model, chosen, whole, kept)
 
 
-def _of_largest(chosen: list[keras.layers.Layer], whole: Activations, kept: Activations) -> tuple[float, float]:
-    """Returns twice the bytes, and bytes a row, that the largest layer keeps; where none is told apart, of the mean.
+def _with_again(
+    model: keras.Model, chosen: list[keras.layers.Layer], whole: Activations, kept: Activations
+) -> Activations:
+    """Adds to `kept` what is there while the largest of some layers is computed once more: as much, and gradients.
 
-    `whole`: without rematerialization; `kept`: with it.
+    What the blocks after the last of these layers keep is gone by then. `whole`: without rematerialization.
     """
-    names = [{layer.name for layer in all_layers(one)} for one in chosen]
-    num_with = collections.Counter(itertools.chain(*names))
-    found = [
-        [sum(whole.layers[name][part] / num_with[name] for name in own & whole.layers.keys()) for part in (0, 1)]
+    spared = [sum(each[part] for each in whole.layers.values()) for part in (0, 1)]
+    # In place of what names do not tell apart, as those of tensorflow's graphs: that of the mean.
+    mean = [(spared[part] - sum(each[part] for each in kept.layers.values())) / len(chosen) for part in (0, 1)]
+    largest = max((*_of_each(model, chosen, whole), mean), key=lambda pair: pair[1])
+    blocks = blocks_of(model)
+    later = blocks[max((blocks.index(layer) for layer in chosen if layer in blocks), default=len(blocks)) + 1 :]
+    gone = [sum(part) for part in zip((0, 0), *(own if own[1] else mean for own in _of_each(model, later, whole)))]
+    constant, slope = (max(0.0, 2 * one - other) for one, other in zip(largest, gone))
+    return Activations(kept.layers | {"what is computed once more": (constant, slope)})
+
+
+def _of_each(model: keras.Model, some: list[keras.layers.Layer], whole: Activations) -> list[list[float]]:
+    """Returns bytes, and bytes a row, that each of some layers keeps; those of one name have equal shares."""
+    num_with = collections.Counter(layer.name for layer in all_layers(model))
+    names = [[layer.name for layer in all_layers(one)] for one in some]
+    return [
+        [sum(whole.layers.get(name, (0.0, 0.0))[part] / num_with[name] for name in own) for part in (0, 1)]
         for own in names
     ]
-    spared = [sum(each[part] for each in whole.layers.values()) for part in (0, 1)]
-    mean = [(spared[part] - sum(each[part] for each in kept.layers.values())) / len(chosen) for part in (0, 1)]
-    constant, slope = max((*found, mean), key=lambda pair: pair[1])
-    return 2 * constant, 2 * slope
 
 
 def _count(model: keras.Model, reader: Reader, strategy: Strategy) -> Activations | None:
@@ -99,11 +108,40 @@ def count_each(model: keras.Model, reader: Reader, strategy: Strategy, config: C
     if config.strategy != "data":
         return {config.remat: None}
     found = {config.remat: count_activations(model, reader, strategy, config.remat)}
-    if config.fit_into is not None and config.remat == "none":
+    if config.fit_into is not None and config.remat == "none" and (whole := found["none"]) is not None:
         with contextlib.suppress(UserError):  # there are no blocks
-            found["blocks"] = count_activations(model, reader, strategy, "blocks")
+            blocks = rematerialize_in(model, "blocks")
+            if (kept := _count(model, reader, strategy)) is not None:
+                found |= _with_some(model, blocks, whole, kept)
         rematerialize_in(model, "none")
     return found
+
+
+def _with_some(
+    model: keras.Model, blocks: list[keras.layers.Layer], whole: Activations, kept: Activations
+) -> dict[str, Activations]:
+    """Returns the activations where a quarter of the blocks, a half, or more are computed once more, by their names.
+
+    The first ones, whose activations are needed last. `whole`, `kept`: where none are, and all.
+    """
+    slopes = [slope for _, slope in _of_each(model, blocks, whole)]
+    found = {}
+    for count in dict.fromkeys(-(-len(blocks) * quarters // 4) for quarters in (1, 2, 3)):
+        some, names = blocks[:count], ",".join(block.name for block in blocks[:count])
+        if count < len(blocks) and chosen_layers(model, names) == some:
+            part = sum(slopes[:count]) / sum(slopes) if sum(slopes) else count / len(blocks)
+            found[names] = _with_again(model, some, whole, _mixed(whole, kept, part))
+    return found | {"blocks": _with_again(model, blocks, whole, kept)}
+
+
+def _mixed(whole: Activations, kept: Activations, part: float) -> Activations:
+    """Returns the activations where that part of what could be spared is spared."""
+
+    def mix(name: str) -> tuple[float, float]:
+        (constant, slope), (less, smaller) = (each.layers.get(name, (0.0, 0.0)) for each in (whole, kept))
+        return constant + part * (less - constant), slope + part * (smaller - slope)
+
+    return Activations({name: mix(name) for name in whole.layers | kept.layers})
 
 
 def model_bytes(
@@ -158,9 +196,9 @@ def make_ladder(
             "or a loop over time with tensorflow; leave it out"
         )
     budget, rows = budget_of(config, num_devices), []
-    for flags, rung in rungs(config, config.num_replicas(num_devices)):
+    for flags, rung in rungs(config, config.num_replicas(num_devices), tuple(counted)):
         is_split = rung.accumulate > config.accumulate
-        if rung.remat not in counted or (is_split and not _takes_parts(model, rung, num_devices)):
+        if is_split and not _takes_parts(model, rung, num_devices):
             continue
         need = needed(model, counted[rung.remat], rung, num_devices)
         changes = {name: value for name, value in vars(rung).items() if value != getattr(config, name)}

@@ -82,9 +82,13 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
     for epochs, (backend, num_devices, shard) in enumerate(ways, 1):
         if backend in BACKENDS:
             arguments = (backend, num_devices, shard, "resume", tmp_path, epochs)
-            found = result_of(run(PROGRAMS / "sharded.py", *arguments, backend=backend))["resume"]["losses"]
+            found = result_of(run(PROGRAMS / "sharded.py", *arguments, backend=backend))["resume"]
             expected = outcome(backend, 1, "none", "tied")["losses"]
-            assert_same(expected[:epochs] + expected[5 : 5 + epochs], found, 1e-9)
+            assert_same(expected[:epochs] + expected[5 : 5 + epochs], found["losses"], 1e-9)
+            if backend == "torch":  # a checkpoint takes one whole after the other: the largest is the table
+                weights, slots = found["total"]
+                held = slots / num_devices + weights / (num_devices if shard == "weights" else 1)
+                assert found["living"] <= 1.03 * held + 2 * 64 * 48 * 8
 
 
 def test_the_plan_counts_the_bytes_that_a_device_holds():

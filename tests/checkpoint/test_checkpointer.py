@@ -41,7 +41,8 @@ def make(tmp_path):
         recorder.set_model(model)
         one = Checkpointer(
             config, state, recorder, model, list(callbacks), processes=SingleProcess(), num_devices=1,
-            split=Split(1), identity={}, resumed=None, gather_variables=lambda model: None,
+            split=Split(1), identity={}, resumed=None,
+            read=lambda model, variables, take: list(map(take, variables)) if take else [],
             folder=str(tmp_path / "checkpoints"),
             data_state=lambda epoch, batch: {"place": [epoch, batch]},
         )  # fmt: skip

@@ -1,9 +1,11 @@
 """Trains a small model, and prints what was counted for it, or how much memory it took: python memory_plan.py JSON.
 
-JSON: `model` (gpt, or a built-in one), `rows` of a batch, `blocks`, `steps`, what to `print` (losses, count, peak), and
+JSON: `model` (gpt, or a built-in one), `rows` of a batch, `blocks`, `steps`, what to `print` (losses, count,
+each, peak), and
 the settings of the run.
 """
 
+import dataclasses
 import functools
 import json
 import resource
@@ -76,7 +78,7 @@ def temporary_bytes(model, x, y):
 def train(runner, model, rows, blocks, steps, what):
     import keras
 
-    from kerasdp.training.memory_plan import count_activations
+    from kerasdp.training.memory_plan import count_activations, count_each
     from kerasdp.training.readers import make_reader
 
     net, x, y = case(model, blocks, rows * steps)
@@ -89,6 +91,13 @@ def train(runner, model, rows, blocks, steps, what):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     reader = make_reader(runner.config, runner.strategy, runner.devices, x, y, None, rows, training=True)
     before = [keras.ops.convert_to_numpy(each) for each in net.variables]
+    if what == "each":
+        given = dataclasses.replace(runner.config, fit_into="1GB")
+        ladder = count_each(net, reader, runner.strategy, given)
+        by_names = {names: count_activations(net, reader, runner.strategy, names) for names in ladder}
+        return {
+            names: [sum(each.by_layer(rows).values()) for each in (ladder[names], by_names[names])] for names in ladder
+        }
     counted = sum(count_activations(net, reader, runner.strategy, runner.config.remat).by_layer(rows).values())
     assert all((old == keras.ops.convert_to_numpy(each)).all() for old, each in zip(before, net.variables, strict=True))
     return counted, temporary_bytes(net, x[:rows], y[:rows]) if runner.config.backend == "jax" else None

@@ -6,6 +6,7 @@ python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `tied` (a subclasse
 Prints, by case: losses, whether the devices agree, and the bytes of weights and slots that a device holds, and in all.
 """
 
+import contextlib
 import functools
 import gc
 import json
@@ -85,9 +86,11 @@ def outcome(runner, case, epochs):
             living.append(living_bytes())
 
         look = keras.callbacks.LambdaCallback(on_train_batch_end=note)
-        found = runner.fit(
-            model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0, callbacks=[look]
-        )
+        with noting_while_saved(living) if case == "resume" else contextlib.nullcontext():
+            found = runner.fit(
+                model, x, y, batch_size=BATCH, epochs=epochs, validation_data=(x[:20], y[:20]), verbose=0,
+                callbacks=[] if case == "resume" else [look],
+            )  # fmt: skip
         losses, held = found.history["loss"] + found.history["val_loss"], max(seen, default=None)
         others["living"] = max(living, default=None)
     groups = model.weights, optimizer.variables
@@ -130,15 +133,29 @@ def held_bytes(model):
     return [sum(map(of_one, group)) for group in (model.weights, model.optimizer.variables)]
 
 
-def living_bytes():
-    """What all parameters of torch in this process hold, those of other cases aside, whose models are gone."""
+def living_bytes(kind="Parameter"):
+    """What all parameters, or tensors, of torch in this process hold; models of other cases are gone."""
     if "torch" not in sys.modules:
         return 0
     import torch
 
     gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
+    storages = [
+        each.untyped_storage() for each in gc.get_objects() if isinstance(each, getattr(torch.nn, kind, torch.Tensor))
+    ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def noting_while_saved(living):
+    """Notes what all tensors hold whenever a checkpoint takes the value of a variable."""
+    from kerasdp.checkpoint import state
+    from kerasdp.keras_compat.patches import wrapped
+
+    def noted(take, value):
+        living.append(living_bytes("Tensor"))
+        return take(value)
+
+    return wrapped(state, to_numpy=noted)
 
 
 def by_many_optimizers(runner):
@@ -197,7 +214,7 @@ if __name__ == "__main__":
     epochs = EPOCHS
     if cases[0] == "resume":
         _, folder, epochs = cases
-        cases, settings = ["resume"], settings | {"workdir": folder, "resume": True}
+        cases, settings = ["resume"], settings | {"workdir": folder, "resume": True, "checkpoint_every": 3}
     result = kerasdp.launch(
         functools.partial(train, cases=cases, epochs=int(epochs)), backend=backend, num_devices=int(num_devices),
         device="cpu", verbose=0, **{"precision": "float64", **settings},

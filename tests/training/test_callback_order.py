@@ -34,6 +34,9 @@ class OneDevice:
     def gather_variables(self, model):
         pass
 
+    def read(self, model, variables, take):
+        return [take(variable) for variable in variables] if take else []
+
     def set_training(self, model, is_training):
         pass
 

@@ -31,6 +31,15 @@ def read_from_first_replica(variables: list[Any]) -> Iterator[None]:
             variable._aggregation = aggregation
 
 
+def call_flat(function: Any, tensors: list[tf.Tensor]) -> Any:
+    """Calls a concrete function of tensors alone, given by their places.
+
+    TensorFlow 2.21: `ConcreteFunction._call_flat`. The public call binds names and compares each tensor with what was
+    traced, in Python: a quarter of a millisecond for four tensors, as long as all else that a step does in Python.
+    """
+    return function._call_flat(tensors, function.captured_inputs)
+
+
 def has_started() -> bool:
     """Returns whether TensorFlow has made its devices, after which nothing about them can be chosen.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
-from kerasdp.backends.tensorflow import collectives
+from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.xla import compiled
 from kerasdp.data.sampling import ReplicaRows
@@ -301,14 +301,22 @@ class Graphs:
 
     def run(self, key: Hashable, step: Callable[..., Any], data: Sequence[Any], jit_compile: bool | None) -> Any:
         """Runs the graph of that key, which is made of `step` for the first data of its kind."""
+        leaves = tf.nest.flatten(data)
+        tensors = [leaf for leaf in leaves if leaf is not None]
         if key in self._graphs:
-            return self._graphs[key](*data)
-        graph = tf.function(step, jit_compile=jit_compile, autograph=False)
+            return private.call_flat(self._graphs[key], tensors)
+        structure, is_there = tf.nest.map_structure(lambda leaf: None, data), [leaf is not None for leaf in leaves]
+
+        def run_flat(*tensors: tf.Tensor) -> Any:
+            given = iter(tensors)
+            return step(*tf.nest.pack_sequence_as(structure, [next(given) if each else None for each in is_there]))
+
+        graph = tf.function(run_flat, jit_compile=jit_compile, autograph=False)
         # Looking it up in each step takes TensorFlow (2.21) a millisecond on four devices.
-        self._graphs[key] = graph.get_concrete_function(*data)
+        self._graphs[key] = graph.get_concrete_function(*tensors)
         if self._must_be_deterministic:
             require_deterministic(self._graphs[key].graph)
-        results = self._graphs[key](*data)
+        results = private.call_flat(self._graphs[key], tensors)
         # XLA compiles an optimizer's update for each device: of 360,000 weights on two some 170 MiB are left.
         give_back()
         return results
@@ -341,5 +349,5 @@ def bytes_between(operations: list[tf.Operation], num_forward: int) -> dict[str,
 
 
 def kind_of(data: Structure) -> Hashable:
-    """Returns shapes and types of some tensors."""
-    return tuple((leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data) if leaf is not None)
+    """Returns shapes and types of some tensors, with None where there is none."""
+    return tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data))

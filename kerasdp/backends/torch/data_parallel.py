@@ -247,6 +247,12 @@ class DataParallel(TorchStrategy):
         if (parts := self._parts.get(model)) is not None:
             parts.gather()
 
+    def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
+        """See `Strategy`."""
+        parts = self._parts.get(model)
+        wholes = variables if parts is None else map(parts.read, variables)
+        return [take(whole) if take else None for whole in wholes]
+
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """See `Strategy`."""
         parts = self._parts.get(model)

@@ -91,6 +91,11 @@ class Parts:
             held_in_parts(variable, False)
         self.is_cut = False
 
+    def read(self, variable: Any) -> Any:
+        """Returns the whole value of a variable, which stays as it is. Called by all ranks together."""
+        _, axis, part = self._held.get(id(variable), (variable, 0, None)) if self.is_cut else (variable, 0, None)
+        return variable if part is None else self.whole([part], [axis])[0]
+
     def _variables(self) -> list[tuple[Any, int]]:
         """Returns what is to be cut, each with its axis.
 
