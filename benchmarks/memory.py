@@ -24,8 +24,10 @@ import kerasdp
 PARTS = ("weights", "gradients", "optimizer", "activations", "total")
 RUNGS: list[dict[str, Any]] = [
     {}, {"accumulate": 4}, {"precision": "bfloat16"}, {"remat": "blocks"}, {"shard": "optimizer"}, {"shard": "weights"},
-    {"shard": "weights", "remat": "blocks"},
+    {"shard": "weights", "remat": "blocks"}, {"lora_rank": 8}, {"lora_rank": 8, "frozen": "bfloat16"},
 ]  # fmt: skip
+# Those that `kerasdp.add_adapters` takes, of recipes/finetune.py.
+OF_ADAPTERS = ("lora_rank", "frozen")
 
 
 def gpt(dim: int, blocks: int, length: int, words: int) -> Any:
@@ -57,7 +59,9 @@ def gpt(dim: int, blocks: int, length: int, words: int) -> Any:
     return keras.Model(tokens, layers.Dense(words)(layers.LayerNormalization()(x)))
 
 
-def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int, steps: int) -> dict[str, float]:
+def train(
+    runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int, steps: int, adapters: dict[str, Any]
+) -> dict[str, float]:
     """Trains; returns the most megabytes of a GPU, or that the process has grown by, and milliseconds of a step."""
     import keras
 
@@ -67,6 +71,8 @@ def train(runner: "kerasdp.Runner", name: str, shape: tuple[int, ...], rows: int
 
     with runner.scope():
         model = gpt(*shape) if name == "gpt" else kerasdp.build_model(runner.config, (64, 64, 3), 10)
+        if adapters:
+            kerasdp.add_adapters(model, adapters["lora_rank"], frozen=adapters.get("frozen", "float32"))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-4), loss)
     times: list[float] = []
@@ -104,10 +110,13 @@ def main() -> None:
     print(f"| choices | {' | '.join(PARTS)} | measured | step |")
     print("|---" * (len(PARTS) + 3) + "|")
     for rung in (rung for rung in RUNGS if args.devices > 1 or "shard" not in rung):
+        adapters = {name: value for name, value in rung.items() if name in OF_ADAPTERS}
+        choices = settings | {name: value for name, value in rung.items() if name not in OF_ADAPTERS}
         name = " ".join(f"`--{key}={value}`" for key, value in rung.items()) or "as it is"
         try:
-            figures = kerasdp.launch(run, **settings, **rung, dry_run=True, verbose=0)
-            measured = kerasdp.launch(run, **settings, **rung, verbose=0)
+            job = functools.partial(run, adapters=adapters)
+            figures = kerasdp.launch(job, **choices, dry_run=True, verbose=0)
+            measured = kerasdp.launch(job, **choices, verbose=0)
         except kerasdp.UserError as error:
             print(f"| {name} | {error} |", flush=True)
             continue

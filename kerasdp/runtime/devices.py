@@ -25,8 +25,8 @@ _WRITTEN_BY_KERAS = {
 
 _NONE = "no GPU found"
 
-# Most bytes that a backend's compiled programs keep on disk, and for how long a file is kept in any case: those of a run
-# that compiles just now are younger.
+# Most bytes on disk of what a backend compiles. Files that are younger than so many seconds stay in any case: a run may
+# compile with them just now.
 _CACHE_BYTES, _CACHE_SECONDS = 4 * 10**9, 24 * 3600
 
 
