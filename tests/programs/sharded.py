@@ -123,6 +123,9 @@ def held_bytes(model):
 
     def of_one(variable):
         value = raw_value(variable)
+        if hasattr(value, "values"):  # tensorflow
+            (num_bytes,) = {copy.numpy().nbytes for copy in value.values}
+            return num_bytes
         if hasattr(value, "addressable_shards"):  # jax
             return value.addressable_shards[0].data.nbytes
         return value.nbytes if hasattr(value, "requires_grad") else keras.ops.convert_to_numpy(variable).nbytes
