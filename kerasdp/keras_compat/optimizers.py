@@ -186,8 +186,8 @@ def clips_by_norms(optimizer: Any) -> bool:
 def updates_numbers_alone(optimizer: Any, weight: Any, part_of: Callable[[Any], Any]) -> bool:
     """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
 
-    Found by trying, on torch and tensorflow, with made numbers and without clipping by norms; nothing changes. Keras 3.15:
-    `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
+    Found by trying, on torch and tensorflow, with made numbers and without clipping by norms; nothing changes. Keras
+    3.15: `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
 
     Args:
         optimizer: not one that scales the loss.

@@ -1,7 +1,6 @@
 """TensorFlow: variables of the optimizer of which each replica holds a part."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
