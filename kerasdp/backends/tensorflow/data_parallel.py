@@ -282,10 +282,12 @@ class DataParallel(TensorFlowStrategy):
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not mirrored; each replica would change them once more."""
+        from kerasdp.keras_compat.layers import raw_value
+
         if self.num_replicas == 1:
             return []
         kind = tf.distribute.DistributedValues
-        return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kind)]
+        return [variable.path for variable in all_variables(model) if not isinstance(raw_value(variable), kind)]
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas of all processes."""
