@@ -125,7 +125,7 @@ def held_bytes(model):
 
     def of_one(variable):
         value = raw_value(variable)
-        if hasattr(value, "values"):  # tensorflow
+        if keras.backend.backend() == "tensorflow" and hasattr(value, "values"):
             (num_bytes,) = {copy.numpy().nbytes for copy in value.values}
             return num_bytes
         if hasattr(value, "addressable_shards"):  # jax
