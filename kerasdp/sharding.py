@@ -25,6 +25,17 @@ def cut_axis(shape: Sequence[int], num_parts: int) -> int | None:
     return max(axes, key=lambda axis: (shape[axis], axis), default=None)
 
 
+def part_of(whole: Any, axis: int, number: int, num_parts: int) -> Any:
+    """Returns one of the parts of a tensor along an axis, which their number divides."""
+    length = whole.shape[axis] // num_parts
+    return whole[(slice(None),) * axis + (slice(number * length, (number + 1) * length),)]
+
+
+def part_shape(shape: Sequence[int], axis: int, num_parts: int) -> tuple[int, ...]:
+    """Returns the shape of each of the parts along an axis of a tensor."""
+    return tuple(size // num_parts if place == axis else size for place, size in enumerate(shape))
+
+
 def bytes_of(variables: Iterable[Any], num_parts: int = 1) -> int:
     """Returns the bytes of variables on a device, of which so many hold one part each of those that are cut."""
     return sum(

@@ -108,7 +108,9 @@ class Config:
     shard: str = choice("none", DEVICES, one_of("none", "optimizer", "weights"),
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
         "too, which are gathered where a step uses them. The losses stay the same.",
-        only=[Only(None, ["torch", "jax"], ["data"], "each device holds all of the model")])
+        only=[Only(engines=["data"]),
+              Only("weights", ["torch", "jax"], why="each device holds all of the weights",
+                   instead="--shard=optimizer")])
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "

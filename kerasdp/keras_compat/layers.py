@@ -327,7 +327,7 @@ class ScopeOfParts(keras.StatelessScope):
 
 
 class HeldInParts(keras.Variable):
-    """A variable of which this process holds a part: it can be read where a scope knows its value, and not elsewhere.
+    """A variable of which each device holds a part: it can be read where a scope knows its value, and not elsewhere.
 
     A variable becomes one, and itself again, by its class, since layers and optimizers know the object.
     """
@@ -342,7 +342,7 @@ class HeldInParts(keras.Variable):
         scope = get_stateless_scope()
         if scope is None or scope.get_current_value(self) is None:
             raise UserError(
-                f"{self.path} is held in parts by the processes between two steps (--shard): read or change it before "
+                f"{self.path} is held in parts by the devices between two steps (--shard): read or change it before "
                 "fit, after it, or in on_epoch_end"
             )
         return super().value

@@ -156,11 +156,38 @@ def updating_parts(
     return replaced_in_each(changes)
 
 
+def taking_parts(optimizer: Any, own: Callable[[Any, Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which an optimizer is given whole gradients, clips them by norms, and updates parts.
+
+    Keras 3.15: `_backend_apply_gradients` gets gradients that are not scaled any more, and `_clip_gradients` clips
+    them. No public way.
+
+    Args:
+        optimizer: built; not one that clips the sums of several steps' gradients by norms.
+        own: gives the part of a weight's gradient.
+    """
+    inner = inner_optimizer(optimizer)
+
+    def apply(gradients: list[Any], weights: list[Any]) -> None:
+        if clips_by_norms(inner):
+            gradients = inner._clip_gradients(gradients)
+        with replaced(inner, clipnorm=None, global_clipnorm=None):
+            apply_as_keras([own(weight, gradient) for gradient, weight in zip(gradients, weights)], weights)
+
+    apply_as_keras = inner._backend_apply_gradients
+    return replaced(inner, _backend_apply_gradients=apply)
+
+
+def clips_by_norms(optimizer: Any) -> bool:
+    """Returns whether an optimizer clips gradients by norms: it looks at all numbers of each, or of all together."""
+    return bool(optimizer.clipnorm or optimizer.global_clipnorm)
+
+
 def updates_numbers_alone(optimizer: Any, weight: Any, part_of: Callable[[Any], Any]) -> bool:
     """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
 
-    Found by trying, on torch, with made numbers and without clipping by norms; nothing changes. Keras 3.15:
-    `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
+    Found by trying, on torch and tensorflow, with made numbers and without clipping by norms; nothing changes. Keras
+    3.15: `_get_current_learning_rate`, of a fixed rate or a schedule; no public way to give another.
 
     Args:
         optimizer: not one that scales the loss.
@@ -178,13 +205,15 @@ def updates_numbers_alone(optimizer: Any, weight: Any, part_of: Callable[[Any], 
         for axis, size in enumerate(weight.shape)
     )
     rate = ops.convert_to_tensor(0.1, "float32")  # whatever its own is: what it changes must be seen
+    as_elsewhere = updating_values if keras.backend.backend() == "tensorflow" else updating_one_by_one
 
     def updated(part: Callable[[Any], Any]) -> Any:
-        values = [(weight, part(ops.cos(numbers) * growing)), *((slot, part(slot.value)) for slot in like_weight[1:])]
+        held = [(slot, part(ops.convert_to_tensor(slot))) for slot in like_weight[1:]]
+        values = [(weight, part(ops.cos(numbers) * growing)), *held]
         with (
             replaced(optimizer, clipnorm=None, global_clipnorm=None, gradient_accumulation_steps=None, use_ema=False),
             replaced(optimizer, _get_current_learning_rate=lambda: rate),
-            updating_one_by_one(optimizer),
+            as_elsewhere(optimizer),
             with_shapes((variable, value.shape) for variable, value in values),
             keras.StatelessScope(values) as scope,
         ):

@@ -131,7 +131,10 @@ def _sent(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "sent in a step", f"{size(total)} by each device{to_next}, computed for one ring of all {replicas:,}:"
     yield "  gradients", f"{size(ring['gradients'])}: {factor} of their {sent['gradients']:,} bytes"
     if sent["weights"]:
-        yield "  weights", f"{size(ring['weights'])}: gathered for the backward pass once more"
+        by_parts = (
+            "of which each device updates its part" if sent["gathers_by_sums"] else "for the backward pass once more"
+        )
+        yield "  weights", f"{size(ring['weights'])}: gathered, {by_parts}"
     if sent["gathered"] or sent["statistics"]:
         how = f", in {sent['num_gatherings']:,} messages that layers wait for" if sent["num_gatherings"] else ""
         yield "  batch norm", f"{size(ring['batch_norm'])}: statistics{how}"

@@ -231,7 +231,8 @@ class StepBytes:
         num_gatherings: messages of these.
         outputs: own outputs and targets, which all others get where the loss or a metric needs the whole batch.
         weights: that are held in parts, and gathered for the backward pass once more; the first time is in the place of
-            that half of a sum of gradients in which each device gets the others' sums.
+            that half of a sum of gradients in which each device gets the others' sums. Or (tensorflow) those of which
+            each device updates a part, that all others get.
         gathers_by_sums: whether what all get is put between zeros and summed (tensorflow), which sends twice as much.
     """
 
@@ -286,12 +287,14 @@ def step_bytes(model: keras.Model, config: Config, num_replicas: int) -> StepByt
             outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])
             metrics, outputs = 0, outputs_of_row * config.replica_batch_size(num_replicas)
     norms = [norm for norm in batch_norms(model) if norm.trainable]
-    cut = [weight for weight in model.weights if is_cut(weight, num_replicas)] if config.shard == "weights" else []
+    gathered = model.weights if config.shard == "weights" else []
+    if config.shard == "optimizer" and config.backend == "tensorflow":
+        gathered = model.trainable_weights
     return StepBytes(
         gradients=gradients,
         metrics=metrics,
         outputs=outputs,
-        weights=bytes_of(cut),
+        weights=bytes_of(weight for weight in gathered if is_cut(weight, num_replicas)),
         gathers_by_sums=config.backend == "tensorflow",
         **_of_batch_norms(norms, config, size),
     )

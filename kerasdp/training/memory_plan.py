@@ -149,6 +149,8 @@ def model_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that a device holds of a model, or a stage of some of its weights; `shard`: see `Config`."""
     of_weights, of_others = (num_devices if shard in held else 1 for held in (("weights",), ("weights", "optimizer")))
+    # There each replica has all gradients, which it clips by norms.
+    of_gradients = of_weights if keras.backend.backend() == "tensorflow" else of_others
     own = {id(variable): variable for variable in (model.variables if weights is None else weights)}
     optimizers = [model.optimizer] if model.optimizer is not None else []
     optimizers += [optimizer for _, optimizer in names_in(model).optimizers]
@@ -160,7 +162,7 @@ def model_bytes(
     others = [variable for key, variable in own.items() if key not in {id(each) for each in trainable} | held.keys()]
     return {
         "num_trainable": numbers_in(trainable), "num_others": numbers_in(others),
-        "weights": bytes_of([*trainable, *others], of_weights), "gradients": bytes_of(trainable, of_others),
+        "weights": bytes_of([*trainable, *others], of_weights), "gradients": bytes_of(trainable, of_gradients),
         "optimizer": bytes_of(held.values(), of_others),
     }  # fmt: skip
 

@@ -6,14 +6,25 @@ import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_same, result_of, run
 
 CASES = {
-    "jax": (("tied", "own", "optimizers", "frozen"), ("conv", "attention", "lstm")),
-    "torch": (("tied", "optimizers", "frozen"), ("conv", "attention", "lstm")),
+    "jax": ("tied", "own", "optimizers", "frozen", "conv", "attention", "lstm"),
+    "torch": ("tied", "optimizers", "frozen", "conv", "attention", "lstm"),
+    "tensorflow": ("tied", "optimizers", "frozen", "conv", "attention", "lstm"),
 }
+SHARDS = {
+    "jax": ("optimizer", "weights"),
+    "torch": ("optimizer", "weights", "weights+compile=on"),
+    "tensorflow": ("optimizer", "optimizer+remat=blocks"),
+}
+BLOCKS = ("attention", "lstm")  # layers that hold layers
 # In the default suite; the others are proofs.
 USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
+
+
+def cases_of(backend, shard):
+    return BLOCKS if shard.endswith("blocks") else CASES[backend]
 
 
 @functools.cache
@@ -23,8 +34,8 @@ def trained(backend, num_devices, shard, cases):
 
 def outcome(backend, num_devices, shard, case):
     """What a case gave; those of the default suite share a process, and so do the proofs."""
-    usual = USUAL["torch" if backend == "torch" else "jax", "weights", 2]
-    together = usual if case in usual else tuple(c for group in CASES[backend] for c in group if c not in usual)
+    usual = next((cases for way, cases in USUAL.items() if way[0] == backend), ())
+    together = usual if case in usual else tuple(each for each in cases_of(backend, shard) if each not in usual)
     return trained(backend, num_devices, shard, together)[case]
 
 
@@ -34,11 +45,10 @@ def outcome(backend, num_devices, shard, case):
         pytest.param(*way, case, marks=[pytest.mark.proof] * (case not in USUAL.get(way, ())))
         for backend in CASES
         if backend in BACKENDS
-        for what in ("optimizer", "weights", *(("weights+compile=on",) if backend == "torch" else ()))
+        for what in SHARDS[backend]
         for num in (2, 4)
         for way in [(backend, what, num)]
-        for group in CASES[backend]
-        for case in group
+        for case in cases_of(backend, what)
     ],
 )
 def test_it_learns_as_on_one_device(backend, shard, num_devices, case):
@@ -53,8 +63,9 @@ def test_it_learns_as_on_one_device(backend, shard, num_devices, case):
     assert slots <= (1 / num_devices + 0.03) * all_slots
     is_cut = shard.startswith("weights")
     assert weights <= (1 / num_devices + 0.03) * all_weights if is_cut else weights == all_weights
-    if backend == "torch":  # nobody else holds the rest
-        assert received["living"] <= weights + slots + 0.01 * (all_weights + all_slots)
+    if backend != "jax":  # nobody else holds the rest
+        in_process = 1 if backend == "torch" else num_devices
+        assert received["living"] <= in_process * (weights + slots + 0.01 * (all_weights + all_slots))
     text = f"a device holds {weights + slots:,} of {all_weights + all_slots:,} bytes of weights and optimizer"
     assert received["description"] == text
 
@@ -78,7 +89,7 @@ def test_what_a_step_sends_on_torch(shard):
 @pytest.mark.proof
 def test_it_resumes_on_other_devices_and_backends(tmp_path):
     ways = [("torch", 2, "weights"), ("jax", 2, "weights"), ("torch", 4, "optimizer"), ("jax", 4, "optimizer"),
-            ("tensorflow", 2, "none")]  # fmt: skip
+            ("tensorflow", 2, "optimizer")]  # fmt: skip
     for epochs, (backend, num_devices, shard) in enumerate(ways, 1):
         if backend in BACKENDS:
             arguments = (backend, num_devices, shard, "resume", tmp_path, epochs)
@@ -91,44 +102,73 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
                 assert found["living"] <= 1.03 * held + 2 * 64 * 48 * 8
 
 
-def test_the_plan_counts_the_bytes_that_a_device_holds():
+@all_but("torch", "tensorflow")
+def test_the_plan_counts_the_bytes_that_a_device_holds(backend):
     def train(runner):
         import keras
 
         model = keras.Sequential(
-            [keras.Input((64,)), keras.layers.Dense(128, name="wide"), keras.layers.Dense(10, name="last")]
+            [keras.Input((64,)), keras.layers.Dense(128, name="wide"), keras.layers.Dense(10, name="last")], name="net"
         )
         model.compile(keras.optimizers.Adam(), "mse")
         runner.fit(model, np.zeros((8, 64)), np.zeros((8, 10)), batch_size=4)
 
-    settings = {"backend": "jax", "num_devices": 4, "dry_run": True, "verbose": 0}
+    settings = {"backend": backend, "num_devices": 4, "dry_run": True, "verbose": 0}
     whole = kerasdp.launch(train, **settings)
-    slots, weights = (kerasdp.launch(train, shard=what, **settings) for what in ("optimizer", "weights"))
+    slots = kerasdp.launch(train, shard="optimizer", **settings)
     cut = 64 * 128 * 4  # the other kernel has fewer than 2,048 numbers
     rest = 3 * cut // 4
-    spared = {"gradients": rest, "optimizer": 2 * rest, "total": 3 * rest}
+    of_gradients = 0 if backend == "tensorflow" else rest
+    spared = {"gradients": of_gradients, "optimizer": 2 * rest, "total": 2 * rest + of_gradients}
     assert slots["memory"] == whole["memory"] | {name: whole["memory"][name] - spared[name] for name in spared}
+    if backend == "tensorflow":
+        assert slots["sent_in_ring"] == whole["sent_in_ring"] | {"weights": rest}
+        return
+    assert slots["sent_in_ring"] == whole["sent_in_ring"]
+    weights = kerasdp.launch(train, shard="weights", **settings)
     spared |= {"weights": rest, "total": 4 * rest}
     assert weights["memory"] == whole["memory"] | {name: whole["memory"][name] - spared[name] for name in spared}
-    assert slots["sent_in_ring"] == whole["sent_in_ring"]
     assert weights["sent_in_ring"] == whole["sent_in_ring"] | {"weights": rest}
 
 
-@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
-def test_which_optimizers_look_at_whole_weights():
+@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.proof)])
+def test_which_optimizers_look_at_whole_weights(backend):
     """All of Keras', and some that it does not know, one of which cannot be made again from its configuration."""
-    assert result_of(run(PROGRAMS / "whole_weights.py", backend="torch")) == ["Adafactor", "Lamb", "Muon", "OfNorms"]
+    if backend not in BACKENDS:
+        pytest.skip(f"{backend} is not installed")
+    found = result_of(run(PROGRAMS / "whole_weights.py", backend=backend))
+    assert found == ["Adafactor", "Lamb", "Muon", "OfNorms"]
+
+
+# By case, of which each is a model that cannot train in parts.
+REFUSALS = {
+    "torch": {
+        "muon": "Muon looks at all numbers of a weight",
+        "reading": "is held in parts by the devices between two steps",
+        "own": "knows the steps of fit, evaluate and predict",
+    },
+    "tensorflow": {
+        "adafactor": "Adafactor looks at all numbers of a weight",
+        "reading": "is held in parts by the devices between two steps",
+        "own": "knows the steps of fit, evaluate and predict",
+        "nadam": "expects an optimizer and constraints of Keras whose update it can compile, not Nadam; use --backend",
+        "eager": "expects a compiled step, not run_eagerly=True; use --backend=jax",
+        "sums": "expects gradients that are clipped by norms in each step, not after gradient_accumulation_steps",
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("backend", "case"),
     [
-        pytest.param("muon", "Muon looks at all numbers of a weight", marks=pytest.mark.proof),
-        ("reading", "is held in parts by the processes between two steps"),
-        pytest.param("own", "knows the steps of fit, evaluate and predict", marks=pytest.mark.proof),
+        pytest.param(backend, case, marks=[pytest.mark.proof] * ((backend, case) not in usual))
+        for usual in [(("torch", "reading"), ("tensorflow", "nadam"))]
+        for backend, cases in REFUSALS.items()
+        if backend in BACKENDS
+        for case in cases
     ],
 )
-def test_what_torch_refuses(optimizer, words):
+def test_what_is_refused(backend, case):
     def train(runner):
         import keras
 
@@ -136,17 +176,24 @@ def test_what_torch_refuses(optimizer, words):
             def train_step(self, data):
                 return super().train_step(data)
 
-        kind = Own if optimizer == "own" else keras.Sequential
+        def read(batch, logs):
+            return [keras.ops.convert_to_numpy(each) for each in (*model.variables, *model.optimizer.variables)]
+
+        kind, optimizer = Own if case == "own" else keras.Sequential, "adam"
+        if case == "sums":
+            optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2, global_clipnorm=1.0)
+        elif case in ("muon", "adafactor", "nadam"):
+            optimizer = case
         with runner.scope():
             model = kind([keras.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(64)])
-            model.compile("muon" if optimizer == "muon" else "adam", "mse")
-        read = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: model.get_weights())
-        callbacks = [read] if optimizer == "reading" else []
+            model.compile(optimizer, "mse", run_eagerly=case == "eager")
+        callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=read)] if case == "reading" else []
         runner.fit(model, np.zeros((8, 64)), np.zeros((8, 64)), batch_size=4, callbacks=callbacks)
 
-    settings = {"backend": "torch", "num_devices": 2, "device": "cpu", "check": "off", "verbose": 0}
-    with pytest.raises(kerasdp.RunError, match=words):
-        kerasdp.launch(train, shard="weights", **settings)
+    shard = "weights" if backend == "torch" else "optimizer"
+    settings = {"backend": backend, "num_devices": 2, "device": "cpu", "check": "off", "verbose": 0}
+    with pytest.raises(kerasdp.RunError, match=REFUSALS[backend][case]):
+        kerasdp.launch(train, shard=shard, **settings)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +201,8 @@ def test_what_torch_refuses(optimizer, words):
     [
         (
             {"backend": "tensorflow"},
-            "there for --backend=torch and jax. Received: tensorflow, where each device holds all of",
+            "there for --backend=torch and jax. Received: tensorflow, where each device holds all of the weights; use "
+            "one of those, or --shard=optimizer",
         ),
         (
             {"backend": "jax", "hosts": "2"},

@@ -115,7 +115,9 @@ def test_the_order_of_the_ladder():
     assert flags == [*parts, "--remat=blocks", *shards]
     assert next_flags(config, 2) == "--accumulate=2"
     assert next_flags(Config(backend="jax", batch_size=7, shard="optimizer", remat="x*"), 7) == "--shard=weights"
-    assert next_flags(Config(backend="tensorflow", batch_size=8, remat="blocks"), 2) == ""
+    on_tensorflow = [flags for flags, _ in rungs(Config(backend="tensorflow", batch_size=24), 2)]
+    assert on_tensorflow == ["", "--remat=blocks", "--shard=optimizer", "--shard=optimizer --remat=blocks"]
+    assert next_flags(Config(backend="tensorflow", batch_size=8, remat="blocks", shard="optimizer"), 2) == ""
     some = [
         flags for flags, _ in rungs(Config(backend="jax", batch_size=3, shard="weights"), 3, ("none", "x", "blocks"))
     ]

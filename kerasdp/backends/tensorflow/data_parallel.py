@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Structure, Trained
-from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, median_seconds
+from kerasdp.backends.parts import PartsByModel
+from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words, median_seconds
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
     TensorFlowStrategy,
@@ -19,7 +20,15 @@ from kerasdp.backends.tensorflow.devices import (
     put_on_device,
     take_rows,
 )
-from kerasdp.backends.tensorflow.train_step import Graphs, ReplicaSteps, bytes_between, kind_of, several
+from kerasdp.backends.tensorflow.parts import Parts
+from kerasdp.backends.tensorflow.train_step import (
+    Graphs,
+    ReplicaSteps,
+    bytes_between,
+    kind_of,
+    require_update_of_parts,
+    several,
+)
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import CachedRows, ReplicaRows, Split
@@ -51,6 +60,7 @@ class DataParallel(TensorFlowStrategy):
         self.mirrored = (
             one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes, config.reduce)
         )
+        self._parts = PartsByModel(config, devices.count, lambda model: Parts(model, config, self.mirrored))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -107,7 +117,10 @@ class DataParallel(TensorFlowStrategy):
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that run on all replicas."""
-        steps = ReplicaSteps(self, model)
+        parts = self._parts.of(model)
+        steps = ReplicaSteps(self, model, parts)
+        if parts is not None:
+            parts.require_steps_of_keras(steps.own)
         test, predict = (
             self._function(model, self._on_all(steps, name, step))
             for name, step in (("test_step", steps.test), ("predict_step", steps.predict))
@@ -117,9 +130,16 @@ class DataParallel(TensorFlowStrategy):
         }
         train = {detail: self._function(model, step) for detail, step in train_step.items()}
         train_several = self._function(model, several(self.mirrored, train_step[Detail.NOTHING]))
+
+        def run(step: Callable[..., Any], *batches: DeviceBatch) -> Trained:
+            if parts is not None and not parts.is_cut:
+                require_update_of_parts(model)
+                parts.cut()
+            return Trained(*step(*batches))
+
         return StepFunctions(
-            train=lambda batch, detail: Trained(*train[detail](batch)),
-            train_several=lambda batches: Trained(*train_several(*batches)),
+            train=lambda batch, detail: run(train[detail], batch),
+            train_several=lambda batches: run(train_several, *batches),
             test=test,
             predict=predict,
         )
@@ -196,8 +216,19 @@ class DataParallel(TensorFlowStrategy):
         function = on_all if model.run_eagerly else tf.function(on_all, autograph=False)
         return median_seconds(lambda: self.mirrored.experimental_local_results(function())[rank].numpy())
 
+    def gather_variables(self, model: "keras.Model") -> None:
+        """See `Strategy`."""
+        if (parts := self._parts.known(model)) is not None:
+            parts.gather()
+
+    def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
+        """See `Strategy`."""
+        return self._parts.read(model, variables, take)
+
     def description(self, model: "keras.Model") -> str:
-        """Returns where gradients are added, if that was chosen."""
+        """Returns where gradients are added, if that was chosen, or how much of the model a replica holds."""
+        if self.config.shard != "none":
+            return held_in_words(model, self.config.shard, self.num_replicas)
         reduce = self.config.reduce
         if reduce is None:
             return ""
@@ -255,10 +286,12 @@ class DataParallel(TensorFlowStrategy):
 
     def variables_outside_scope(self, model: "keras.Model") -> list[str]:
         """Returns the paths of the variables that are not mirrored; each replica would change them once more."""
+        from kerasdp.keras_compat.layers import raw_value
+
         if self.num_replicas == 1:
             return []
         kind = tf.distribute.DistributedValues
-        return [variable.path for variable in all_variables(model) if not isinstance(variable.value, kind)]
+        return [variable.path for variable in all_variables(model) if not isinstance(raw_value(variable), kind)]
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas of all processes."""

@@ -11,6 +11,7 @@ from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import require_deterministic
+from kerasdp.backends.tensorflow.parts import Parts
 from kerasdp.backends.tensorflow.xla import compiled
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
@@ -21,7 +22,17 @@ from kerasdp.runtime.run_state import Detail
 
 
 class ReplicaSteps(ShardSteps):
-    """Runs the steps of a model in each replica."""
+    """Runs the steps of a model in each replica.
+
+    Args:
+        strategy: of the run.
+        model: built.
+        parts: what the replicas hold parts of, if they do.
+    """
+
+    def __init__(self, strategy: Any, model: Any, parts: Parts | None = None):
+        super().__init__(strategy, model)
+        self.parts = parts
 
     def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
@@ -61,7 +72,7 @@ class ReplicaSteps(ShardSteps):
 
         # The update, the same on each replica; loss and metrics of the global batch (3).
         if can_update_at_once(model.optimizer, model.trainable_weights):
-            update_at_once(model.optimizer, all_variables(model), update)
+            update_at_once(model.optimizer, all_variables(model), update, self.parts)
         elif strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
             # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
             raise UserError(
@@ -188,7 +199,9 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
     return wrapped_apply(apply_at_once)
 
 
-def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], None]) -> None:
+def update_at_once(
+    optimizer: Any, variables: list[Any], update: Callable[[], None], parts: Parts | None = None
+) -> None:
     """Runs `update` as one compiled operation on this replica's copies of the variables.
 
     Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled, and its
@@ -198,33 +211,51 @@ def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], No
         optimizer: that `update` calls.
         variables: that `update` may change.
         update: assigns to them.
+        parts: what the replicas hold parts of: of these weights each updates its own part, and gets the others'.
     """
     import keras
 
+    from kerasdp.keras_compat.layers import raw_value
     from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_values
 
-    def compute() -> None:
+    changed: list[Any] = []
+
+    def compute() -> list[tf.Tensor]:
         # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
-        handles = [variable.value.handle for variable in variables]
-        values = [
-            tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.value.dtype), variable.shape)
-            for handle, variable in zip(handles, variables, strict=True)
-        ]
+        handles = [raw_value(variable).handle for variable in variables]
+        values = []
+        for handle, variable in zip(handles, variables, strict=True):
+            held = raw_value(variable)
+            value = tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=held.dtype), held.shape)
+            values.append(value if parts is None else parts.own(variable, value))
         with (
             deciding_on_device(optimizer),
             updating_values(inner_optimizer(optimizer)),
+            contextlib.nullcontext() if parts is None else parts.updating(optimizer),
             keras.StatelessScope(list(zip(variables, values))) as scope,
         ):
             update()
+        changed.clear()
         for variable, handle, value in zip(variables, handles, values, strict=True):
-            if (new := scope.get_current_value(variable)) is not value:
+            new = scope.get_current_value(variable)
+            if new is not value and parts is not None and id(variable) in parts.axes:
+                changed.append((variable, new))
+            elif new is not value:
                 tf.raw_ops.AssignVariableOp(resource=handle, value=new)
+        return [new for _, new in changed]
 
-    compiled(compute)()
+    own = compiled(compute)()
+    if parts is not None and own:
+        parts.take([variable for variable, _ in changed], own)
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether the update of these weights can be compiled.
+    """Returns whether the update of these weights is compiled: see `can_be_compiled`."""
+    return can_be_compiled(optimizer, weights) and not tf.executing_eagerly()
+
+
+def can_be_compiled(optimizer: Any, weights: list[Any]) -> bool:
+    """Returns whether the update of these weights can be compiled in a graph.
 
     Not with user-defined Python, nor (Nadam) where a class extends what would be taken back.
     """
@@ -242,8 +273,25 @@ def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
         all(part is None or is_of_keras(type(part)) for part in parts)
         and can_decide_on_device(optimizer)
         and overrides_nothing_of_tensorflow(inner)
-        and not tf.executing_eagerly()
     )
+
+
+def require_update_of_parts(model: Any) -> None:
+    """Raises `UserError` if the update of a model cannot be one of parts: it is compiled, or sees whole weights."""
+    from kerasdp.keras_compat.optimizers import clips_by_norms, inner_optimizer
+
+    optimizer = inner_optimizer(model.optimizer)
+    reason = ""
+    if model.run_eagerly:
+        reason = "a compiled step, not run_eagerly=True"
+    elif not can_be_compiled(model.optimizer, model.trainable_weights):
+        reason = f"an optimizer and constraints of Keras whose update it can compile, not {type(optimizer).__name__}"
+    elif optimizer.gradient_accumulation_steps and clips_by_norms(optimizer):
+        reason = "gradients that are clipped by norms in each step, not after gradient_accumulation_steps"
+    if reason:
+        raise UserError(
+            f"--shard=optimizer: --backend=tensorflow expects {reason}; use --backend=jax, or leave --shard out"
+        )
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:

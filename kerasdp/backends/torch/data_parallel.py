@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
+from kerasdp.backends.parts import PartsByModel
 from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words, median_seconds
 from kerasdp.backends.torch.collectives import HostSums
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
@@ -16,9 +17,7 @@ from kerasdp.backends.torch.train_step import RankSteps, num_differentiated, num
 from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
-from kerasdp.errors import UserError
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.model_cache import ModelCache
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class DataParallel(TorchStrategy):
         self.splits_batches = self.num_replicas > 1
         self.shard = self.processes.rank, devices.count
         self.split = Split(devices.count, config.shares)
-        self._parts: ModelCache[Parts] = ModelCache()
+        self._parts = PartsByModel(config, devices.count, lambda model: Parts(model, config))
         # Where they are, gradients are added there.
         self.host_sums: HostSums | None = None
         if config.reduce == "host" and self.num_replicas > 1:
@@ -79,15 +78,12 @@ class DataParallel(TorchStrategy):
 
         if self.is_gpu:
             self.open_statistics_group(model)
-        steps, weights, parts = RankSteps(self, model), TrainedWeights(model), self._parts_of(model)
+        steps, weights, parts = RankSteps(self, model), TrainedWeights(model), self._parts.of(model)
         parallel = parallel_for = None
         compiled: CompiledTraining | CompiledOwnStep | None = None
         is_own = "train_step" in steps.own
-        if parts is not None and steps.own:
-            raise UserError(
-                f"--shard={self.config.shard}: --backend=torch knows the steps of fit, evaluate and predict as Keras "
-                f"has them. Received: {', '.join(sorted(steps.own))} of {model.name}; use --backend=jax"
-            )
+        if parts is not None:
+            parts.require_steps_of_keras(steps.own)
         # The first user-defined step runs uncompiled, and tells whether it can be captured: one in the form of torch's
         # guide cannot, and an attempt would move what it counts in Python.
         is_captured = not is_own
@@ -233,29 +229,18 @@ class DataParallel(TorchStrategy):
 
         return [median_seconds(run, before=torch.distributed.barrier)]
 
-    def _parts_of(self, model: Any) -> Parts | None:
-        """Returns what this process holds parts of; None if it holds all."""
-        if self.config.shard == "none" or self.num_replicas == 1:
-            return None
-        if (parts := self._parts.get(model)) is None or parts.is_stale:
-            parts = Parts(model, self.config)
-            self._parts.put(model, parts)
-        return parts
-
     def gather_variables(self, model: Any) -> None:
         """See `Strategy`."""
-        if (parts := self._parts.get(model)) is not None:
+        if (parts := self._parts.known(model)) is not None:
             parts.gather()
 
     def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
         """See `Strategy`."""
-        parts = self._parts.get(model)
-        wholes = variables if parts is None else map(parts.read, variables)
-        return [take(whole) if take else None for whole in wholes]
+        return self._parts.read(model, variables, take)
 
     def diverged_variables(self, model: Any, state_only: bool = False) -> list[str]:
         """See `Strategy`."""
-        parts = self._parts.get(model)
+        parts = self._parts.known(model)
         cut = parts.axes if parts is not None and parts.is_cut and parts.holds_weights else ()
         return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
 

@@ -1,7 +1,6 @@
 """PyTorch: weights and variables of the optimizer of which each rank holds a part, and no rank the whole."""
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kerasdp.backends.parts import CutVariables
 from kerasdp.backends.torch.private import (
     all_gather_functional,
     all_reduce_async,
@@ -17,8 +17,7 @@ from kerasdp.backends.torch.private import (
     wait,
 )
 from kerasdp.config import Config
-from kerasdp.errors import UserError
-from kerasdp.sharding import cut_axis
+from kerasdp.sharding import part_of
 
 # Bytes of several weights that travel in one message; what is larger travels alone.
 _MESSAGE_BYTES = 25 * 2**20
@@ -26,130 +25,65 @@ _MESSAGE_BYTES = 25 * 2**20
 _MESSAGES = 8
 
 
-class Parts:
-    """What this rank holds of the variables of one model that are cut, by `cut_axis`.
-
-    A variable that is cut holds its part while steps run, and the whole in between, where callbacks and checkpoints
-    read it: `cut` and `gather` change from one to the other.
+class Parts(CutVariables):
+    """What this rank holds of the variables of one model that are cut.
 
     Args:
         model: built.
-        config: `shard` and `gradient_precision` are read.
+        config: `shard`, `backend` and `gradient_precision` are read.
     """
 
     def __init__(self, model: Any, config: Config):
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self.model, self.holds_weights = model, config.shard == "weights"
-        self._optimizer = getattr(model, "optimizer", None)
+        super().__init__(model, config, dist.get_world_size())
+        self._rank = dist.get_rank()
         # In which gradients of weights that are held in parts are sent, if not their own type.
         self.sent_type = torch.bfloat16 if config.gradient_precision == "bfloat16" else None
-        weights = model.variables if self.holds_weights else model.trainable_variables
-        # Each with the axis along which it is cut. A constraint looks at all of its weight.
-        self.cut_weights = [
-            (weight, axis)
-            for weight in weights
-            if weight.constraint is None and (axis := cut_axis(weight.shape, self._size)) is not None
-        ]
-        self.axes = {id(weight): axis for weight, axis in self.cut_weights}
-        self._held: dict[int, tuple[Any, int, torch.Tensor]] = {}
         self._groups: dict[int, int] = {}
-        self.is_cut = False
 
-    @property
-    def is_stale(self) -> bool:
-        """Returns whether the model was compiled again since, so that other variables are cut."""
-        return getattr(self.model, "optimizer", None) is not self._optimizer
+    def number(self) -> int:
+        """See `CutVariables`."""
+        return self._rank
 
     def cut(self) -> None:
-        """Lets each variable hold this rank's part of it; what was assigned to the whole is kept."""
-        from kerasdp.keras_compat.layers import held_in_parts, raw_value
-
-        if self.is_cut:
-            return
-        for variable, axis in self._variables():
-            value = raw_value(variable)
-            if tuple(value.shape) != tuple(variable.shape):
-                raise UserError(f"--shard: {variable.path} is held in parts by the training of another model just now")
-            part = self._own(value.detach(), axis)
-            if id(variable) in self._held:  # compiled steps know where it lies
-                self._held[id(variable)][2].copy_(part)
-            else:
-                self._held[id(variable)] = variable, axis, part.clone(memory_format=torch.contiguous_format)
-            # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
-            value.data = self._held[id(variable)][2]
-            held_in_parts(variable, True)
+        """See `CutVariables`."""
+        super().cut()
         if self.holds_weights and not self._groups:
             self._groups = _groups_of([weight for weight, _ in self.cut_weights])
-        self.is_cut = True
 
-    def gather(self) -> None:
-        """Lets each variable hold all of it, one after the other. Called by all ranks together."""
-        from kerasdp.keras_compat.layers import held_in_parts, raw_value
+    def hold(self, variable: Any, axis: int, value: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        """See `CutVariables`."""
+        part = part_of(value.detach(), axis, self._rank, self.size)
+        kept = part.clone(memory_format=torch.contiguous_format) if kept is None else kept.copy_(part)
+        # Of the parameter itself, which Keras (3.15) holds in modules, too: there the whole would stay.
+        value.data = kept
+        return kept
 
-        for variable, axis, part in self._held.values() if self.is_cut else ():
-            raw_value(variable).data = self.whole([part], [axis])[0]
-            held_in_parts(variable, False)
-        self.is_cut = False
+    def whole_of(self, axis: int, kept: torch.Tensor) -> torch.Tensor:
+        """See `CutVariables`."""
+        return self.whole([kept], [axis])[0]
 
-    def read(self, variable: Any) -> Any:
-        """Returns the whole value of a variable, which stays as it is. Called by all ranks together."""
-        _, axis, part = self._held.get(id(variable), (variable, 0, None)) if self.is_cut else (variable, 0, None)
-        return variable if part is None else self.whole([part], [axis])[0]
+    def hold_whole(self, variable: Any, whole: torch.Tensor, kept: torch.Tensor) -> None:
+        """See `CutVariables`."""
+        from kerasdp.keras_compat.layers import raw_value
 
-    def _variables(self) -> list[tuple[Any, int]]:
-        """Returns what is to be cut, each with its axis.
-
-        Raises:
-            UserError: if the optimizer cannot update parts.
-        """
-        from kerasdp.keras_compat.optimizers import inner_optimizer, slots_by_weight, updates_numbers_alone
-
-        found = self.cut_weights[:] if self.holds_weights else []
-        if self._optimizer is None:
-            return found
-        optimizer = inner_optimizer(self._optimizer)
-        of_weight = slots_by_weight(optimizer)
-        known = {id(weight) for _, weight in of_weight.values()}
-        for weight, axis in self.cut_weights if not self._held else ():
-            own = functools.partial(self._own, axis=axis)
-            if id(weight) in known and not updates_numbers_alone(optimizer, weight, own):
-                raise UserError(
-                    f"--shard: {type(optimizer).__name__} looks at all numbers of a weight ({weight.path}), of which a "
-                    "process of --backend=torch holds a part; use --backend=jax, or another --optimizer"
-                )
-        for slot in optimizer.variables:
-            _, weight = of_weight.get(id(slot), ("", None))
-            if id(weight) in self.axes and tuple(slot.shape) == tuple(weight.shape):
-                found.append((slot, self.axes[id(weight)]))
-        return found
-
-    def _own(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
-        length = whole.shape[axis] // self._size
-        return whole.narrow(axis, self._rank * length, length)
-
-    def own(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a value of a weight; the value itself if it is the part, or there are none."""
-        axis = self.axes.get(id(variable))
-        if axis is None or value.shape[axis] != variable.shape[axis]:
-            return value
-        return self._own(value, axis)
+        raw_value(variable).data = whole
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
         """Returns the wholes of some parts of one type, by one message."""
         own = [part.reshape(-1) for part in parts]
-        gathered = all_gather_functional(torch.cat(own) if len(own) > 1 else own[0]).reshape(self._size, -1)
+        gathered = all_gather_functional(torch.cat(own) if len(own) > 1 else own[0]).reshape(self.size, -1)
         found = gathered.split([part.numel() for part in parts], dim=1)
         return [
-            one.reshape(self._size, *part.shape).movedim(0, axis).flatten(axis, axis + 1)
+            one.reshape(self.size, *part.shape).movedim(0, axis).flatten(axis, axis + 1)
             for one, part, axis in zip(found, parts, axes)
         ]
 
     def scatter(self, wholes: Sequence[torch.Tensor], axes: Sequence[int]) -> "Sums":
         """Starts to sum tensors of one type over the ranks, of which each gets its parts; by one message."""
-        rows = [whole.unflatten(axis, (self._size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
-        sent = [row.reshape(self._size, -1) for row in rows]
+        rows = [whole.unflatten(axis, (self.size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
+        sent = [row.reshape(self.size, -1) for row in rows]
         joined = torch.cat(sent, dim=1) if len(sent) > 1 else sent[0]
-        return Sums(reduce_scatter_async(joined.reshape(-1)), self._size, [row.shape[1:] for row in rows])
+        return Sums(reduce_scatter_async(joined.reshape(-1)), self.size, [row.shape[1:] for row in rows])
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the whole gradients of the trained weights, for what is recorded of them."""
@@ -172,24 +106,16 @@ class Parts:
                     value.copy_(whole)
         return [entry for entry in changed if id(entry[0]) not in new]
 
-    @contextlib.contextmanager
-    def updating(self, optimizer: Any) -> Iterator[None]:
-        """Returns the context in which an optimizer updates this rank's parts, as if it saw the wholes."""
-        from kerasdp.keras_compat.layers import with_shapes
+    def clipping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        """See `CutVariables`."""
         from kerasdp.keras_compat.optimizers import updating_parts
 
-        held = [*self.cut_weights, *((variable, axis) for variable, axis, _ in self._held.values())]
-        shapes = {id(one): (one, self._own(torch.empty(one.shape, device="meta"), axis).shape) for one, axis in held}
-        with (
-            with_shapes(shapes.values()),
-            updating_parts(
-                optimizer,
-                lambda weight: id(weight) in self.axes,
-                counts_wholes=self._rank == 0,
-                add_up=lambda tensor: wait(all_reduce_async(tensor)),
-            ),
-        ):
-            yield
+        return updating_parts(
+            optimizer,
+            lambda weight: id(weight) in self.axes,
+            counts_wholes=self._rank == 0,
+            add_up=lambda tensor: wait(all_reduce_async(tensor)),
+        )
 
     @contextlib.contextmanager
     def scope(self, values: list[tuple[Any, torch.Tensor]]) -> Iterator[Any]:
