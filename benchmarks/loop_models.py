@@ -13,10 +13,11 @@ import protocol
 
 def find_model(args: Namespace) -> Callable[[Any, Any], Any]:
     """Returns the model `args.model`, a function of a net and inputs."""
-    if args.model == "gpt":
-        return functools.partial(gpt, vocabulary=args.vocabulary, width=args.width)
-    if args.model == "segmentation":
-        return functools.partial(segmentation, width=args.width)
+    if args.model in ("gpt", "bert"):
+        model = {"gpt": gpt, "bert": bert}[args.model]
+        return functools.partial(model, vocabulary=args.vocabulary, width=args.width)
+    if args.model in protocol.WIDTHS:
+        return functools.partial({"segmentation": segmentation, "vit": vit}[args.model], width=args.width)
     return {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}[args.model]
 
 
@@ -69,7 +70,7 @@ def gpt(net: Any, x: Any, vocabulary: int, width: int) -> Any:
     for number in range(1, protocol.NUM_BLOCKS + 1):
         name = f"block{number}"
         qkv = net.dense(f"{name}_qkv", net.layer_norm(f"{name}_norm1", x), 3 * width)
-        x = x + net.dense(f"{name}_out", net.attend(qkv), width)
+        x = x + net.dense(f"{name}_out", net.attend(qkv, is_causal=True), width)
         y = net.dense(f"{name}_up", net.layer_norm(f"{name}_norm2", x), 4 * width)
         x = x + net.dense(f"{name}_down", net.gelu(y), width)
     return net.dense("logits", net.layer_norm("norm", x), vocabulary)
@@ -89,3 +90,33 @@ def segmentation(net: Any, x: Any, width: int) -> Any:
     x = halve("down3", quarter, 4 * width)
     x = join("up2", join("up1", x, quarter), half)
     return net.double("logits", x, protocol.SEGMENTATION_CLASSES, bias=True)
+
+
+def bert(net: Any, x: Any, vocabulary: int, width: int) -> Any:
+    """Builds what keras_transformers.py builds."""
+    mask, length = x["padding_mask"], x["token_ids"].shape[1]
+    x = net.embedding("tokens", x["token_ids"], vocabulary, width) + net.embedding(
+        "segments", x["segment_ids"], 2, width
+    )
+    x = net.layer_norm("norm", x + net.table("positions", length, width), 1e-12)
+    for number in range(1, protocol.NUM_BLOCKS + 1):
+        name = f"block{number}"
+        y = net.dense(f"{name}_out", net.attend(net.dense(f"{name}_qkv", x, 3 * width), mask=mask), width)
+        x = net.layer_norm(f"{name}_norm1", x + y, 1e-12)
+        y = net.dense(f"{name}_down", net.gelu_by_tanh(net.dense(f"{name}_up", x, 4 * width)), width)
+        x = net.layer_norm(f"{name}_norm2", x + y, 1e-12)
+    return net.dense("logits", net.tanh(net.dense("pooled", x[:, 0], width)), protocol.NUM_CLASSES)
+
+
+def vit(net: Any, x: Any, width: int) -> Any:
+    """Builds what keras_transformers.py builds."""
+    x = net.conv("patches", x, width, protocol.PATCH, protocol.PATCH, is_padded=False)
+    x = net.with_token("token", net.sequence(x))
+    x = x + net.table("positions", x.shape[1], width)
+    for number in range(1, protocol.NUM_BLOCKS + 1):
+        name = f"block{number}"
+        qkv = net.dense(f"{name}_qkv", net.layer_norm(f"{name}_norm1", x, 1e-6), 3 * width)
+        x = x + net.dense(f"{name}_out", net.attend(qkv), width)
+        y = net.dense(f"{name}_up", net.layer_norm(f"{name}_norm2", x, 1e-6), 4 * width)
+        x = x + net.dense(f"{name}_down", net.gelu(y), width)
+    return net.dense("logits", net.layer_norm("norm", x, 1e-6)[:, 0], protocol.NUM_CLASSES)

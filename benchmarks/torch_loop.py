@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import GPT, Segmentation, norm
+from torch_transformers import Bert, ViT
 
 
 class ConvNet(nn.Module):
@@ -112,10 +113,10 @@ class ResNet(nn.Module):
 
 def make_model(args: Any) -> nn.Module:
     """Builds the model `args.model`."""
-    if args.model == "gpt":
-        return GPT(args.vocabulary, args.width)
-    if args.model == "segmentation":
-        return Segmentation(args.width)
+    if args.model in ("gpt", "bert"):
+        return {"gpt": GPT, "bert": Bert}[args.model](args.vocabulary, args.width)
+    if args.model in protocol.WIDTHS:
+        return {"segmentation": Segmentation, "vit": ViT}[args.model](args.width)
     return ConvNet() if args.model == "convnet" else ResNet(int(args.model.removeprefix("resnet")))
 
 
@@ -133,8 +134,9 @@ class Loop:
                 torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if args.devices > 1:
             dist.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=args.devices)
-        images, labels = (torch.from_numpy(array) for array in protocol.make_data(args))
-        self.images, self.labels = images.to(self.device), labels.long().to(self.device)
+        inputs, labels = protocol.make_data(args)
+        self.inputs = protocol.map_inputs(lambda array: torch.from_numpy(array).to(self.device), inputs)
+        self.labels = torch.from_numpy(labels).long().to(self.device)
         torch.manual_seed(0)
         model = make_model(args) if model is None else model
         model = model.to(self.device, memory_format=torch.channels_last)
@@ -166,11 +168,12 @@ class Loop:
         self.batches = protocol.batches(args.model, args.batch_size)
 
     def _forward(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, labels = self.images[index], self.labels[index]
-        if x.ndim == 4:  # images; they lie with their channels last, so this is torch's memory format of that name
+        x, labels = protocol.map_inputs(lambda array: array[index], self.inputs), self.labels[index]
+        if not isinstance(x, dict) and x.ndim == 4:
+            # Images; they lie with their channels last, so this is torch's memory format of that name.
             x = x.permute(0, 3, 1, 2).float() * (1 / 255)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.precision == "bfloat16"):
-            logits = self.model(x)
+            logits = self.model(**x) if isinstance(x, dict) else self.model(x)
         if logits.ndim == 3:  # of each token
             logits, labels = logits.flatten(0, 1), labels.flatten()
         return F.cross_entropy(logits.float(), labels), (logits.argmax(1) == labels).float().mean()

@@ -1,0 +1,139 @@
+"""Holds what the models of loop_models.py are made of in plain JAX, for `jax_loop.py`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import protocol
+from jax import lax
+
+
+class Net:
+    """Weights and moving statistics by layer, and what is done with them.
+
+    Args:
+        weights: a dictionary for each layer's name; None makes them as they are asked for.
+        statistics: likewise.
+        dtype: of the arithmetic.
+        groups: the rows of a batch are normalized in so many groups.
+        key: of dropout; None: no dropout.
+    """
+
+    def __init__(
+        self, weights: Any = None, statistics: Any = None, dtype: Any = jnp.float32, groups: int = 1, key: Any = None
+    ):
+        self.is_new = weights is None
+        self.weights, self.statistics = ({}, {}) if self.is_new else (weights, dict(statistics))
+        self.dtype, self.groups, self.key = dtype, groups, key
+        self.random = np.random.default_rng(0)
+
+    def kernel(self, name: str, *shape: int) -> jax.Array:
+        """Returns a kernel, made with He's normal distribution."""
+        if self.is_new:
+            deviation = (2 / np.prod(shape[:-1])) ** 0.5
+            self.weights[name] = {"kernel": self.random.normal(0, deviation, shape).astype("float32")}
+        return self.weights[name]["kernel"].astype(self.dtype)
+
+    def bias(self, name: str, size: int) -> jax.Array:
+        """Returns a layer's bias."""
+        if self.is_new:
+            self.weights[name]["bias"] = np.zeros(size, "float32")
+        return self.weights[name]["bias"].astype(self.dtype)
+
+    def conv(
+        self, name: str, x: jax.Array, filters: int, size: int, strides: int = 1, bias: bool = True,
+        is_padded: bool = True,
+    ) -> jax.Array:  # fmt: skip
+        """Applies a convolution that pads equally on all sides, or not at all."""
+        pad = (size - 1) // 2 if is_padded else 0
+        kernel = self.kernel(name, size, size, x.shape[-1], filters)
+        x = lax.conv_general_dilated(
+            x, kernel, (strides, strides), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return x + self.bias(name, filters) if bias else x
+
+    def double(self, name: str, x: jax.Array, filters: int, bias: bool = False) -> jax.Array:
+        """Applies a 1x1 convolution that gives 2x2 pixels each."""
+        batch, rows, columns, _ = x.shape
+        x = self.conv(name, x, 4 * filters, 1, bias=bias).reshape(batch, rows, columns, 2, 2, filters)
+        return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, 2 * rows, 2 * columns, filters)
+
+    def dense(self, name: str, x: jax.Array, size: int) -> jax.Array:
+        """Applies a dense layer."""
+        return x @ self.kernel(name, x.shape[-1], size) + self.bias(name, size)
+
+    def layer_norm(self, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+        """Applies layer norm in float32."""
+        if self.is_new:
+            self.weights[name] = {"gamma": np.ones(x.shape[-1], "float32"), "beta": np.zeros(x.shape[-1], "float32")}
+        x = x.astype(jnp.float32)
+        x = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + epsilon)
+        return (x * self.weights[name]["gamma"] + self.weights[name]["beta"]).astype(self.dtype)
+
+    def norm(
+        self, name: str, x: jax.Array, scale: bool = True, epsilon: float = 1e-3, momentum: float = 0.99
+    ) -> jax.Array:
+        """Applies batch norm in float32."""
+        size = x.shape[-1]
+        if self.is_new:
+            self.weights[name] = {"beta": np.zeros(size, "float32")} | (
+                {"gamma": np.ones(size, "float32")} if scale else {}
+            )
+            self.statistics[name] = np.zeros(size, "float32"), np.ones(size, "float32")
+        weights, (moving_mean, moving_variance) = self.weights[name], self.statistics[name]
+        rows = x.astype(jnp.float32).reshape(self.groups, -1, *x.shape[1:])
+        mean = rows.mean((1, 2, 3), keepdims=True)
+        variance = jnp.square(rows).mean((1, 2, 3), keepdims=True) - jnp.square(mean)
+        if not self.is_new:
+            self.statistics[name] = tuple(
+                old * momentum + new.mean((0, 1, 2, 3)) * (1 - momentum)
+                for old, new in ((moving_mean, mean), (moving_variance, variance))
+            )
+        factor = lax.rsqrt(variance + epsilon) * weights.get("gamma", 1.0)
+        return ((rows - mean) * factor + weights["beta"]).reshape(x.shape).astype(self.dtype)
+
+    def dropout(self, x: jax.Array, rate: float) -> jax.Array:
+        """Drops at random."""
+        if self.key is None:
+            return x
+        return jnp.where(jax.random.bernoulli(self.key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+    def embedding(self, name: str, x: jax.Array, count: int, size: int) -> jax.Array:
+        """Looks up rows."""
+        return jnp.take(self.table(name, count, size), x, 0)
+
+    def attend(self, qkv: jax.Array, is_causal: bool = False, mask: jax.Array | None = None) -> jax.Array:
+        """Attends to all positions, or to those before each; `(batch, length, 3 * width)` becomes `(..., width)`.
+
+        `mask`: `(batch, length)`, 0 where nobody attends to.
+        """
+        batch, length, size = qkv.shape
+        parts = jnp.split(qkv.reshape(batch, length, 3 * protocol.NUM_HEADS, -1), 3, 2)
+        mask = None if mask is None else mask[:, None, None].astype(bool)
+        attended = jax.nn.dot_product_attention(*parts, mask=mask, is_causal=is_causal)
+        return attended.reshape(batch, length, size // 3)
+
+    def with_token(self, name: str, x: jax.Array) -> jax.Array:
+        """Puts a token that is trained before all others."""
+        batch, _, width = x.shape
+        return jnp.concatenate([jnp.broadcast_to(self.kernel(name, 1, 1, width), (batch, 1, width)), x], 1)
+
+    def sequence(self, x: jax.Array) -> jax.Array:
+        """Makes a sequence of an image's pixels."""
+        return x.reshape(x.shape[0], -1, x.shape[-1])
+
+    def max_pool(self, x: jax.Array) -> jax.Array:
+        """Takes the largest of 3x3 pixels, which halves an image."""
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)])
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """Averages all pixels of an image."""
+        return x.mean((1, 2))
+
+    relu = staticmethod(jax.nn.relu)
+    tanh = staticmethod(jnp.tanh)
+    gelu = staticmethod(functools.partial(jax.nn.gelu, approximate=False))
+    gelu_by_tanh = staticmethod(jax.nn.gelu)
+    table = kernel
