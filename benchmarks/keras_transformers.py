@@ -87,7 +87,7 @@ def bert(vocabulary: int, width: int) -> keras.Model:
         width: numbers a token.
 
     Returns:
-        A model from `token_ids`, `segment_ids` and `padding_mask`, `(batch, length)` each, to logits `(batch, classes)`.
+        A model from `token_ids`, `segment_ids`, `padding_mask`, each `(batch, length)`, to logits `(batch, classes)`.
     """
     names = ("token_ids", "segment_ids", "padding_mask")
     inputs = {name: keras.Input(protocol.SHAPES["bert"], dtype="int32", name=name) for name in names}

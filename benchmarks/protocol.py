@@ -94,7 +94,7 @@ def make_texts(random: np.random.Generator, count: int, length: int, vocabulary:
     """Makes pairs of sentences, padded at their ends with 0.
 
     Returns:
-        int32 `(count, length)` each: `token_ids`, `segment_ids` (1 in the second sentence), `padding_mask` (1 at tokens).
+        int32 `(count, length)` each: `token_ids`, `segment_ids` (1 in the second one), `padding_mask` (1 at tokens).
     """
     lengths = random.integers(length // 4, length + 1, (count, 1))
     mask = np.arange(length) < lengths
