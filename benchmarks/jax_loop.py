@@ -18,7 +18,7 @@ import numpy as np
 import protocol
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_net import Net
-from loop_models import find_model
+from loop_models import find_model, is_trained
 
 Model = Callable[[Net, jax.Array], jax.Array]
 
@@ -29,13 +29,15 @@ def scaled(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) * dtype(1 / 255) if is_images else x
 
 
-def make_state(model: Model, sample: Any) -> dict[str, Any]:
-    """Makes weights, momentum, moving statistics, and sums for the metrics, on the host."""
+def make_state(model: Model, sample: Any, name: str) -> dict[str, Any]:
+    """Makes weights, momentum, moving statistics, and sums for the metrics, on the host. `name`: of the model."""
     net = Net()
     jax.eval_shape(lambda x: model(net, scaled(x, jnp.float32)), sample)
+    trained = {layer: weights for layer, weights in net.weights.items() if is_trained(layer, name)}
+    frozen = {layer: weights for layer, weights in net.weights.items() if layer not in trained}
     return {
-        "weights": net.weights, "momentum": jax.tree.map(np.zeros_like, net.weights), "statistics": net.statistics,
-        "totals": np.zeros(2, "float32"), "step": np.int32(0),
+        "weights": trained, "frozen": frozen, "momentum": jax.tree.map(np.zeros_like, trained),
+        "statistics": net.statistics, "totals": np.zeros(2, "float32"), "step": np.int32(0),
     }  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def train_step(
 
     def loss_of(weights: Any) -> tuple[jax.Array, Any]:
         key = jax.random.fold_in(jax.random.key(0), state["step"]) if drop else None
-        net = Net(weights, state["statistics"], dtype, groups, key)
+        net = Net(state["frozen"] | weights, state["statistics"], dtype, groups, key)
         logits = model(net, x).astype(jnp.float32)
         losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
         return losses.mean(), (net.statistics, (logits.argmax(-1) == y).mean())
@@ -58,7 +60,7 @@ def train_step(
     momentum = jax.tree.map(
         lambda old, gradient: protocol.MOMENTUM * old - protocol.LEARNING_RATE * gradient, state["momentum"], gradients
     )
-    return {
+    return state | {
         "weights": jax.tree.map(jnp.add, state["weights"], momentum), "momentum": momentum, "statistics": statistics,
         "totals": state["totals"] + jnp.stack([loss, accuracy]), "step": state["step"] + 1,
     }  # fmt: skip
@@ -81,7 +83,7 @@ class Loop:
         self.split, copied = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
         self.inputs, self.labels = jax.device_put(protocol.make_data(args), copied)
         model, sample = find_model(args), protocol.map_inputs(lambda array: array[:1], self.inputs)
-        self.state = jax.device_put(make_state(model, sample), copied)
+        self.state = jax.device_put(make_state(model, sample, args.model), copied)
         self.num_parameters = sum(weight.size for weight in jax.tree.leaves(self.state["weights"]))
         self.step = functools.partial(
             train_step, model=model, dtype=jnp.bfloat16 if args.precision == "bfloat16" else jnp.float32,

@@ -60,9 +60,46 @@ class Net:
         x = self.conv(name, x, 4 * filters, 1, bias=bias).reshape(batch, rows, columns, 2, 2, filters)
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, 2 * rows, 2 * columns, filters)
 
-    def dense(self, name: str, x: jax.Array, size: int) -> jax.Array:
+    def dense(self, name: str, x: jax.Array, size: int, bias: bool = True) -> jax.Array:
         """Applies a dense layer."""
-        return x @ self.kernel(name, x.shape[-1], size) + self.bias(name, size)
+        x = x @ self.kernel(name, x.shape[-1], size)
+        return x + self.bias(name, size) if bias else x
+
+    def heads(self, x: jax.Array, count: int) -> jax.Array:
+        """Makes `(batch, length, heads * size)` `(batch, length, heads, size)`."""
+        return x.reshape(*x.shape[:-1], count, -1)
+
+    def adapted(self, name: str, x: jax.Array, heads: int, size: int) -> jax.Array:
+        """Applies a dense layer to heads, and adds one of a low rank, whose second part all heads share (LoRA)."""
+        low, rank, width = f"{name}_lora", protocol.LORA_RANK, x.shape[-1]
+        if self.is_new:
+            first = self.random.normal(0, width**-0.5, (width, heads, rank)).astype("float32")
+            self.weights[low] = {"a": first, "b": np.zeros((rank, size), "float32")}
+        first, second = (self.weights[low][kind].astype(self.dtype) for kind in ("a", "b"))
+        added = self.heads(x @ first.reshape(width, -1), heads) @ second
+        return self.heads(self.dense(name, x, heads * size, bias=False), heads) + added
+
+    def rms_norm(self, name: str, x: jax.Array) -> jax.Array:
+        """Divides by the root of the mean square, in float32."""
+        if self.is_new:
+            self.weights[name] = {"scale": np.ones(x.shape[-1], "float32")}
+        x = x.astype(jnp.float32)
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+        return (x * self.weights[name]["scale"]).astype(self.dtype)
+
+    def rotated(self, x: jax.Array) -> jax.Array:
+        """Adds rotary embeddings (arXiv:2104.09864) to `(batch, length, heads, size)`."""
+        _, length, _, size = x.shape
+        angles = np.arange(length)[:, None] / protocol.LONGEST_WAVE ** (np.arange(0, size, 2) / size)
+        angles = np.concatenate([angles, angles], -1)[:, None].astype("float32")
+        first, second = jnp.split(x, 2, -1)
+        turned = jnp.concatenate([-second, first], -1)
+        return x * np.cos(angles).astype(self.dtype) + turned * np.sin(angles).astype(self.dtype)
+
+    def attend_before(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """Attends to what is before each position; `(batch, length, heads, size)` each, fewer heads of keys."""
+        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return attended.reshape(*attended.shape[:2], -1)
 
     def layer_norm(self, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
         """Applies layer norm in float32."""
@@ -134,6 +171,7 @@ class Net:
 
     relu = staticmethod(jax.nn.relu)
     tanh = staticmethod(jnp.tanh)
+    swish = staticmethod(jax.nn.silu)
     gelu = staticmethod(functools.partial(jax.nn.gelu, approximate=False))
     gelu_by_tanh = staticmethod(jax.nn.gelu)
     table = kernel

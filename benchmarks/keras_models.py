@@ -95,8 +95,9 @@ def segmentation(width: int) -> keras.Model:
 
 def make_model(args: Namespace) -> keras.Model:
     """Builds the model `args.model`."""
-    if args.model in ("gpt", "bert"):
-        return {"gpt": gpt, "bert": keras_transformers.bert}[args.model](args.vocabulary, args.width)
+    if args.model in protocol.TEXTS:
+        models = {"gpt": gpt, "bert": keras_transformers.bert, "llama": keras_transformers.llama}
+        return models[args.model](args.vocabulary, args.width)
     return {"segmentation": segmentation, "vit": keras_transformers.vit}[args.model](args.width)
 
 

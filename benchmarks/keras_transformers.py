@@ -1,4 +1,4 @@
-"""Builds small transformers as KerasHub has them, in plain Keras: BERT and ViT.
+"""Builds small transformers as KerasHub has them, in plain Keras: BERT, ViT, and Llama with adapters.
 
 Blocks are layers that hold layers, as in `keras_hub.layers.TransformerEncoder`.
 """
@@ -6,6 +6,8 @@ Blocks are layers that hold layers, as in `keras_hub.layers.TransformerEncoder`.
 import keras
 import protocol
 from keras import layers, ops
+
+import kerasdp
 
 
 class EncoderBlock(layers.Layer):
@@ -119,3 +121,81 @@ def vit(width: int) -> keras.Model:
         x = EncoderBlock(True, 1e-6, "gelu", name=f"block{number}")(x)
     x = layers.LayerNormalization(epsilon=1e-6, name="norm")(x)
     return keras.Model(inputs, layers.Dense(protocol.NUM_CLASSES, name="logits")(x[:, 0]), name="vit")
+
+
+def rotated(x: keras.KerasTensor) -> keras.KerasTensor:
+    """Adds rotary embeddings (arXiv:2104.09864) to `(batch, length, heads, size)`, as KerasHub does."""
+    _, length, _, size = x.shape
+    frequencies = 1.0 / protocol.LONGEST_WAVE ** (ops.arange(0, size, 2, dtype="float32") / size)
+    angles = ops.expand_dims(ops.arange(length, dtype="float32"), 1) * frequencies
+    angles = ops.expand_dims(ops.concatenate([angles, angles], -1), 1)
+    first, second = ops.split(x, 2, axis=-1)
+    turned = ops.reshape(ops.stack((-second, first), axis=-2), ops.shape(x))
+    return x * ops.cos(angles) + turned * ops.sin(angles)
+
+
+class GroupedAttention(layers.Layer):
+    """Attends to what is before each position, with fewer heads of keys and values than of queries (GQA)."""
+
+    def build(self, input_shape: tuple[int, ...]) -> None:
+        """Makes the layers and their weights."""
+        width, size = input_shape[-1], input_shape[-1] // protocol.NUM_HEADS
+        shapes = {"query": protocol.NUM_HEADS, "key": protocol.NUM_KEY_HEADS, "value": protocol.NUM_KEY_HEADS}
+        for name, heads in shapes.items():
+            layer = layers.EinsumDense("blm,mnh->blnh", (None, heads, size), name=name)
+            layer.build(input_shape)
+            setattr(self, name, layer)
+        self.output_dense = layers.EinsumDense("blnh,nhm->blm", (None, width), name="attention_output")
+        self.output_dense.build((*input_shape[:-1], protocol.NUM_HEADS, size))
+        super().build(input_shape)
+
+    def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+        """Computes `(batch, length, width)`."""
+        query, key, value = rotated(self.query(x)), rotated(self.key(x)), self.value(x)
+        groups = protocol.NUM_HEADS // protocol.NUM_KEY_HEADS
+        key, value = ops.repeat(key, groups, axis=2), ops.repeat(value, groups, axis=2)
+        return self.output_dense(ops.dot_product_attention(query, key, value, is_causal=True))
+
+
+class DecoderBlock(layers.Layer):
+    """Grouped attention and SwiGLU, each behind RMS norm and with a shortcut; without biases."""
+
+    def build(self, input_shape: tuple[int, ...]) -> None:
+        """Makes the layers and their weights."""
+        width = input_shape[-1]
+        self.attention = GroupedAttention(name="attention")
+        self.norm1 = layers.RMSNormalization(epsilon=1e-6, name="norm1")
+        self.norm2 = layers.RMSNormalization(epsilon=1e-6, name="norm2")
+        self.gate = layers.Dense(3 * width, use_bias=False, name="gate")
+        self.up = layers.Dense(3 * width, use_bias=False, name="up")
+        self.down = layers.Dense(width, use_bias=False, name="down")
+        for layer in (self.attention, self.norm1, self.norm2, self.gate, self.up):
+            layer.build(input_shape)
+        self.down.build((*input_shape[:-1], 3 * width))
+        super().build(input_shape)
+
+    def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+        """Computes `(batch, length, width)`."""
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        return x + self.down(ops.silu(self.gate(y)) * self.up(y))
+
+
+def llama(vocabulary: int, width: int) -> keras.Model:
+    """Builds a decoder as `keras_hub.models.LlamaCausalLM`, frozen, with adapters on queries and values.
+
+    Args:
+        vocabulary: how many tokens there are.
+        width: numbers a token.
+
+    Returns:
+        A model from tokens `(batch, length)` to logits of the next ones, `(batch, length, vocabulary)`.
+    """
+    inputs = keras.Input(protocol.SHAPES["llama"], dtype="int32", name="token_ids")
+    x = layers.Embedding(vocabulary, width, name="tokens")(inputs)
+    for number in range(1, protocol.NUM_BLOCKS + 1):
+        x = DecoderBlock(name=f"block{number}")(x)
+    x = layers.RMSNormalization(epsilon=1e-6, name="norm")(x)
+    model = keras.Model(inputs, layers.Dense(vocabulary, use_bias=False, name="logits")(x), name="llama")
+    kerasdp.add_adapters(model, protocol.LORA_RANK)
+    return model

@@ -13,12 +13,17 @@ import protocol
 
 def find_model(args: Namespace) -> Callable[[Any, Any], Any]:
     """Returns the model `args.model`, a function of a net and inputs."""
-    if args.model in ("gpt", "bert"):
-        model = {"gpt": gpt, "bert": bert}[args.model]
+    if args.model in protocol.TEXTS:
+        model = {"gpt": gpt, "bert": bert, "llama": llama}[args.model]
         return functools.partial(model, vocabulary=args.vocabulary, width=args.width)
     if args.model in protocol.WIDTHS:
         return functools.partial({"segmentation": segmentation, "vit": vit}[args.model], width=args.width)
     return {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}[args.model]
+
+
+def is_trained(layer: str, model: str) -> bool:
+    """Returns whether the weights of a layer train: of llama the adapters alone."""
+    return model != "llama" or layer.endswith("_lora")
 
 
 def convnet(net: Any, x: Any) -> Any:
@@ -120,3 +125,21 @@ def vit(net: Any, x: Any, width: int) -> Any:
         y = net.dense(f"{name}_up", net.layer_norm(f"{name}_norm2", x, 1e-6), 4 * width)
         x = x + net.dense(f"{name}_down", net.gelu(y), width)
     return net.dense("logits", net.layer_norm("norm", x, 1e-6)[:, 0], protocol.NUM_CLASSES)
+
+
+def llama(net: Any, x: Any, vocabulary: int, width: int) -> Any:
+    """Builds what keras_transformers.py builds; what trains is in layers whose names end with `_lora`."""
+    size, few = width // protocol.NUM_HEADS, protocol.NUM_KEY_HEADS
+    x = net.embedding("tokens", x, vocabulary, width)
+    for number in range(1, protocol.NUM_BLOCKS + 1):
+        name = f"block{number}"
+        y = net.rms_norm(f"{name}_norm1", x)
+        query = net.adapted(f"{name}_query", y, protocol.NUM_HEADS, size)
+        key = net.heads(net.dense(f"{name}_key", y, few * size, bias=False), few)
+        attended = net.attend_before(net.rotated(query), net.rotated(key), net.adapted(f"{name}_value", y, few, size))
+        x = x + net.dense(f"{name}_out", attended, width, bias=False)
+        y = net.rms_norm(f"{name}_norm2", x)
+        gate = net.swish(net.dense(f"{name}_gate", y, 3 * width, bias=False))
+        y = gate * net.dense(f"{name}_up", y, 3 * width, bias=False)
+        x = x + net.dense(f"{name}_down", y, width, bias=False)
+    return net.dense("logits", net.rms_norm("norm", x), vocabulary, bias=False)

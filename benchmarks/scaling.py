@@ -24,6 +24,8 @@ import statistics
 import sys
 from typing import Any
 
+import protocol
+
 from kerasdp.benchmark.contenders import PEERS, Contender
 from kerasdp.benchmark.measure import Measured, run, spread
 from kerasdp.config.validation import versions
@@ -165,7 +167,7 @@ def main() -> None:
     """Measures all points."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--backend", default="torch", help="a list of torch, jax, tensorflow")
-    flags.add_argument("--model", default="gpt", help="a list of gpt, segmentation, bert, vit")
+    flags.add_argument("--model", default="gpt", help=f"a list of {', '.join(protocol.WIDTHS)}")
     flags.add_argument("--devices", default="2", help="a list of numbers; on the CPU they are virtual")
     flags.add_argument("--batch_size", default="32", help="a list of samples a step, over all devices")
     flags.add_argument("--vocabulary", default="16000", help="a list of how many tokens gpt knows")
@@ -183,7 +185,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for backend, *values in itertools.product(args.backend.split(","), *axes.values()):
         point = {"backend": backend} | {name: value or None for name, value in zip(axes, values)}
-        if point["model"] not in ("gpt", "bert"):
+        if point["model"] not in protocol.TEXTS:
             point["vocabulary"] = None
         rows += measure(point, args)
     if args.workdir:

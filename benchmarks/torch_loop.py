@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import GPT, Segmentation, norm
-from torch_transformers import Bert, ViT
+from torch_transformers import Bert, Llama, ViT
 
 
 class ConvNet(nn.Module):
@@ -113,8 +113,8 @@ class ResNet(nn.Module):
 
 def make_model(args: Any) -> nn.Module:
     """Builds the model `args.model`."""
-    if args.model in ("gpt", "bert"):
-        return {"gpt": GPT, "bert": Bert}[args.model](args.vocabulary, args.width)
+    if args.model in protocol.TEXTS:
+        return {"gpt": GPT, "bert": Bert, "llama": Llama}[args.model](args.vocabulary, args.width)
     if args.model in protocol.WIDTHS:
         return {"segmentation": Segmentation, "vit": ViT}[args.model](args.width)
     return ConvNet() if args.model == "convnet" else ResNet(int(args.model.removeprefix("resnet")))

@@ -83,3 +83,73 @@ class ViT(Transformer):
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions.weight
         return self.logits(self.norm(self.blocks(x))[:, 0])
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen projection to heads, and beside it one of a low rank that trains (LoRA, arXiv:2106.09685).
+
+    As in Keras' EinsumDense each head has a projection to `LORA_RANK` numbers, and all share the one from there.
+    """
+
+    def __init__(self, width: int, heads: int, size: int):
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.randn(heads * size, width) * width**-0.5)
+        self.lora_a = nn.Parameter(torch.randn(heads * protocol.LORA_RANK, width) * width**-0.5)
+        self.lora_b = nn.Parameter(torch.zeros(size, protocol.LORA_RANK))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(x, self.lora_a).unflatten(-1, (self.heads, -1))
+        return F.linear(x, self.weight) + F.linear(low, self.lora_b).flatten(-2)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Turns pairs of numbers, of the two halves of the last axis, by a right angle."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+class DecoderBlock(nn.Module):
+    """Grouped attention and SwiGLU, each behind RMS norm and with a shortcut."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.size = width // protocol.NUM_HEADS
+        few = protocol.NUM_KEY_HEADS
+        self.norm1, self.norm2 = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
+        self.query = AdaptedLinear(width, protocol.NUM_HEADS, self.size)
+        self.key, self.value = nn.Linear(width, few * self.size, bias=False), AdaptedLinear(width, few, self.size)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        query, key, value = (
+            part(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        query, key = (part * cos + turned(part) * sin for part in (query, key))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(Transformer):
+    """From tokens `(batch, length)` to logits of the next ones, `(batch, length, vocabulary)`; adapters train."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__(lambda: DecoderBlock(width))
+        (length,) = protocol.SHAPES["llama"]
+        self.tokens, self.norm = nn.Embedding(vocabulary, width), nn.RMSNorm(width, 1e-6)
+        self.logits = nn.Linear(width, vocabulary, bias=False)
+        size = width // protocol.NUM_HEADS
+        angles = torch.arange(length)[:, None] / protocol.LONGEST_WAVE ** (torch.arange(0, size, 2) / size)
+        angles = torch.cat((angles, angles), -1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            weight.requires_grad_("lora" in name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.norm(self.blocks(self.tokens(x), self.cos, self.sin)))

@@ -14,7 +14,7 @@ from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
     [
         pytest.param(name, model, marks=[] if (name, model) == (BACKENDS[0], "convnet") else pytest.mark.proof)
         for name in BACKENDS
-        for model in ("convnet", "resnet18", "gpt", "segmentation", "bert", "vit")
+        for model in ("convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama")
     ],
 )
 def test_loops_train_the_kits_models(backend, model):

@@ -8,7 +8,8 @@ import sys
 
 BACKEND, MODEL = sys.argv[1:]
 BATCH_SIZE, STEPS = 8, 3
-LEARNING_RATE = 1e-2 if MODEL == "convnet" else 1e-4  # round-off grows with the rate in deep networks
+# Round-off grows with the rate in deep networks.
+LEARNING_RATE = 1e-2 if MODEL in ("convnet", "bert", "vit", "llama") else 1e-4
 os.environ |= {"KERAS_BACKEND": BACKEND, "KERAS_TORCH_DEVICE": "cpu"}
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -34,6 +35,11 @@ def arrays_by_name(model):
             kind, ("_".join(layers), kind)
         )
         found[f"{layer}/{kind}"] = keras.ops.convert_to_numpy(weight.value).copy()
+    if MODEL == "llama":
+        for path, value in list(found.items()):
+            name = path.replace("_attention", "").replace("_output", "_out").replace("/lora_kernel_", "_lora/")
+            found[name] = value
+        return found
     for layer in {path.removesuffix("_query/kernel") for path in found if path.endswith("_attention_query/kernel")}:
         block = layer.removesuffix("_attention")
         width = len(found[f"{layer}_query/kernel"])
@@ -50,6 +56,8 @@ def of_torch(layer, value):
         value = value.reshape(*value.shape[:-1], 4, -1).swapaxes(-1, -2).reshape(value.shape)
     if layer in ("tokens", "positions", "segments", "token"):
         return value
+    if value.ndim == 3:  # to heads, or from them
+        value = value.reshape((-1, value.shape[-1]) if layer.endswith("out") else (len(value), -1))
     return value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T
 
 
@@ -61,9 +69,10 @@ def torch_loop(weights):
     with torch.no_grad():
         for path, weight in model.named_parameters():
             layer, kind = ("token", "weight") if path == "token" else path.replace(".", "_").rsplit("_", 1)
-            if weight.requires_grad:
-                names = {"weight": "gamma", "bias": "beta"} if "norm" in layer else {"weight": "kernel", "bias": "bias"}
-                weight.copy_(torch.from_numpy(of_torch(layer, weights[f"{layer}/{names[kind]}"]).copy()))
+            norm = {"weight": "scale" if MODEL == "llama" else "gamma", "bias": "beta"}
+            name = f"{layer}/{(norm if 'norm' in layer else {'weight': 'kernel'}).get(kind, kind)}"
+            if weight.requires_grad or name in weights:
+                weight.copy_(torch.from_numpy(of_torch(layer, weights[name]).copy()))
     if hasattr(model, "dropout"):
         model.dropout.p = 0.0
     return torch_loop.Loop(make_args(), model=model)
@@ -76,10 +85,12 @@ def jax_loop(weights):
     import jax_loop
 
     loop = jax_loop.Loop(make_args())
-    values = {}
-    for layer, kinds in loop.state["weights"].items():
-        values[layer] = {kind: weights[f"{layer}/{kind}"] for kind in kinds}
-    loop.state["weights"] = jax.device_put(values, loop.copied)
+    for part in ("weights", "frozen"):
+        values = {
+            layer: {kind: weights[f"{layer}/{kind}"].reshape(value.shape) for kind, value in kinds.items()}
+            for layer, kinds in loop.state[part].items()
+        }
+        loop.state[part] = jax.device_put(values, loop.copied)
     loop.step = functools.partial(loop.step, drop=False)
     return loop
 
@@ -127,6 +138,9 @@ def main():
     for layer in model.layers:
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0
+    for weight in model.trainable_weights:
+        if weight.path.endswith("lora_kernel_b"):  # of zeros at first, which would hide the other half
+            weight.assign(keras.random.normal(weight.shape, stddev=0.1))
     model.compile(
         keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM), **keras_models.make_loss(make_args())
     )
