@@ -20,7 +20,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_net import Net
 from loop_models import find_model, is_trained
 
-Model = Callable[[Net, jax.Array], jax.Array]
+Model = Callable[[Net, Any], jax.Array]
+Score = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def find_score(model: str) -> Score:
+    """Returns what gives loss and accuracy of a model's outputs and labels."""
+    return tags_score if model == "tagger" else class_score
+
+
+def class_score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean crossentropy, and the accuracy."""
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+def tags_score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean crossentropy of tokens, and their accuracy."""
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    is_token = labels != protocol.NO_TAG
+    is_right = is_token & (logits.argmax(-1) == labels)
+    return jnp.where(is_token, losses, 0).sum() / is_token.sum(), is_right.sum() / is_token.sum()
 
 
 def scaled(x: Any, dtype: Any) -> Any:
@@ -41,9 +61,9 @@ def make_state(model: Model, sample: Any, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("model", "dtype", "groups", "drop"), donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("model", "score", "dtype", "groups", "drop"), donate_argnums=0)
 def train_step(
-    state: dict[str, Any], inputs: Any, labels: jax.Array, index: jax.Array, *, model: Model, dtype: Any,
+    state: dict[str, Any], inputs: Any, labels: jax.Array, index: jax.Array, *, model: Model, score: Score, dtype: Any,
     groups: int, drop: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Makes one step of SGD with momentum."""
@@ -52,9 +72,8 @@ def train_step(
     def loss_of(weights: Any) -> tuple[jax.Array, Any]:
         key = jax.random.fold_in(jax.random.key(0), state["step"]) if drop else None
         net = Net(state["frozen"] | weights, state["statistics"], dtype, groups, key)
-        logits = model(net, x).astype(jnp.float32)
-        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
-        return losses.mean(), (net.statistics, (logits.argmax(-1) == y).mean())
+        loss, accuracy = score(model(net, x).astype(jnp.float32), y)
+        return loss, (net.statistics, accuracy)
 
     (loss, (statistics, accuracy)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["weights"])
     momentum = jax.tree.map(
@@ -86,7 +105,8 @@ class Loop:
         self.state = jax.device_put(make_state(model, sample, args.model), copied)
         self.num_parameters = sum(weight.size for weight in jax.tree.leaves(self.state["weights"]))
         self.step = functools.partial(
-            train_step, model=model, dtype=jnp.bfloat16 if args.precision == "bfloat16" else jnp.float32,
+            train_step, model=model, score=find_score(args.model),
+            dtype=jnp.bfloat16 if args.precision == "bfloat16" else jnp.float32,
             groups=args.devices if args.batch_norm == "replica" else 1,
         )  # fmt: skip
         self.copied, self.batches = copied, protocol.batches(args.model, args.batch_size)

@@ -157,6 +157,32 @@ class Net:
         batch, _, width = x.shape
         return jnp.concatenate([jnp.broadcast_to(self.kernel(name, 1, 1, width), (batch, 1, width)), x], 1)
 
+    def lstm(self, name: str, x: jax.Array, mask: jax.Array, size: int, is_reverse: bool) -> jax.Array:
+        """Applies an LSTM to `(batch, length, width)`, which skips what `mask`, `(batch, length)`, has False."""
+        if self.is_new:
+            shapes = {"kernel": (x.shape[-1], 4 * size), "recurrent_kernel": (size, 4 * size), "bias": (4 * size,)}
+            make = functools.partial(self.random.normal, 0, size**-0.5)
+            self.weights[name] = {kind: make(shape).astype("float32") for kind, shape in shapes.items()}
+        kernel, recurrent, bias = (
+            self.weights[name][kind].astype(self.dtype) for kind in ("kernel", "recurrent_kernel", "bias")
+        )
+
+        def step(state: Any, inputs: Any) -> Any:
+            (hidden, cell), (projected, is_token) = state, inputs
+            in_gate, forget_gate, new, out_gate = jnp.split(projected + hidden @ recurrent, 4, -1)
+            next_cell = jax.nn.sigmoid(forget_gate) * cell + jax.nn.sigmoid(in_gate) * jnp.tanh(new)
+            next_hidden = jax.nn.sigmoid(out_gate) * jnp.tanh(next_cell)
+            state = jnp.where(is_token, next_hidden, hidden), jnp.where(is_token, next_cell, cell)
+            return state, state[0]
+
+        zeros = jnp.zeros((x.shape[0], size), self.dtype)
+        inputs = (x @ kernel + bias).swapaxes(0, 1), mask.T[..., None]
+        return lax.scan(step, (zeros, zeros), inputs, reverse=is_reverse)[1].swapaxes(0, 1)
+
+    def join(self, parts: list[jax.Array]) -> jax.Array:
+        """Puts the last axes of tensors one behind the other."""
+        return jnp.concatenate(parts, -1)
+
     def sequence(self, x: jax.Array) -> jax.Array:
         """Makes a sequence of an image's pixels."""
         return x.reshape(x.shape[0], -1, x.shape[-1])

@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 import keras
+import keras_nets
 import keras_transformers
 import protocol
 from keras import layers, ops
@@ -96,7 +97,9 @@ def segmentation(width: int) -> keras.Model:
 def make_model(args: Namespace) -> keras.Model:
     """Builds the model `args.model`."""
     if args.model in protocol.TEXTS:
-        models = {"gpt": gpt, "bert": keras_transformers.bert, "llama": keras_transformers.llama}
+        models = {
+            "gpt": gpt, "bert": keras_transformers.bert, "llama": keras_transformers.llama, "tagger": keras_nets.tagger,
+        }  # fmt: skip
         return models[args.model](args.vocabulary, args.width)
     return {"segmentation": segmentation, "vit": keras_transformers.vit}[args.model](args.width)
 

@@ -14,7 +14,7 @@ import protocol
 def find_model(args: Namespace) -> Callable[[Any, Any], Any]:
     """Returns the model `args.model`, a function of a net and inputs."""
     if args.model in protocol.TEXTS:
-        model = {"gpt": gpt, "bert": bert, "llama": llama}[args.model]
+        model = {"gpt": gpt, "bert": bert, "llama": llama, "tagger": tagger}[args.model]
         return functools.partial(model, vocabulary=args.vocabulary, width=args.width)
     if args.model in protocol.WIDTHS:
         return functools.partial({"segmentation": segmentation, "vit": vit}[args.model], width=args.width)
@@ -143,3 +143,11 @@ def llama(net: Any, x: Any, vocabulary: int, width: int) -> Any:
         y = gate * net.dense(f"{name}_up", y, 3 * width, bias=False)
         x = x + net.dense(f"{name}_down", y, width, bias=False)
     return net.dense("logits", net.rms_norm("norm", x), vocabulary, bias=False)
+
+
+def tagger(net: Any, x: Any, vocabulary: int, width: int) -> Any:
+    """Builds what keras_nets.py builds."""
+    mask = x != 0
+    x = net.embedding("tokens", x, vocabulary, width)
+    both = [net.lstm(f"{name}_lstm", x, mask, width, is_reverse=name == "backward") for name in ("forward", "backward")]
+    return net.dense("logits", net.join(both), protocol.NUM_CLASSES)

@@ -29,18 +29,21 @@ LEARNING_RATE, MOMENTUM, NUM_CLASSES, WARM_UP_STEPS = 0.01, 0.9, 10, 3
 # Of each model: the samples that there are, and a sample's shape (without the batch axis).
 NUM_SAMPLES = {
     "convnet": 4096, "resnet18": 4096, "resnet50": 4096, "gpt": 4096, "segmentation": 256, "bert": 4096, "vit": 4096,
-    "llama": 4096,
+    "llama": 4096, "tagger": 4096,
 }  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
     "convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3),
     "gpt": (64,), "segmentation": (128, 128, 3), "bert": (64,), "vit": (32, 32, 3), "llama": (64,),
+    "tagger": (32,),
 }  # fmt: skip
 NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES, PATCH = 2, 4, 21, 4
 # Of llama: heads of keys and values, the rank of adapters, and the longest wavelength of rotary embeddings.
 NUM_KEY_HEADS, LORA_RANK, LONGEST_WAVE = 2, 8, 10_000.0
 # Those of keras_models.py: numbers a token, or filters of the first convolution.
-WIDTHS = {"gpt": 64, "segmentation": 16, "bert": 128, "vit": 128, "llama": 128}
-TEXTS = ("gpt", "bert", "llama")
+WIDTHS = {"gpt": 64, "segmentation": 16, "bert": 128, "vit": 128, "llama": 128, "tagger": 128}
+TEXTS = ("gpt", "bert", "llama", "tagger")  # which have a vocabulary
+# Of tagger: the label of what is no token.
+NO_TAG = 0
 NUM_UNCOUNTED = 5
 
 
@@ -79,12 +82,17 @@ def make_data(args: argparse.Namespace) -> tuple[Any, np.ndarray]:
     Returns:
         Images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`, for segmentation
         `(samples, height, width)`; for gpt and llama tokens and those that follow, int32 `(samples, length)`; for bert
-        three arrays of that shape by the names of its inputs, and labels.
+        three arrays of that shape by the names of its inputs, and labels; for tagger tokens and the tag of each, 0
+        behind a text's end.
     """
     random = np.random.default_rng(0)
     count, shape = NUM_SAMPLES[args.model], SHAPES[args.model]
-    if args.model == "bert":
-        return make_texts(random, count, *shape, args.vocabulary), random.integers(0, NUM_CLASSES, count, "int32")
+    if args.model in ("bert", "tagger"):
+        texts = make_texts(random, count, *shape, args.vocabulary)
+        if args.model == "bert":
+            return texts, random.integers(0, NUM_CLASSES, count, "int32")
+        tags = random.integers(1, NUM_CLASSES, texts["token_ids"].shape, "int32")
+        return texts["token_ids"], tags * texts["padding_mask"]
     if args.model in ("gpt", "llama"):
         tokens = random.integers(0, args.vocabulary, (count, shape[0] + 1), "int32")
         return tokens[:, :-1].copy(), tokens[:, 1:].copy()

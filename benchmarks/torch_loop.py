@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import GPT, Segmentation, norm
+from torch_nets import Tagger
 from torch_transformers import Bert, Llama, ViT
 
 
@@ -114,7 +115,7 @@ class ResNet(nn.Module):
 def make_model(args: Any) -> nn.Module:
     """Builds the model `args.model`."""
     if args.model in protocol.TEXTS:
-        return {"gpt": GPT, "bert": Bert, "llama": Llama}[args.model](args.vocabulary, args.width)
+        return {"gpt": GPT, "bert": Bert, "llama": Llama, "tagger": Tagger}[args.model](args.vocabulary, args.width)
     if args.model in protocol.WIDTHS:
         return {"segmentation": Segmentation, "vit": ViT}[args.model](args.width)
     return ConvNet() if args.model == "convnet" else ResNet(int(args.model.removeprefix("resnet")))
@@ -176,7 +177,12 @@ class Loop:
             logits = self.model(**x) if isinstance(x, dict) else self.model(x)
         if logits.ndim == 3:  # of each token
             logits, labels = logits.flatten(0, 1), labels.flatten()
-        return F.cross_entropy(logits.float(), labels), (logits.argmax(1) == labels).float().mean()
+        is_right = (logits.argmax(1) == labels).float()
+        if self.args.model != "tagger":
+            return F.cross_entropy(logits.float(), labels), is_right.mean()
+        is_token = (labels != protocol.NO_TAG).float()
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=protocol.NO_TAG)
+        return loss, (is_right * is_token).sum() / is_token.sum()
 
     def repeat(self, steps: int) -> dict[str, float]:
         """Trains; waits for the end."""

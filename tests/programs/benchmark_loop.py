@@ -9,7 +9,7 @@ import sys
 BACKEND, MODEL = sys.argv[1:]
 BATCH_SIZE, STEPS = 8, 3
 # Round-off grows with the rate in deep networks.
-LEARNING_RATE = 1e-2 if MODEL in ("convnet", "bert", "vit", "llama") else 1e-4
+LEARNING_RATE = 1e-2 if MODEL in ("convnet", "bert", "vit", "llama", "tagger") else 1e-4
 os.environ |= {"KERAS_BACKEND": BACKEND, "KERAS_TORCH_DEVICE": "cpu"}
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -35,6 +35,8 @@ def arrays_by_name(model):
             kind, ("_".join(layers), kind)
         )
         found[f"{layer}/{kind}"] = keras.ops.convert_to_numpy(weight.value).copy()
+    if MODEL == "tagger":
+        return {path.removeprefix("recurrent_").replace("_lstm_lstm_cell", "_lstm"): found[path] for path in found}
     if MODEL == "llama":
         for path, value in list(found.items()):
             name = path.replace("_attention", "").replace("_output", "_out").replace("/lora_kernel_", "_lora/")
@@ -48,6 +50,17 @@ def arrays_by_name(model):
             found[f"{block}_qkv/{kind}"] = np.concatenate(parts, -1)
             found[f"{block}_out/{kind}"] = found[f"{layer}_attention_output/{kind}"].reshape(shape)
     return found
+
+
+def name_of_torch(path):
+    """A torch parameter's name in `arrays_by_name`."""
+    if path.startswith("lstm."):
+        kind = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel", "bias_ih": "bias"}
+        which = path.removeprefix("lstm.").removesuffix("_reverse").removesuffix("_l0")
+        return f"{'backward' if path.endswith('_reverse') else 'forward'}_lstm/{kind.get(which)}"
+    layer, kind = ("token", "weight") if path == "token" else path.replace(".", "_").rsplit("_", 1)
+    norm = {"weight": "scale" if MODEL == "llama" else "gamma", "bias": "beta"}
+    return f"{layer}/{(norm if 'norm' in layer else {'weight': 'kernel'}).get(kind, kind)}"
 
 
 def of_torch(layer, value):
@@ -68,11 +81,9 @@ def torch_loop(weights):
     model = torch_loop.make_model(make_args())
     with torch.no_grad():
         for path, weight in model.named_parameters():
-            layer, kind = ("token", "weight") if path == "token" else path.replace(".", "_").rsplit("_", 1)
-            norm = {"weight": "scale" if MODEL == "llama" else "gamma", "bias": "beta"}
-            name = f"{layer}/{(norm if 'norm' in layer else {'weight': 'kernel'}).get(kind, kind)}"
+            name = name_of_torch(path)
             if weight.requires_grad or name in weights:
-                weight.copy_(torch.from_numpy(of_torch(layer, weights[name]).copy()))
+                weight.copy_(torch.from_numpy(of_torch(name.split("/")[0], weights[name]).copy()))
     if hasattr(model, "dropout"):
         model.dropout.p = 0.0
     return torch_loop.Loop(make_args(), model=model)
