@@ -26,13 +26,18 @@ Score = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 def find_score(model: str) -> Score:
     """Returns what gives loss and accuracy of a model's outputs and labels."""
-    return tags_score if model == "tagger" else class_score
+    return {"tagger": tags_score, "unet": noise_score}.get(model, class_score)
 
 
 def class_score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the mean crossentropy, and the accuracy."""
     losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+def noise_score(outputs: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean squared error, and no accuracy."""
+    return jnp.square(outputs - noise).mean(), jnp.zeros(())
 
 
 def tags_score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -44,14 +44,15 @@ class Net:
 
     def conv(
         self, name: str, x: jax.Array, filters: int, size: int, strides: int = 1, bias: bool = True,
-        is_padded: bool = True,
+        is_padded: bool = True, is_same: bool = False, groups: int = 1,
     ) -> jax.Array:  # fmt: skip
-        """Applies a convolution that pads equally on all sides, or not at all."""
+        """Applies a convolution that pads equally on all sides, as Keras' "same" does, or not at all."""
         pad = (size - 1) // 2 if is_padded else 0
-        kernel = self.kernel(name, size, size, x.shape[-1], filters)
+        kernel = self.kernel(name, size, size, x.shape[-1] // groups, filters)
         x = lax.conv_general_dilated(
-            x, kernel, (strides, strides), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+            x, kernel, (strides, strides), "SAME" if is_same else [(pad, pad)] * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+        )  # fmt: skip
         return x + self.bias(name, filters) if bias else x
 
     def double(self, name: str, x: jax.Array, filters: int, bias: bool = False) -> jax.Array:
@@ -131,6 +132,30 @@ class Net:
         factor = lax.rsqrt(variance + epsilon) * weights.get("gamma", 1.0)
         return ((rows - mean) * factor + weights["beta"]).reshape(x.shape).astype(self.dtype)
 
+    def group_norm(self, name: str, x: jax.Array) -> jax.Array:
+        """Applies group norm in float32."""
+        if self.is_new:
+            self.weights[name] = {"gamma": np.ones(x.shape[-1], "float32"), "beta": np.zeros(x.shape[-1], "float32")}
+        rows = x.astype(jnp.float32).reshape(x.shape[0], -1, protocol.NUM_GROUPS, x.shape[-1] // protocol.NUM_GROUPS)
+        mean, variance = rows.mean((1, 3), keepdims=True), rows.var((1, 3), keepdims=True)
+        rows = ((rows - mean) * lax.rsqrt(variance + 1e-5)).reshape(x.shape)
+        return (rows * self.weights[name]["gamma"] + self.weights[name]["beta"]).astype(self.dtype)
+
+    def waves(self, timestep: jax.Array, width: int) -> jax.Array:
+        """Returns sines and cosines of timesteps; `(batch,)` becomes `(batch, width)`."""
+        angles = timestep[:, None] * (protocol.LONGEST_WAVE ** (-np.arange(width // 2) / (width // 2))).astype(
+            "float32"
+        )
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(self.dtype)
+
+    def pixels(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """Makes an image of a sequence."""
+        return x.reshape(like.shape)
+
+    def enlarge(self, x: jax.Array) -> jax.Array:
+        """Doubles an image by repeating pixels."""
+        return x.repeat(2, 1).repeat(2, 2)
+
     def dropout(self, x: jax.Array, rate: float) -> jax.Array:
         """Drops at random."""
         if self.key is None:
@@ -198,6 +223,7 @@ class Net:
     relu = staticmethod(jax.nn.relu)
     tanh = staticmethod(jnp.tanh)
     swish = staticmethod(jax.nn.silu)
+    sigmoid = staticmethod(jax.nn.sigmoid)
     gelu = staticmethod(functools.partial(jax.nn.gelu, approximate=False))
     gelu_by_tanh = staticmethod(jax.nn.gelu)
     table = kernel

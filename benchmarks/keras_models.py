@@ -101,9 +101,15 @@ def make_model(args: Namespace) -> keras.Model:
             "gpt": gpt, "bert": keras_transformers.bert, "llama": keras_transformers.llama, "tagger": keras_nets.tagger,
         }  # fmt: skip
         return models[args.model](args.vocabulary, args.width)
-    return {"segmentation": segmentation, "vit": keras_transformers.vit}[args.model](args.width)
+    models = {
+        "segmentation": segmentation, "vit": keras_transformers.vit, "unet": keras_nets.unet,
+        "efficientnet": keras_nets.efficientnet,
+    }  # fmt: skip
+    return models[args.model](args.width)
 
 
 def make_loss(args: Namespace) -> dict[str, Any]:
     """Returns what `compile` is told of loss and metrics."""
+    if args.model == "unet":
+        return {"loss": keras.losses.MeanSquaredError()}
     return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}

@@ -23,7 +23,7 @@ import traffic
 import kerasdp
 from kerasdp.config.validation import MODELS
 
-WITHOUT_BATCH_NORM = ("lenet", "mlp", "gpt", "bert", "vit", "llama", "tagger")
+WITHOUT_BATCH_NORM = ("lenet", "mlp", "gpt", "bert", "vit", "llama", "tagger", "unet")
 
 
 class ComputedTokens:

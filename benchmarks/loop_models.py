@@ -17,7 +17,8 @@ def find_model(args: Namespace) -> Callable[[Any, Any], Any]:
         model = {"gpt": gpt, "bert": bert, "llama": llama, "tagger": tagger}[args.model]
         return functools.partial(model, vocabulary=args.vocabulary, width=args.width)
     if args.model in protocol.WIDTHS:
-        return functools.partial({"segmentation": segmentation, "vit": vit}[args.model], width=args.width)
+        model = {"segmentation": segmentation, "vit": vit, "unet": unet, "efficientnet": efficientnet}[args.model]
+        return functools.partial(model, width=args.width)
     return {"convnet": convnet, "resnet18": resnet18, "resnet50": resnet50}[args.model]
 
 
@@ -151,3 +152,60 @@ def tagger(net: Any, x: Any, vocabulary: int, width: int) -> Any:
     x = net.embedding("tokens", x, vocabulary, width)
     both = [net.lstm(f"{name}_lstm", x, mask, width, is_reverse=name == "backward") for name in ("forward", "backward")]
     return net.dense("logits", net.join(both), protocol.NUM_CLASSES)
+
+
+def unet(net: Any, x: Any, width: int) -> Any:
+    """Builds what keras_nets.py builds."""
+
+    def residual(name: str, x: Any, filters: int) -> Any:
+        y = net.conv(f"{name}_conv1", net.swish(net.group_norm(f"{name}_norm1", x)), filters, 3)
+        y = y + net.dense(f"{name}_time", time, filters)[:, None, None]
+        y = net.conv(f"{name}_conv2", net.swish(net.group_norm(f"{name}_norm2", y)), filters, 3)
+        return (x if x.shape[-1] == filters else net.conv(f"{name}_shortcut", x, filters, 1)) + y
+
+    filters = [width, 2 * width, 4 * width]
+    time = net.swish(net.dense("time1", net.waves(x["timestep"], width), 4 * width))
+    time = net.swish(net.dense("time2", time, 4 * width))
+    x, kept = net.conv("stem", x["image"], width, 3), []
+    for level, count in enumerate(filters):
+        x = residual(f"down{level}", x, count)
+        kept.append(x)
+        if level < len(filters) - 1:
+            x = net.conv(f"halve{level}", x, count, 3, 2, is_same=True)
+    x = residual("first", x, filters[-1])
+    y = net.sequence(net.group_norm("middle_norm", x))
+    y = net.dense("middle_out", net.attend(net.dense("middle_qkv", y, 3 * filters[-1])), filters[-1])
+    x = residual("second", x + net.pixels(y, x), filters[-1])
+    for level, count in reversed(list(enumerate(filters))):
+        x = residual(f"up{level}", net.join([x, kept.pop()]), count)
+        if level:
+            x = net.conv(f"double{level}", net.enlarge(x), count, 3)
+    return net.conv("noise", net.swish(net.group_norm("norm", x)), 3, 3)
+
+
+def efficientnet(net: Any, x: Any, width: int) -> Any:
+    """Builds what keras_nets.py builds."""
+
+    def conv_norm(name: str, x: Any, filters: int, size: int = 1, strides: int = 1, groups: int = 1) -> Any:
+        x = net.conv(name, x, filters, size, strides, bias=False, is_same=True, groups=groups)
+        return net.norm(f"{name}_norm", x, momentum=0.9)
+
+    def inverted(name: str, x: Any, filters: int, strides: int, widening: int, is_fused: bool) -> Any:
+        channels, wide = x.shape[-1], widening * x.shape[-1]
+        if is_fused:
+            y = net.swish(conv_norm(f"{name}_expand", x, wide if widening > 1 else filters, 3, strides))
+        else:
+            y = net.swish(conv_norm(f"{name}_expand", x, wide))
+            y = net.swish(conv_norm(f"{name}_depthwise", y, wide, 3, strides, groups=wide))
+            mean = net.swish(net.dense(f"{name}_squeeze", net.mean(y), channels // 4))
+            y = y * net.sigmoid(net.dense(f"{name}_excite", mean, wide))[:, None, None]
+        if widening > 1:
+            y = conv_norm(f"{name}_project", y, filters)
+        return x + y if strides == 1 and channels == filters else y
+
+    x = net.swish(conv_norm("stem", x, width, 3, 2))
+    for stage, (is_fused, num_blocks, part, strides, widening) in enumerate(protocol.STAGES, 1):
+        for block in range(1, num_blocks + 1):
+            name = f"stage{stage}_block{block}"
+            x = inverted(name, x, int(part * width), strides if block == 1 else 1, widening, is_fused)
+    return net.dense("logits", net.mean(net.swish(conv_norm("head", x, 12 * width))), protocol.NUM_CLASSES)

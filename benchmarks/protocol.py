@@ -29,21 +29,34 @@ LEARNING_RATE, MOMENTUM, NUM_CLASSES, WARM_UP_STEPS = 0.01, 0.9, 10, 3
 # Of each model: the samples that there are, and a sample's shape (without the batch axis).
 NUM_SAMPLES = {
     "convnet": 4096, "resnet18": 4096, "resnet50": 4096, "gpt": 4096, "segmentation": 256, "bert": 4096, "vit": 4096,
-    "llama": 4096, "tagger": 4096,
+    "llama": 4096, "tagger": 4096, "unet": 256, "efficientnet": 1024,
 }  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
     "convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3),
     "gpt": (64,), "segmentation": (128, 128, 3), "bert": (64,), "vit": (32, 32, 3), "llama": (64,),
-    "tagger": (32,),
+    "tagger": (32,), "unet": (32, 32, 3), "efficientnet": (64, 64, 3),
 }  # fmt: skip
 NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES, PATCH = 2, 4, 21, 4
 # Of llama: heads of keys and values, the rank of adapters, and the longest wavelength of rotary embeddings.
 NUM_KEY_HEADS, LORA_RANK, LONGEST_WAVE = 2, 8, 10_000.0
 # Those of keras_models.py: numbers a token, or filters of the first convolution.
-WIDTHS = {"gpt": 64, "segmentation": 16, "bert": 128, "vit": 128, "llama": 128, "tagger": 128}
+WIDTHS = {
+    "gpt": 64,
+    "segmentation": 16,
+    "bert": 128,
+    "vit": 128,
+    "llama": 128,
+    "tagger": 128,
+    "unet": 32,
+    "efficientnet": 32,
+}
 TEXTS = ("gpt", "bert", "llama", "tagger")  # which have a vocabulary
 # Of tagger: the label of what is no token.
 NO_TAG = 0
+# Of unet: groups of normalization. Of efficientnet, a stage each: whether its blocks are fused, how many there are,
+# their filters as a part of the stem's, strides, and how much wider they are within.
+NUM_GROUPS = 8
+STAGES = [(True, 1, 0.5, 1, 1), (True, 2, 1, 2, 4), (False, 2, 1.5, 2, 4), (False, 2, 3, 2, 6)]
 NUM_UNCOUNTED = 5
 
 
@@ -83,7 +96,7 @@ def make_data(args: argparse.Namespace) -> tuple[Any, np.ndarray]:
         Images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`, for segmentation
         `(samples, height, width)`; for gpt and llama tokens and those that follow, int32 `(samples, length)`; for bert
         three arrays of that shape by the names of its inputs, and labels; for tagger tokens and the tag of each, 0
-        behind a text's end.
+        behind a text's end; for unet noisy images and their timesteps by the names of its inputs, and the noise.
     """
     random = np.random.default_rng(0)
     count, shape = NUM_SAMPLES[args.model], SHAPES[args.model]
@@ -96,6 +109,9 @@ def make_data(args: argparse.Namespace) -> tuple[Any, np.ndarray]:
     if args.model in ("gpt", "llama"):
         tokens = random.integers(0, args.vocabulary, (count, shape[0] + 1), "int32")
         return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    if args.model == "unet":
+        images, noise = random.normal(0, 1, (2, count, *shape)).astype("float32")
+        return {"image": images + noise, "timestep": random.integers(0, 1000, count, "int32")}, noise
     images = random.integers(0, 256, (count, *shape), "uint8")
     if args.model == "segmentation":
         return images, random.integers(0, SEGMENTATION_CLASSES, (count, *shape[:2]), "int32")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import GPT, Segmentation, norm
-from torch_nets import Tagger
+from torch_nets import EfficientNet, Tagger, UNet
 from torch_transformers import Bert, Llama, ViT
 
 
@@ -117,7 +117,8 @@ def make_model(args: Any) -> nn.Module:
     if args.model in protocol.TEXTS:
         return {"gpt": GPT, "bert": Bert, "llama": Llama, "tagger": Tagger}[args.model](args.vocabulary, args.width)
     if args.model in protocol.WIDTHS:
-        return {"segmentation": Segmentation, "vit": ViT}[args.model](args.width)
+        models = {"segmentation": Segmentation, "vit": ViT, "unet": UNet, "efficientnet": EfficientNet}
+        return models[args.model](args.width)
     return ConvNet() if args.model == "convnet" else ResNet(int(args.model.removeprefix("resnet")))
 
 
@@ -137,7 +138,8 @@ class Loop:
             dist.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=args.devices)
         inputs, labels = protocol.make_data(args)
         self.inputs = protocol.map_inputs(lambda array: torch.from_numpy(array).to(self.device), inputs)
-        self.labels = torch.from_numpy(labels).long().to(self.device)
+        labels = torch.from_numpy(labels).to(self.device)
+        self.labels = labels if labels.is_floating_point() else labels.long()
         torch.manual_seed(0)
         model = make_model(args) if model is None else model
         model = model.to(self.device, memory_format=torch.channels_last)
@@ -175,6 +177,8 @@ class Loop:
             x = x.permute(0, 3, 1, 2).float() * (1 / 255)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.precision == "bfloat16"):
             logits = self.model(**x) if isinstance(x, dict) else self.model(x)
+        if labels.is_floating_point():
+            return F.mse_loss(logits.float(), labels), torch.zeros((), device=self.device)
         if logits.ndim == 3:  # of each token
             logits, labels = logits.flatten(0, 1), labels.flatten()
         is_right = (logits.argmax(1) == labels).float()

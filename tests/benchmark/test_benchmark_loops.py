@@ -8,13 +8,15 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
 
+MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger", "unet", "efficientnet"]
+
 
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
         pytest.param(name, model, marks=[] if (name, model) == (BACKENDS[0], "convnet") else pytest.mark.proof)
         for name in BACKENDS
-        for model in ("convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger")
+        for model in MODELS
     ],
 )
 def test_loops_train_the_kits_models(backend, model):
@@ -36,11 +38,11 @@ def started(program, *flags):
 
 
 # Those with the largest outputs: of gpt's the gradients are a quarter, of segmentation's a fiftieth.
-MODELS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=segmentation --batch_size=8"]
+WITH_LARGE_OUTPUTS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=segmentation --batch_size=8"]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("flags", MODELS)
+@pytest.mark.parametrize("flags", WITH_LARGE_OUTPUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_devices_send_the_gradients_and_no_outputs(backend, flags):
     loop = started(f"{backend}_loop.py", *flags.split())

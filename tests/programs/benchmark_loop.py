@@ -71,6 +71,8 @@ def of_torch(layer, value):
         return value
     if value.ndim == 3:  # to heads, or from them
         value = value.reshape((-1, value.shape[-1]) if layer.endswith("out") else (len(value), -1))
+    if layer.endswith("depthwise"):
+        value = value.swapaxes(2, 3)
     return value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T
 
 
@@ -159,7 +161,9 @@ def main():
     theirs = [loop.repeat(1) for _ in range(STEPS)]
     ours = trained(model)
     parameters = sum(int(keras.ops.size(weight)) for weight in model.trainable_weights)
-    found = {kind: [[float(logs[kind]) for logs in side] for side in (theirs, ours)] for kind in ("loss", "accuracy")}
+    found = {
+        kind: [[float(logs.get(kind, 0)) for logs in side] for side in (theirs, ours)] for kind in ("loss", "accuracy")
+    }
     print(json.dumps({"parameters": [int(loop.num_parameters), parameters]} | found))
 
 
