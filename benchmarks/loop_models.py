@@ -1,4 +1,4 @@
-"""Builds the models of kerasdp/models and of keras_models.py for `jax_loop.py` and `tensorflow_loop.py`.
+"""Builds the models of kerasdp/models and of keras_models.py for `jax_loop.py`, and most for `tensorflow_loop.py`.
 
 Of the `Net` of each, which holds the weights by the names of the layers, and does what is done with them.
 """

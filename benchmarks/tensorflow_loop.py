@@ -17,6 +17,8 @@ import protocol  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from loop_models import find_model  # noqa: E402
 
+UNKNOWN = ("llama", "tagger", "unet", "efficientnet")  # which loop_models.py has for jax_net.py alone
+
 
 class Net:
     """Weights and moving statistics by layer, made in the first call (`is_new`), and what is done with them.
@@ -240,7 +242,7 @@ class Loop:
 
 def main() -> None:
     """Runs one process for all devices."""
-    flags = protocol.parser(__doc__)
+    flags = protocol.parser(__doc__, models=[name for name in protocol.NUM_SAMPLES if name not in UNKNOWN])
     flags.add_argument("--compile", action="store_true", help="XLA; for one device")
     args = protocol.parse(flags)
     if args.compile and args.devices > 1:
