@@ -19,16 +19,15 @@ class Fit:
 
     def __init__(self, args: Any):
         import keras
+        import keras_models
 
         choose_precision(args)
         self.model, x, y = make_task(args)
         # Full batches, and as many as an epoch of `--steps` needs: `fit` would end it where the data end.
-        indices = np.resize(np.arange(len(x) // args.batch_size * args.batch_size), args.steps * args.batch_size)
-        self.x, self.y = x[indices], y[indices]
+        indices = np.resize(np.arange(len(y) // args.batch_size * args.batch_size), args.steps * args.batch_size)
+        self.x, self.y = protocol.map_inputs(lambda array: array[indices], x), y[indices]
         self.model.compile(
-            keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM), **keras_models.make_loss(args)
         )
         self.batch_size, self.clock = args.batch_size, {}
         self.callback = keras.callbacks.LambdaCallback(
@@ -51,16 +50,16 @@ class Fit:
         return {
             "seconds": self.clock["end"] - self.clock["begin"],
             "loss": float(history["loss"][0]),
-            "accuracy": float(history["accuracy"][0]),
+            "accuracy": float(history.get("accuracy", [0.0])[0]),
             "peak_memory_bytes": peak_memory(),
         }
 
 
-def make_task(args: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+def make_task(args: Any) -> tuple[Any, Any, np.ndarray]:
     """Returns the model, samples and their labels."""
     import kerasdp
 
-    if args.model in ("gpt", "segmentation"):
+    if args.model in protocol.WIDTHS:
         import keras_models
 
         return keras_models.make_model(args), *protocol.make_data(args)

@@ -1,11 +1,15 @@
-"""Builds two models with outputs as large as a batch makes them, in plain Keras: a small GPT, and a segmentation net.
+"""Builds the models that kerasdp does not have, in plain Keras: here two with outputs as large as a batch makes them.
 
-The hand-written loops train the same: torch_models.py and loop_models.py.
+A small GPT, and a segmentation net. The others are in keras_transformers.py and keras_nets.py. The hand-written loops
+train the same: torch_models.py, torch_transformers.py and torch_nets.py, and loop_models.py.
 """
 
 from argparse import Namespace
+from typing import Any
 
 import keras
+import keras_nets
+import keras_transformers
 import protocol
 from keras import layers, ops
 
@@ -92,4 +96,20 @@ def segmentation(width: int) -> keras.Model:
 
 def make_model(args: Namespace) -> keras.Model:
     """Builds the model `args.model`."""
-    return gpt(args.vocabulary, args.width) if args.model == "gpt" else segmentation(args.width)
+    if args.model in protocol.TEXTS:
+        models = {
+            "gpt": gpt, "bert": keras_transformers.bert, "llama": keras_transformers.llama, "tagger": keras_nets.tagger,
+        }  # fmt: skip
+        return models[args.model](args.vocabulary, args.width)
+    models = {
+        "segmentation": segmentation, "vit": keras_transformers.vit, "unet": keras_nets.unet,
+        "efficientnet": keras_nets.efficientnet,
+    }  # fmt: skip
+    return models[args.model](args.width)
+
+
+def make_loss(args: Namespace) -> dict[str, Any]:
+    """Returns what `compile` is told of loss and metrics."""
+    if args.model == "unet":
+        return {"loss": keras.losses.MeanSquaredError()}
+    return {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}

@@ -23,6 +23,8 @@ import traffic
 import kerasdp
 from kerasdp.config.validation import MODELS
 
+WITHOUT_BATCH_NORM = ("lenet", "mlp", "gpt", "bert", "vit", "llama", "tagger", "unet")
+
 
 class ComputedTokens:
     """So many samples for gpt that no machine holds them: each is computed from its number."""
@@ -60,13 +62,13 @@ def make_task(args: Namespace, config: kerasdp.Config) -> tuple[Any, Any, Callab
     if args.samples:
         return ComputedTokens(args.samples, args.vocabulary), None, build
     x, y = protocol.make_data(args)
-    count = len(x) // config.batch_size * config.batch_size
-    return x[:count], y[:count], build
+    count = len(y) // config.batch_size * config.batch_size
+    return protocol.map_inputs(lambda array: array[:count], x), y[:count], build
 
 
 def train(args: Namespace, count: Any, started: float, folder: str | None, runner: "kerasdp.Runner") -> None:
     """Runs in every worker process. `count`: of `protocol.traffic_of`; `folder`: of `protocol.passing_lines_on`."""
-    import keras
+    import keras_models
 
     config, processes = runner.config, runner.strategy.processes
     if args.traffic:
@@ -74,11 +76,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
     x, y, build = make_task(args, config)
     with runner.scope():
         model = build()
-        model.compile(
-            kerasdp.make_optimizer(config),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
+        model.compile(kerasdp.make_optimizer(config), **keras_models.make_loss(args))
     before = protocol.memory_now()
 
     train_own = make_own_loop(runner, model, x, y) if args.loop else None
@@ -100,7 +98,7 @@ def train(args: Namespace, count: Any, started: float, folder: str | None, runne
         return {
             "seconds": runner.epoch_seconds[-1],
             "loss": history["loss"][0],
-            "accuracy": history["accuracy"][0],
+            "accuracy": history.get("accuracy", [0.0])[0],
             "peak_memory_bytes": max(memory) if runner.devices.is_accelerator else sum(memory),
             "growth_bytes": max(growth),
             "fit_seconds": seconds,
@@ -165,7 +163,7 @@ def make_config(args: Namespace) -> kerasdp.Config:
     """Returns how it trains."""
     if args.config:
         return kerasdp.Config(**json.loads(args.config))
-    has_norm = args.model not in ("gpt", "lenet", "mlp") and args.devices > 1
+    has_norm = args.model not in WITHOUT_BATCH_NORM and args.devices > 1
     choices = {"model": args.model, "dataset": args.dataset} if args.model in MODELS else {}
     return kerasdp.Config(
         backend=args.backend, num_devices=args.devices, batch_size=args.batch_size, precision=args.precision,

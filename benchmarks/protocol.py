@@ -27,13 +27,36 @@ import numpy as np
 STARTED = time.time()
 LEARNING_RATE, MOMENTUM, NUM_CLASSES, WARM_UP_STEPS = 0.01, 0.9, 10, 3
 # Of each model: the samples that there are, and a sample's shape (without the batch axis).
-NUM_SAMPLES = {"convnet": 4096, "resnet18": 4096, "resnet50": 4096, "gpt": 4096, "segmentation": 256}
+NUM_SAMPLES = {
+    "convnet": 4096, "resnet18": 4096, "resnet50": 4096, "gpt": 4096, "segmentation": 256, "bert": 4096, "vit": 4096,
+    "llama": 4096, "tagger": 4096, "unet": 256, "efficientnet": 1024,
+}  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
     "convnet": (28, 28, 1), "resnet18": (28, 28, 1), "resnet50": (32, 32, 3),
-    "gpt": (64,), "segmentation": (128, 128, 3),
+    "gpt": (64,), "segmentation": (128, 128, 3), "bert": (64,), "vit": (32, 32, 3), "llama": (64,),
+    "tagger": (32,), "unet": (32, 32, 3), "efficientnet": (64, 64, 3),
 }  # fmt: skip
-NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES = 2, 4, 21
-WIDTHS = {"gpt": 64, "segmentation": 16}
+NUM_BLOCKS, NUM_HEADS, SEGMENTATION_CLASSES, PATCH = 2, 4, 21, 4
+# Of llama: heads of keys and values, the rank of adapters, and the longest wavelength of rotary embeddings.
+NUM_KEY_HEADS, LORA_RANK, LONGEST_WAVE = 2, 8, 10_000.0
+# Those of keras_models.py: numbers a token, or filters of the first convolution.
+WIDTHS = {
+    "gpt": 64,
+    "segmentation": 16,
+    "bert": 128,
+    "vit": 128,
+    "llama": 128,
+    "tagger": 128,
+    "unet": 32,
+    "efficientnet": 32,
+}
+TEXTS = ("gpt", "bert", "llama", "tagger")  # which have a vocabulary
+# Of tagger: the label of what is no token.
+NO_TAG = 0
+# Of unet: groups of normalization. Of efficientnet, a stage each: whether its blocks are fused, how many there are,
+# their filters as a part of the stem's, strides, and how much wider they are within.
+NUM_GROUPS = 8
+STAGES = [(True, 1, 0.5, 1, 1), (True, 2, 1, 2, 4), (False, 2, 1.5, 2, 4), (False, 2, 3, 2, 6)]
 NUM_UNCOUNTED = 5
 
 
@@ -41,8 +64,9 @@ def parser(description: str, models: Iterable[str] = NUM_SAMPLES) -> argparse.Ar
     """Returns the parser of the flags of all loops, for a loop that trains these models."""
     flags = argparse.ArgumentParser(description=description, allow_abbrev=False)
     flags.add_argument("--model", default="convnet", choices=models, help="as in kerasdp/models, or in keras_models.py")
-    flags.add_argument("--vocabulary", type=int, default=16_000, help="of gpt: how many tokens it knows")
-    flags.add_argument("--width", type=int, help="of gpt: numbers a token (64); of segmentation: first filters (16)")
+    flags.add_argument("--vocabulary", type=int, default=16_000, help="of texts: how many tokens there are")
+    widths = ", ".join(f"{name} {width}" for name, width in WIDTHS.items())
+    flags.add_argument("--width", type=int, help=f"numbers a token, or first filters ({widths})")
     flags.add_argument("--batch_size", type=int, default=64, help="samples a step, over all devices")
     flags.add_argument("--devices", type=int, default=1)
     flags.add_argument("--steps", type=int, default=20, help="training steps a repetition")
@@ -65,22 +89,52 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def make_data(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+def make_data(args: argparse.Namespace) -> tuple[Any, np.ndarray]:
     """Makes random samples of the model `args.model`, and their labels.
 
     Returns:
         Images, uint8 `(samples, height, width, channels)`, and labels, int32 `(samples,)`, for segmentation
-        `(samples, height, width)`; for gpt tokens and those that follow, int32 `(samples, length)`.
+        `(samples, height, width)`; for gpt and llama tokens and those that follow, int32 `(samples, length)`; for bert
+        three arrays of that shape by the names of its inputs, and labels; for tagger tokens and the tag of each, 0
+        behind a text's end; for unet noisy images and their timesteps by the names of its inputs, and the noise.
     """
     random = np.random.default_rng(0)
     count, shape = NUM_SAMPLES[args.model], SHAPES[args.model]
-    if args.model == "gpt":
+    if args.model in ("bert", "tagger"):
+        texts = make_texts(random, count, *shape, args.vocabulary)
+        if args.model == "bert":
+            return texts, random.integers(0, NUM_CLASSES, count, "int32")
+        tags = random.integers(1, NUM_CLASSES, texts["token_ids"].shape, "int32")
+        return texts["token_ids"], tags * texts["padding_mask"]
+    if args.model in ("gpt", "llama"):
         tokens = random.integers(0, args.vocabulary, (count, shape[0] + 1), "int32")
         return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    if args.model == "unet":
+        images, noise = random.normal(0, 1, (2, count, *shape)).astype("float32")
+        return {"image": images + noise, "timestep": random.integers(0, 1000, count, "int32")}, noise
     images = random.integers(0, 256, (count, *shape), "uint8")
     if args.model == "segmentation":
         return images, random.integers(0, SEGMENTATION_CLASSES, (count, *shape[:2]), "int32")
     return images, random.integers(0, NUM_CLASSES, count, "int32")
+
+
+def make_texts(random: np.random.Generator, count: int, length: int, vocabulary: int) -> dict[str, np.ndarray]:
+    """Makes pairs of sentences, padded at their ends with 0.
+
+    Returns:
+        int32 `(count, length)` each: `token_ids`, `segment_ids` (1 in the second one), `padding_mask` (1 at tokens).
+    """
+    lengths = random.integers(length // 4, length + 1, (count, 1))
+    mask = np.arange(length) < lengths
+    second = mask & (np.arange(length) >= lengths // 2)
+    tokens = random.integers(1, vocabulary, (count, length)) * mask
+    found = {"token_ids": tokens, "segment_ids": second, "padding_mask": mask}
+    return {name: array.astype("int32") for name, array in found.items()}
+
+
+def map_inputs(function: Callable[[Any], Any], x: Any) -> Any:
+    """Applies a function to samples, an array or arrays by the names of a model's inputs."""
+    return {name: function(part) for name, part in x.items()} if isinstance(x, dict) else function(x)
 
 
 def batches(model: str, batch_size: int) -> Iterator[np.ndarray]:

@@ -24,6 +24,8 @@ import statistics
 import sys
 from typing import Any
 
+import protocol
+
 from kerasdp.benchmark.contenders import PEERS, Contender
 from kerasdp.benchmark.measure import Measured, run, spread
 from kerasdp.config.validation import versions
@@ -45,12 +47,12 @@ def contenders(point: dict[str, Any], peers: list[str], steps: int, *more: str) 
     flags = [f"--{name}={value}" for name, value in point.items() if name != "backend" and value]
     flags += [f"--steps={steps}", *more]
     programs = {f"kerasdp-{point['backend']}": ["kit_loop.py", f"--backend={point['backend']}"]}
-    programs |= {
-        name: [*programs[f"kerasdp-{point['backend']}"], "--loop"]
-        if name == "own-loop"
-        else [PEERS[name][1], *PEERS[name][2]]
-        for name in peers
-    }
+    for name in peers:
+        programs[name] = [PEERS[name][1], *PEERS[name][2]]
+        if name == "keras":
+            programs[name] += [f"--backend={point['backend']}"]
+        elif name == "own-loop":
+            programs[name] = [*programs[f"kerasdp-{point['backend']}"], "--loop"]
     return [
         Contender(
             name=name, backend=point["backend"], num_devices=point["devices"],
@@ -165,7 +167,7 @@ def main() -> None:
     """Measures all points."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--backend", default="torch", help="a list of torch, jax, tensorflow")
-    flags.add_argument("--model", default="gpt", help="a list of gpt, segmentation")
+    flags.add_argument("--model", default="gpt", help=f"a list of {', '.join(protocol.WIDTHS)}")
     flags.add_argument("--devices", default="2", help="a list of numbers; on the CPU they are virtual")
     flags.add_argument("--batch_size", default="32", help="a list of samples a step, over all devices")
     flags.add_argument("--vocabulary", default="16000", help="a list of how many tokens gpt knows")
@@ -173,9 +175,8 @@ def main() -> None:
     flags.add_argument("--samples", default="", help="a list of how many computed samples there are")
     flags.add_argument("--bytes", action="store_true", help="also count what a device sends; on virtual CPU devices")
     flags.add_argument("--workdir", help="a folder for scaling.json and pictures")
-    flags.add_argument(
-        "--peers", help="a list of torch, torch-compile, jax, tensorflow, own-loop; default: without the last"
-    )
+    peers = ("torch", "torch-compile", "jax", "tensorflow", "tensorflow-xla", "own-loop", "keras")
+    flags.add_argument("--peers", help=f"a list of {', '.join(peers)}; default: the first four")
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--steps", type=int, default=5, help="training steps a round")
     args = flags.parse_args()
@@ -184,7 +185,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for backend, *values in itertools.product(args.backend.split(","), *axes.values()):
         point = {"backend": backend} | {name: value or None for name, value in zip(axes, values)}
-        if point["model"] != "gpt":
+        if point["model"] not in protocol.TEXTS:
             point["vocabulary"] = None
         rows += measure(point, args)
     if args.workdir:

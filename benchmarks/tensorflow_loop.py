@@ -6,6 +6,7 @@
 One `tf.function` a step. All samples are kept on the devices as bytes; a step picks its batch there.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np  # noqa: E402
 import protocol  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from loop_models import find_model  # noqa: E402
+
+UNKNOWN = ("llama", "tagger", "unet", "efficientnet")  # which loop_models.py has for jax_net.py alone
 
 
 class Net:
@@ -97,12 +100,12 @@ class Net:
             old.assign(old * momentum + new * (1 - momentum))
         return x
 
-    def layer_norm(self, name: str, x: tf.Tensor) -> tf.Tensor:
+    def layer_norm(self, name: str, x: tf.Tensor, epsilon: float = 1e-5) -> tf.Tensor:
         """Applies layer norm in float32."""
         gamma, beta = (self.weight(f"{name}/{kind}", x.shape[-1], value=kind == "gamma") for kind in ("gamma", "beta"))
         x = tf.cast(x, tf.float32)
         mean, variance = tf.nn.moments(x, -1, keepdims=True)
-        return tf.cast(tf.nn.batch_normalization(x, mean, variance, beta, gamma, 1e-5), self.dtype)
+        return tf.cast(tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), self.dtype)
 
     def embedding(self, name: str, x: tf.Tensor, count: int, size: int) -> tf.Tensor:
         """Looks up rows."""
@@ -112,18 +115,33 @@ class Net:
         """Drops at random."""
         return tf.nn.dropout(x, rate) if self.drop else x
 
-    def table(self, name: str, count: int, size: int) -> tf.Tensor:
+    def table(self, name: str, *shape: int) -> tf.Tensor:
         """Returns all rows of an embedding."""
-        return tf.cast(self.weight(f"{name}/kernel", count, size), self.dtype)
+        return tf.cast(self.weight(f"{name}/kernel", *shape), self.dtype)
 
-    def attend(self, qkv: tf.Tensor) -> tf.Tensor:
-        """Attends to what is before each position; `(batch, length, 3 * width)` becomes `(batch, length, width)`."""
+    def attend(self, qkv: tf.Tensor, is_causal: bool = False, mask: tf.Tensor | None = None) -> tf.Tensor:
+        """Attends to all positions, or to those before each; `(batch, length, 3 * width)` becomes `(..., width)`.
+
+        `mask`: `(batch, length)`, 0 where nobody attends to.
+        """
         batch, length, size = qkv.shape
-        hidden = tf.constant(np.triu(np.full((length, length), -1e9, "float32"), 1), self.dtype)
         qkv = tf.transpose(tf.reshape(qkv, (batch, length, 3, protocol.NUM_HEADS, -1)), (2, 0, 3, 1, 4))
         query, key, value = tf.unstack(qkv)
-        scores = tf.matmul(query * query.shape[-1] ** -0.5, key, transpose_b=True) + hidden
+        scores = tf.matmul(query * query.shape[-1] ** -0.5, key, transpose_b=True)
+        if is_causal:
+            scores += tf.constant(np.triu(np.full((length, length), -1e9, "float32"), 1), self.dtype)
+        if mask is not None:
+            scores += tf.cast(1 - mask[:, None, None], self.dtype) * tf.constant(-1e9, self.dtype)
         return tf.reshape(tf.transpose(tf.nn.softmax(scores) @ value, (0, 2, 1, 3)), (batch, length, size // 3))
+
+    def with_token(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        """Puts a token that is trained before all others."""
+        batch, _, width = x.shape
+        return tf.concat([tf.tile(self.table(name, 1, 1, width), (batch, 1, 1)), x], 1)
+
+    def sequence(self, x: tf.Tensor) -> tf.Tensor:
+        """Makes a sequence of an image's pixels."""
+        return tf.reshape(x, (x.shape[0], -1, x.shape[-1]))
 
     def max_pool(self, x: tf.Tensor) -> tf.Tensor:
         """Takes the largest of 3x3 pixels, which halves an image."""
@@ -134,7 +152,9 @@ class Net:
         return tf.reduce_mean(x, (1, 2))
 
     relu = staticmethod(tf.nn.relu)
+    tanh = staticmethod(tf.tanh)
     gelu = staticmethod(tf.nn.gelu)
+    gelu_by_tanh = staticmethod(functools.partial(tf.nn.gelu, approximate=True))
 
 
 def find_devices(args: Any) -> list[str]:
@@ -158,17 +178,16 @@ class Loop:
         precision = tf.bfloat16 if args.precision == "bfloat16" else tf.float32
         self.net = Net(precision, several and args.batch_norm == "sync", drop)
         self.model = find_model(args)
-        images, labels = protocol.make_data(args)
+        inputs, labels = protocol.make_data(args)
         with self.strategy.scope():
-            self.images = tf.Variable(images, trainable=False)
+            self.inputs = protocol.map_inputs(functools.partial(tf.Variable, trainable=False), inputs)
             self.labels = tf.Variable(labels.astype("int64"), trainable=False)
             self.totals = tf.Variable(
                 tf.zeros(2), trainable=False, synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )  # fmt: skip
             # The layers make their variables here.
-            dtype = self.net.dtype if images.ndim == 4 else tf.int32
-            self.model(self.net, tf.zeros((1, *images.shape[1:]), dtype))
+            self.model(self.net, self._rows(tf.constant([0])))
             self.net.is_new = False
             self.momentum = [
                 tf.Variable(tf.zeros_like(weight), trainable=False) for weight in self.net.weights.values()
@@ -176,6 +195,12 @@ class Loop:
         self.num_parameters = sum(int(np.prod(weight.shape)) for weight in self.net.weights.values())
         self.batches = protocol.batches(args.model, args.batch_size)
         self.step = tf.function(self._step, jit_compile=args.compile)
+
+    def _rows(self, index: tf.Tensor) -> Any:
+        """Returns samples; images as numbers from 0 to 1."""
+        x = protocol.map_inputs(lambda array: tf.gather(array, index), self.inputs)
+        is_images = not isinstance(x, dict) and x.shape.rank == 4
+        return tf.cast(x, self.net.dtype) * tf.constant(1 / 255, self.net.dtype) if is_images else x
 
     def _step(self, index: tf.Tensor) -> None:
         self.strategy.run(self._replica_step, (index,))
@@ -185,10 +210,8 @@ class Loop:
         rows = self.args.batch_size // self.args.devices
         first = tf.cast(context.replica_id_in_sync_group, tf.int32) * rows
         index = index[first : first + rows]
-        x, labels = tf.gather(self.images, index), tf.gather(self.labels, index)
-        if x.shape.rank == 4:  # images
-            x = tf.cast(x, self.net.dtype) * tf.constant(1 / 255, self.net.dtype)
-        x = tf.ensure_shape(x, (rows, *x.shape[1:]))
+        index = tf.ensure_shape(index, (rows,))
+        x, labels = self._rows(index), tf.gather(self.labels, index)
         weights = list(self.net.weights.values())
         with tf.GradientTape() as tape:
             logits = tf.cast(self.model(self.net, x), tf.float32)
@@ -219,7 +242,7 @@ class Loop:
 
 def main() -> None:
     """Runs one process for all devices."""
-    flags = protocol.parser(__doc__)
+    flags = protocol.parser(__doc__, models=[name for name in protocol.NUM_SAMPLES if name not in UNKNOWN])
     flags.add_argument("--compile", action="store_true", help="XLA; for one device")
     args = protocol.parse(flags)
     if args.compile and args.devices > 1:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_models import GPT, Segmentation, norm
+from torch_nets import EfficientNet, Tagger, UNet
+from torch_transformers import Bert, Llama, ViT
 
 
 class ConvNet(nn.Module):
@@ -112,10 +114,11 @@ class ResNet(nn.Module):
 
 def make_model(args: Any) -> nn.Module:
     """Builds the model `args.model`."""
-    if args.model == "gpt":
-        return GPT(args.vocabulary, args.width)
-    if args.model == "segmentation":
-        return Segmentation(args.width)
+    if args.model in protocol.TEXTS:
+        return {"gpt": GPT, "bert": Bert, "llama": Llama, "tagger": Tagger}[args.model](args.vocabulary, args.width)
+    if args.model in protocol.WIDTHS:
+        models = {"segmentation": Segmentation, "vit": ViT, "unet": UNet, "efficientnet": EfficientNet}
+        return models[args.model](args.width)
     return ConvNet() if args.model == "convnet" else ResNet(int(args.model.removeprefix("resnet")))
 
 
@@ -133,8 +136,10 @@ class Loop:
                 torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         if args.devices > 1:
             dist.init_process_group("nccl" if is_gpu else "gloo", rank=rank, world_size=args.devices)
-        images, labels = (torch.from_numpy(array) for array in protocol.make_data(args))
-        self.images, self.labels = images.to(self.device), labels.long().to(self.device)
+        inputs, labels = protocol.make_data(args)
+        self.inputs = protocol.map_inputs(lambda array: torch.from_numpy(array).to(self.device), inputs)
+        labels = torch.from_numpy(labels).to(self.device)
+        self.labels = labels if labels.is_floating_point() else labels.long()
         torch.manual_seed(0)
         model = make_model(args) if model is None else model
         model = model.to(self.device, memory_format=torch.channels_last)
@@ -166,14 +171,22 @@ class Loop:
         self.batches = protocol.batches(args.model, args.batch_size)
 
     def _forward(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, labels = self.images[index], self.labels[index]
-        if x.ndim == 4:  # images; they lie with their channels last, so this is torch's memory format of that name
+        x, labels = protocol.map_inputs(lambda array: array[index], self.inputs), self.labels[index]
+        if not isinstance(x, dict) and x.ndim == 4:
+            # Images; they lie with their channels last, so this is torch's memory format of that name.
             x = x.permute(0, 3, 1, 2).float() * (1 / 255)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.precision == "bfloat16"):
-            logits = self.model(x)
+            logits = self.model(**x) if isinstance(x, dict) else self.model(x)
+        if labels.is_floating_point():
+            return F.mse_loss(logits.float(), labels), torch.zeros((), device=self.device)
         if logits.ndim == 3:  # of each token
             logits, labels = logits.flatten(0, 1), labels.flatten()
-        return F.cross_entropy(logits.float(), labels), (logits.argmax(1) == labels).float().mean()
+        is_right = (logits.argmax(1) == labels).float()
+        if self.args.model != "tagger":
+            return F.cross_entropy(logits.float(), labels), is_right.mean()
+        is_token = (labels != protocol.NO_TAG).float()
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=protocol.NO_TAG)
+        return loss, (is_right * is_token).sum() / is_token.sum()
 
     def repeat(self, steps: int) -> dict[str, float]:
         """Trains; waits for the end."""

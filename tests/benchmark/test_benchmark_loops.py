@@ -8,13 +8,16 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
 
+MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger", "unet", "efficientnet"]
+
 
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
         pytest.param(name, model, marks=[] if (name, model) == (BACKENDS[0], "convnet") else pytest.mark.proof)
         for name in BACKENDS
-        for model in ("convnet", "resnet18", "gpt", "segmentation")
+        for model in MODELS
+        if name != "tensorflow" or model not in ("llama", "tagger", "unet", "efficientnet")
     ],
 )
 def test_loops_train_the_kits_models(backend, model):
@@ -23,7 +26,8 @@ def test_loops_train_the_kits_models(backend, model):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["parameters"][0] == result["parameters"][1]
     assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-4)
-    assert result["accuracy"][0] == pytest.approx(result["accuracy"][1], abs=1e-6)
+    if (backend, model) != ("jax", "tagger"):  # Keras (3.15) on jax forgets the mask in metrics
+        assert result["accuracy"][0] == pytest.approx(result["accuracy"][1], abs=1e-6)
 
 
 def started(program, *flags):
@@ -35,11 +39,11 @@ def started(program, *flags):
 
 
 # Those with the largest outputs: of gpt's the gradients are a quarter, of segmentation's a fiftieth.
-MODELS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=segmentation --batch_size=8"]
+WITH_LARGE_OUTPUTS = ["--model=gpt --vocabulary=2000 --batch_size=32", "--model=segmentation --batch_size=8"]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("flags", MODELS)
+@pytest.mark.parametrize("flags", WITH_LARGE_OUTPUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_devices_send_the_gradients_and_no_outputs(backend, flags):
     loop = started(f"{backend}_loop.py", *flags.split())

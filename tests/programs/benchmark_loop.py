@@ -8,7 +8,8 @@ import sys
 
 BACKEND, MODEL = sys.argv[1:]
 BATCH_SIZE, STEPS = 8, 3
-LEARNING_RATE = 1e-2 if MODEL == "convnet" else 1e-4  # round-off grows with the rate in deep networks
+# Round-off grows with the rate in deep networks.
+LEARNING_RATE = 1e-2 if MODEL in ("convnet", "bert", "vit", "llama", "tagger") else 1e-4
 os.environ |= {"KERAS_BACKEND": BACKEND, "KERAS_TORCH_DEVICE": "cpu"}
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -23,29 +24,55 @@ def make_args():
 
 
 def arrays_by_name(model):
-    """The weights by layer and kind, as the loops name them: `conv1/kernel`."""
+    """The weights by layer and kind, as the loops name them: `conv1/kernel`, `block1_up/bias`."""
     import keras
     import numpy as np
 
-    found = {weight.path: keras.ops.convert_to_numpy(weight.value).copy() for weight in model.trainable_weights}
-    for name in ("tokens", "positions") if MODEL == "gpt" else ():
-        found[f"{name}/kernel"] = found[f"embedding/{name}/embeddings"]
-    for layer in {path.split("/")[0] for path in found if "_attention/" in path}:
+    found = {}
+    for weight in model.weights:
+        *layers, kind = weight.path.removeprefix("embedding/").split("/")
+        layer, kind = {"class_token": ("token", "kernel"), "embeddings": ("_".join(layers), "kernel")}.get(
+            kind, ("_".join(layers), kind)
+        )
+        found[f"{layer}/{kind}"] = keras.ops.convert_to_numpy(weight.value).copy()
+    if MODEL == "tagger":
+        return {path.removeprefix("recurrent_").replace("_lstm_lstm_cell", "_lstm"): found[path] for path in found}
+    if MODEL == "llama":
+        for path, value in list(found.items()):
+            name = path.replace("_attention", "").replace("_output", "_out").replace("/lora_kernel_", "_lora/")
+            found[name] = value
+        return found
+    for layer in {path.removesuffix("_query/kernel") for path in found if path.endswith("_attention_query/kernel")}:
         block = layer.removesuffix("_attention")
-        width = len(found[f"{layer}/query/kernel"])
+        width = len(found[f"{layer}_query/kernel"])
         for kind, shape in (("kernel", (width, width)), ("bias", (width,))):
-            parts = [found[f"{layer}/{part}/{kind}"].reshape(shape) for part in ("query", "key", "value")]
+            parts = [found[f"{layer}_{part}/{kind}"].reshape(shape) for part in ("query", "key", "value")]
             found[f"{block}_qkv/{kind}"] = np.concatenate(parts, -1)
-            found[f"{block}_out/{kind}"] = found[f"{layer}/attention_output/{kind}"].reshape(shape)
+            found[f"{block}_out/{kind}"] = found[f"{layer}_attention_output/{kind}"].reshape(shape)
     return found
+
+
+def name_of_torch(path):
+    """A torch parameter's name in `arrays_by_name`."""
+    if path.startswith("lstm."):
+        kind = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel", "bias_ih": "bias"}
+        which = path.removeprefix("lstm.").removesuffix("_reverse").removesuffix("_l0")
+        return f"{'backward' if path.endswith('_reverse') else 'forward'}_lstm/{kind.get(which)}"
+    layer, kind = ("token", "weight") if path == "token" else path.replace(".", "_").rsplit("_", 1)
+    norm = {"weight": "scale" if MODEL == "llama" else "gamma", "bias": "beta"}
+    return f"{layer}/{(norm if 'norm' in layer else {'weight': 'kernel'}).get(kind, kind)}"
 
 
 def of_torch(layer, value):
     """A weight of Keras with the order of torch's axes."""
     if MODEL == "segmentation" and layer in ("up1", "up2", "logits"):  # torch's pixel_shuffle has its pixels last
         value = value.reshape(*value.shape[:-1], 4, -1).swapaxes(-1, -2).reshape(value.shape)
-    if layer in ("tokens", "positions"):
+    if layer in ("tokens", "positions", "segments", "token"):
         return value
+    if value.ndim == 3:  # to heads, or from them
+        value = value.reshape((-1, value.shape[-1]) if layer.endswith("out") else (len(value), -1))
+    if layer.endswith("depthwise"):
+        value = value.swapaxes(2, 3)
     return value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T
 
 
@@ -56,10 +83,9 @@ def torch_loop(weights):
     model = torch_loop.make_model(make_args())
     with torch.no_grad():
         for path, weight in model.named_parameters():
-            layer, kind = path.replace(".", "_").rsplit("_", 1)
-            if weight.requires_grad:
-                names = {"weight": "gamma", "bias": "beta"} if "norm" in layer else {"weight": "kernel", "bias": "bias"}
-                weight.copy_(torch.from_numpy(of_torch(layer, weights[f"{layer}/{names[kind]}"]).copy()))
+            name = name_of_torch(path)
+            if weight.requires_grad or name in weights:
+                weight.copy_(torch.from_numpy(of_torch(name.split("/")[0], weights[name]).copy()))
     if hasattr(model, "dropout"):
         model.dropout.p = 0.0
     return torch_loop.Loop(make_args(), model=model)
@@ -72,10 +98,12 @@ def jax_loop(weights):
     import jax_loop
 
     loop = jax_loop.Loop(make_args())
-    values = {}
-    for layer, kinds in loop.state["weights"].items():
-        values[layer] = {kind: weights[f"{layer}/{kind}"] for kind in kinds}
-    loop.state["weights"] = jax.device_put(values, loop.copied)
+    for part in ("weights", "frozen"):
+        values = {
+            layer: {kind: weights[f"{layer}/{kind}"].reshape(value.shape) for kind, value in kinds.items()}
+            for layer, kinds in loop.state[part].items()
+        }
+        loop.state[part] = jax.device_put(values, loop.copied)
     loop.step = functools.partial(loop.step, drop=False)
     return loop
 
@@ -87,6 +115,19 @@ def tensorflow_loop(weights):
     for name, weight in loop.net.weights.items():
         weight.assign(weights[name])
     return loop
+
+
+def trained(model):
+    """What Keras' own step gives for the same batches."""
+    import protocol
+
+    inputs, labels = protocol.make_data(make_args())
+    found = []
+    for index, _ in zip(protocol.batches(MODEL, BATCH_SIZE), range(STEPS), strict=False):
+        model.reset_metrics()
+        batch = {name: part[index] for name, part in inputs.items()} if isinstance(inputs, dict) else inputs[index]
+        found.append(model.train_on_batch(batch, labels[index], return_dict=True))
+    return found
 
 
 def main():
@@ -101,29 +142,28 @@ def main():
         import jax
 
         jax.config.update("jax_num_cpu_devices", 1)
-    if MODEL in protocol.WIDTHS:
-        import keras_models
+    import keras_models
 
+    if MODEL in protocol.WIDTHS:
         model = keras_models.make_model(make_args())
     else:
         model = build_model(Config(model=MODEL), protocol.SHAPES[MODEL], protocol.NUM_CLASSES)
     for layer in model.layers:
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0
-    optimizer = keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
+    for weight in model.trainable_weights:
+        if weight.path.endswith("lora_kernel_b"):  # of zeros at first, which would hide the other half
+            weight.assign(keras.random.normal(weight.shape, stddev=0.1))
+    model.compile(
+        keras.optimizers.SGD(protocol.LEARNING_RATE, protocol.MOMENTUM), **keras_models.make_loss(make_args())
+    )
     loop = {"torch": torch_loop, "jax": jax_loop, "tensorflow": tensorflow_loop}[BACKEND](arrays_by_name(model))
-    images, labels = protocol.make_data(make_args())
-    batches = protocol.batches(MODEL, BATCH_SIZE)
     theirs = [loop.repeat(1) for _ in range(STEPS)]
-    ours = [
-        model.train_on_batch(images[index], labels[index], return_dict=True)
-        for index, _ in zip(batches, range(STEPS), strict=False)
-        if not model.reset_metrics()
-    ]
+    ours = trained(model)
     parameters = sum(int(keras.ops.size(weight)) for weight in model.trainable_weights)
-    found = {kind: [[float(logs[kind]) for logs in side] for side in (theirs, ours)] for kind in ("loss", "accuracy")}
+    found = {
+        kind: [[float(logs.get(kind, 0)) for logs in side] for side in (theirs, ours)] for kind in ("loss", "accuracy")
+    }
     print(json.dumps({"parameters": [int(loop.num_parameters), parameters]} | found))
 
 
