@@ -159,7 +159,13 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._end_training_part()
         if self.checkpointer:
             self.checkpointer.keep_metrics()
+        self._gather_for_callbacks()
         super().on_test_begin(logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Ends an evaluation: some callbacks change the weights for it, and back."""
+        self._gather_for_callbacks()
+        super().on_test_end(logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tells of a batch that was evaluated."""
@@ -169,8 +175,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the epoch, with the whole model on each rank if there are callbacks: they may save it."""
-        if self._has_callbacks:
-            self._strategy.gather_variables(self._trained)
+        self._gather_for_callbacks()
         self._end_training_part()
         self.state.end_epoch()
         numbers = as_numbers(logs)
@@ -182,6 +187,10 @@ class RunCallbacks(keras.callbacks.CallbackList):
             self.checkpointer.after_epoch(report.plain(numbers))
         for listener in self.state.epoch_listeners:
             listener(epoch, report.plain(numbers))
+
+    def _gather_for_callbacks(self) -> None:
+        if self._has_callbacks:
+            self._strategy.gather_variables(self._trained)
 
     def _end_training_part(self) -> None:
         self.recorder.catch_up()  # waits for the last step

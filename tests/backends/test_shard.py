@@ -9,16 +9,16 @@ import kerasdp
 from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_same, result_of, run
 
 CASES = {
-    "jax": ("tied", "own", "optimizers", "frozen", "conv", "attention", "lstm"),
-    "torch": ("tied", "optimizers", "frozen", "conv", "attention", "lstm"),
-    "tensorflow": ("tied", "optimizers", "frozen", "conv", "attention", "lstm"),
+    "jax": ("tied", "own", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
+    "torch": ("tied", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
+    "tensorflow": ("tied", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
 }
 SHARDS = {
     "jax": ("optimizer", "weights"),
     "torch": ("optimizer", "weights", "weights+compile=on"),
     "tensorflow": ("optimizer", "optimizer+remat=blocks"),
 }
-BLOCKS = ("attention", "lstm")  # layers that hold layers
+BLOCKS = ("attention", "vit", "lstm")  # layers that hold layers
 # In the default suite; the others are proofs.
 USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
 

@@ -1,7 +1,8 @@
 """Trains models of which each device holds a part, in float64.
 
-python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `tied` (a subclassed model whose layers are shared, and
-    whose table is its last kernel, too), `attention`, `lstm`, `own` (a loop of one's own); or `resume FOLDER EPOCHS`
+python sharded.py BACKEND NUM_DEVICES SHARD CASE...: `conv`, `vit`, `tied` (a subclassed model whose layers are shared,
+    and whose table is its last kernel, too), `attention`, `lstm`, `own` (a loop of one's own), and those of `OTHERS`;
+    or `resume FOLDER EPOCHS`
 
 Prints, by case: losses, whether the devices agree, and the bytes of weights and slots that a device holds, and in all.
 """
@@ -35,6 +36,24 @@ def model_of(case):
                 x = self.norm(x + self.hidden(x))
             return ops.matmul(ops.mean(x, axis=1), ops.transpose(self.table.embeddings))
 
+    class Patches(layers.Layer):
+        """From images to a class token and patches, with an embedding of their places."""
+
+        def __init__(self):
+            super().__init__()
+            self.cut = layers.Conv2D(96, 4, strides=4)
+            self.token, self.places = (self.add_weight(shape=(count, 96), initializer="normal") for count in (1, 5))
+
+        def call(self, images):
+            patches = ops.reshape(self.cut(images), (-1, 4, 96))
+            first = ops.broadcast_to(self.token, (ops.shape(patches)[0], 1, 96))
+            return ops.concatenate([first, patches], axis=1) + self.places
+
+    def block(x, width, **choices):
+        normed = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(4, width // 4, dropout=0.1)(normed, normed, **choices)
+        return x + layers.Dense(width)(layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x)))
+
     if case == "tied":
         model = Tied()
         model(np.zeros((1, 12), "int32"))
@@ -45,13 +64,14 @@ def model_of(case):
              layers.Conv2D(128, 3), layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.2), layers.Flatten(),
              layers.Dense(10)]
         )  # fmt: skip
+    if case == "vit":
+        images = keras.Input((8, 8, 3))
+        return keras.Model(images, layers.Dense(10)(block(Patches()(images), 96)[:, 0]))
     tokens = keras.Input((12,), dtype="int32")
     x = layers.Embedding(64, 48)(tokens)
     if case == "lstm":
         return keras.Model(tokens, layers.Dense(10)(layers.LSTM(64)(x)))
-    normed = layers.LayerNormalization()(x)
-    x = x + layers.MultiHeadAttention(4, 12, dropout=0.1)(normed, normed, use_causal_mask=True)
-    x = x + layers.Dense(48)(layers.Dense(192, "gelu")(layers.LayerNormalization()(x)))
+    x = block(x, 48, use_causal_mask=True)
     return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
@@ -66,7 +86,7 @@ def outcome(runner, case, epochs):
         return {"losses": OTHERS[case](runner)}
     before = living_bytes()  # of the models of other cases
     numbers = np.random.RandomState(0)
-    x = numbers.rand(ROWS, 8, 8, 3) if case == "conv" else numbers.randint(0, 64, (ROWS, 12))
+    x = numbers.rand(ROWS, 8, 8, 3) if case in ("conv", "vit") else numbers.randint(0, 64, (ROWS, 12))
     y = numbers.randint(0, 10, ROWS)
     with runner.scope():
         model = model_of("tied" if case in ("own", "resume") else case)
@@ -191,7 +211,12 @@ def by_many_optimizers(runner):
                 [keras.Input((32,)), keras.layers.Dense(96, "tanh", kernel_regularizer="l2"), keras.layers.Dense(32)]
             )
             model.compile(make(), "mse")
-        losses += runner.fit(model, x, y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
+        # Which evaluates with the averages of the weights.
+        callbacks = [keras.callbacks.SwapEMAWeights()] if model.optimizer.use_ema else []
+        found = runner.fit(
+            model, x, y, batch_size=BATCH, epochs=2, validation_data=(x[:20], y[:20]), callbacks=callbacks, verbose=0
+        )
+        losses += found.history["loss"] + found.history["val_loss"]
         losses.append(runner.evaluate(model, x, y))
     return losses
 
