@@ -221,9 +221,11 @@ class Checkpointer:
         step = self.run_state.step
         is_known = step == self._last_saved and not is_best and position.batch
         is_written = self.writer is not None and not is_known and (wait or not self.writer.is_busy)
+        # Of what is held in parts each rank has one, so that all of them read.
+        if not is_written and self.config.shard == "none" and self.config.engine == "data":
+            return
         if is_written:
             self.recorder.catch_up()  # raises if a loss is not a number
-        # All ranks read, since of what is held in parts each has one.
         without = self._left_out()
         variables = {
             name: variable for name, variable in training_state.variables_of(self.model).items() if name not in without

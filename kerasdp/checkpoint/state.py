@@ -58,13 +58,14 @@ def frozen(model: keras.Model) -> dict[str, Any]:
 
 def digest_of_frozen(model: keras.Model, read: Read | None = None) -> str:
     """Returns a digest of the names and values of the weights of `frozen`; `read`: where they are held in parts."""
-    names, variables = zip(*sorted(frozen(model).items())) if frozen(model) else ((), ())
+    of_names = dict(sorted(frozen(model).items()))
 
     def digest(value: Any) -> str:
         return _digest([to_numpy(value)])
 
-    digests = read(model, list(variables), digest) if read else map(digest, variables)
-    return _digest(map(_as_bytes, (*names, *digests)))
+    variables = list(of_names.values())
+    digests = read(model, variables, digest) if read else map(digest, variables)
+    return _digest(map(_as_bytes, (*of_names, *digests)))
 
 
 def restore(
