@@ -221,15 +221,12 @@ class Checkpointer:
         step = self.run_state.step
         is_known = step == self._last_saved and not is_best and position.batch
         is_written = self.writer is not None and not is_known and (wait or not self.writer.is_busy)
-        # Of what is held in parts each rank has one, so that all of them read.
-        if not is_written and self.config.shard == "none" and self.config.engine == "data":
-            return
         if is_written:
             self.recorder.catch_up()  # raises if a loss is not a number
-        without = self._left_out()
-        variables = {
-            name: variable for name, variable in training_state.variables_of(self.model).items() if name not in without
-        }
+        variables = {}
+        if is_written or self._reads_together:
+            without, known = self._left_out(), training_state.variables_of(self.model)
+            variables = {name: variable for name, variable in known.items() if name not in without}
         values = self._read(self.model, list(variables.values()), training_state.to_numpy if is_written else None)
         if self.writer is None or not is_written:
             return
@@ -259,6 +256,11 @@ class Checkpointer:
         self.writer.write(Checkpoint(arrays=arrays, state=state), is_best)
         self._last_saved = step
 
+    @property
+    def _reads_together(self) -> bool:
+        """Returns whether each rank holds some of what a checkpoint takes."""
+        return self.config.shard != "none" or self.config.engine != "data"
+
     def _left_out(self) -> dict[str, Any]:
         """Returns the weights of the model that checkpoints of this run leave out, by name: none by default.
 
@@ -267,7 +269,8 @@ class Checkpointer:
         """
         if self.config.checkpoint_weights == "all":
             return {}
-        if training_state.digest_of_frozen(self.model, self._read) != self.identity["the frozen weights"]:
+        read = self._read if self._reads_together else None
+        if training_state.digest_of_frozen(self.model, read) != self.identity["the frozen weights"]:
             raise UserError(
                 f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "
                 "changed, or others were frozen, since the training began; leave it out"
