@@ -710,3 +710,53 @@ def test_a_monitor_decides_before_its_first_epoch():
     assert callback.monitor_op is not None and callback.min_delta == -0.5
     models.set_monitor_direction(callback)
     assert callback.min_delta == -0.5  # Keras turns the sign each time
+
+
+ADAPTED = {
+    "dense": (lambda: keras.layers.Dense(64, "relu"), (4, 5, 48)),
+    "to heads": (lambda: keras.layers.EinsumDense("abc,cde->abde", (None, 4, 32), bias_axes="de"), (3, 4, 48)),
+    "from heads": (lambda: keras.layers.EinsumDense("abcd,cde->abe", (None, 64), bias_axes="e"), (3, 4, 2, 32)),
+    "turned": (lambda: keras.layers.EinsumDense("ab,cb->ac", (64,)), (4, 48)),
+    "a kernel each": (lambda: keras.layers.EinsumDense("abc,bcd->abd", (4, 64)), (3, 4, 48)),
+    "embedding": (lambda: keras.layers.Embedding(80, 40), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_applied_to_inputs(name):
+    """Keras adds them to the kernel, so that tensors as large as the kernel arise, forward and backward."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    make, shape = ADAPTED[name]
+    layer, random = make(), np.random.RandomState(0)
+    layer.build(shape)
+    layer.enable_lora(1, lora_alpha=5.0)
+    for weight in layer.weights:
+        weight.assign(random.normal(size=weight.shape))
+    is_table = isinstance(layer, keras.layers.Embedding)
+    kernel = layer._embeddings if is_table else layer._kernel
+    inputs = random.randint(0, 80, shape) if is_table else random.normal(size=shape).astype("float32")
+
+    class Counter(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            found = operation(*args, **(kwargs or {}))
+            is_new = isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() != kernel.value.data_ptr()
+            self.number += is_new and found.numel() == kernel.value.numel()
+            return found
+
+    def outcome():
+        weights = [weight.value for weight in layer.trainable_weights]
+        with Counter() as counter:
+            outputs = layer(inputs)
+            gradients = torch.autograd.grad((outputs**2).sum(), weights)
+        return counter.number, [array(outputs), *map(array, gradients)]
+
+    number, found = outcome()
+    with numerics.same_on_all_backends():
+        fewer, same = outcome()
+    assert number > 0 == fewer
+    for one, other in zip(found, same, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-4 * np.abs(one).max())

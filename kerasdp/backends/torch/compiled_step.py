@@ -30,7 +30,7 @@ from kerasdp.backends.torch.graph_passes import (
     refuse_exchanges,
     send_early,
 )
-from kerasdp.backends.torch.parts import Parts, Sums
+from kerasdp.backends.torch.parts import Means, Parts
 from kerasdp.backends.torch.private import (
     all_reduce_async,
     compile_error,
@@ -462,15 +462,12 @@ class GradientBuckets:
         bucket, self.buckets[is_cut] = self.buckets[is_cut], []
         gradients = [gradient for _, gradient in bucket]
         if is_cut and self.parts is not None:
-            sent = [self._narrowed(gradient) for gradient in gradients]
-            self.sent.append((bucket, self.parts.scatter(sent, [self.parts.axes[key] for key, _ in bucket])))
+            axes = [self.parts.axes[key] for key, _ in bucket]
+            self.sent.append((bucket, self.parts.average(gradients, axes, gradients[0].dtype)))
             return
-        flat = self._narrowed(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = (flat.to(torch.bfloat16) if self.is_bfloat16 else flat) / self.num_replicas
         self.sent.append((bucket, all_reduce_async(flat if shared is None else torch.cat([flat, shared]))))
-
-    def _narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns this process's share of a mean, in the type that is sent."""
-        return (gradient.to(torch.bfloat16) if self.is_bfloat16 else gradient) / self.num_replicas
 
     def mean(
         self, gradients: tuple[torch.Tensor | None, ...], variables: list[Any], shared: torch.Tensor | None
@@ -492,7 +489,7 @@ class GradientBuckets:
         }
         rest = None
         for bucket, sent in self.sent:
-            if isinstance(sent, Sums):
+            if isinstance(sent, Means):
                 averaged |= {key: part.to(one.dtype) for (key, one), part in zip(bucket, sent.take())}
                 continue
             joined, sizes = wait(sent), [gradient.numel() for _, gradient in bucket]

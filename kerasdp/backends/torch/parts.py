@@ -1,6 +1,7 @@
 """PyTorch: weights and variables of the optimizer of which each rank holds a part, and no rank the whole."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.parts import CutVariables
+from kerasdp.backends.torch.collectives import all_gather_stacked
 from kerasdp.backends.torch.private import (
-    all_gather_functional,
     all_reduce_async,
+    is_being_captured,
     reduce_scatter_async,
     storage_of,
     wait,
@@ -36,8 +38,8 @@ class Parts(CutVariables):
     def __init__(self, model: Any, config: Config):
         super().__init__(model, config, dist.get_world_size())
         self._rank = dist.get_rank()
-        # In which gradients of weights that are held in parts are sent, if not their own type.
-        self.sent_type = torch.bfloat16 if config.gradient_precision == "bfloat16" else None
+        # In which gradients are sent, if not in the type of the weight.
+        self._sent_type = torch.bfloat16 if config.gradient_precision == "bfloat16" else None
         self._groups: dict[int, int] = {}
 
     def number(self) -> int:
@@ -70,20 +72,30 @@ class Parts(CutVariables):
 
     def whole(self, parts: Sequence[torch.Tensor], axes: Sequence[int]) -> list[torch.Tensor]:
         """Returns the wholes of some parts of one type, by one message."""
-        own = [part.reshape(-1) for part in parts]
-        gathered = all_gather_functional(torch.cat(own) if len(own) > 1 else own[0]).reshape(self.size, -1)
-        found = gathered.split([part.numel() for part in parts], dim=1)
-        return [
-            one.reshape(self.size, *part.shape).movedim(0, axis).flatten(axis, axis + 1)
-            for one, part, axis in zip(found, parts, axes)
-        ]
+        return [one.movedim(0, axis).flatten(axis, axis + 1) for one, axis in zip(self._of_all_ranks(parts), axes)]
 
-    def scatter(self, wholes: Sequence[torch.Tensor], axes: Sequence[int]) -> "Sums":
-        """Starts to sum tensors of one type over the ranks, of which each gets its parts; by one message."""
+    def _of_all_ranks(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns these parts of all ranks, each `(ranks, ...)`, by one message."""
+        own = [part.reshape(-1) for part in parts]
+        gathered = all_gather_stacked(torch.cat(own) if len(own) > 1 else own[0])
+        found = gathered.split([part.numel() for part in parts], dim=1)
+        return [one.reshape(self.size, *part.shape) for one, part in zip(found, parts)]
+
+    def average(self, wholes: Sequence[torch.Tensor], axes: Sequence[int], dtype: torch.dtype) -> "Means":
+        """Starts to average tensors over the ranks, of which each gets its parts; by one message.
+
+        `dtype`: in which they are sent, if no other is chosen.
+        """
         rows = [whole.unflatten(axis, (self.size, -1)).movedim(axis, 0) for whole, axis in zip(wholes, axes)]
-        sent = [row.reshape(self.size, -1) for row in rows]
-        joined = torch.cat(sent, dim=1) if len(sent) > 1 else sent[0]
-        return Sums(reduce_scatter_async(joined.reshape(-1)), self.size, [row.shape[1:] for row in rows])
+        shapes, dtype = [row.shape[1:] for row in rows], self._sent_type or dtype
+        if is_being_captured(rows[0]):
+            sent = torch.cat([row.to(dtype).reshape(self.size, -1) for row in rows], dim=1)
+        else:  # each is copied once
+            sizes = [shape.numel() for shape in shapes]
+            sent = rows[0].new_empty((self.size, sum(sizes)), dtype=dtype)
+            for row, place in zip(rows, sent.split(sizes, dim=1)):
+                place.unflatten(1, row.shape[1:]).copy_(row)
+        return Means(reduce_scatter_async(sent.reshape(-1)), self.size, shapes)
 
     def whole_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the whole gradients of the trained weights, for what is recorded of them."""
@@ -102,8 +114,9 @@ class Parts(CutVariables):
         for _, same in itertools.groupby(mine, key=lambda entry: entry[1].dtype):
             for bucket in _bucketed(list(same), lambda entry: entry[1].nbytes, _MESSAGE_BYTES):
                 axes = [self.axes[id(variable)] for variable, _, _ in bucket]
-                for (_, value, _), whole in zip(bucket, self.whole([part for *_, part in bucket], axes)):
-                    value.copy_(whole)
+                parts = self._of_all_ranks([part for *_, part in bucket])
+                for (_, value, _), axis, rows in zip(bucket, axes, parts):
+                    value.unflatten(axis, (self.size, -1)).copy_(rows.movedim(0, axis))
         return [entry for entry in changed if id(entry[0]) not in new]
 
     def clipping(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
@@ -218,15 +231,15 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         found: list[torch.Tensor | None] = [None] * len(gradients)
         wanted = [
-            (place, gradient.to(ctx.parts.sent_type or ctx.dtypes[place]) / dist.get_world_size())
+            (place, gradient)
             for place, gradient in enumerate(gradients)
             if gradient is not None and ctx.needs_input_grad[3 + place]
         ]
-        for _, same in itertools.groupby(wanted, key=lambda pair: pair[1].dtype):
-            own = list(same)
-            sums = ctx.parts.scatter([gradient for _, gradient in own], [ctx.axes[place] for place, _ in own])
-            for (place, _), part in zip(own, sums.take()):
-                found[place] = part.to(ctx.dtypes[place])
+        for dtype, same in itertools.groupby(wanted, key=lambda pair: ctx.dtypes[pair[0]]):
+            places, own = zip(*same)
+            means = ctx.parts.average(own, [ctx.axes[place] for place in places], dtype)
+            for place, part in zip(places, means.take()):
+                found[place] = part.to(dtype)
         return None, None, None, *found
 
 
@@ -254,16 +267,16 @@ def _bucketed(items: list[Any], num_bytes: Callable[[Any], int], most: int) -> I
         yield bucket
 
 
-class Sums:
-    """Sums of tensors on their way: the parts of this rank."""
+class Means:
+    """Averages of tensors on their way: the parts of this rank."""
 
     def __init__(self, sent: torch.Tensor, size: int, shapes: list[torch.Size]):
         self._sent, self._size, self._shapes = sent, size, shapes
 
     def take(self) -> list[torch.Tensor]:
         """Waits for them, and returns them."""
-        joined = wait(self._sent)
+        total = wait(self._sent)
         if dist.get_backend() != "nccl":  # what each rank has given, not added yet
-            joined = joined.reshape(self._size, -1).sum(0)
-        found = joined.split([shape.numel() for shape in self._shapes])
+            total = functools.reduce(torch.add, total.reshape(self._size, -1).unbind())
+        found = total.div_(self._size).split([shape.numel() for shape in self._shapes])
         return [one.reshape(shape) for one, shape in zip(found, self._shapes)]
