@@ -82,7 +82,7 @@ class CutVariables:
 
         if self.is_cut:
             return
-        for variable, axis in self._variables():
+        for variable, axis in self.to_cut():
             value = raw_value(variable)
             if tuple(value.shape) != tuple(variable.shape):
                 raise UserError(f"--shard: {variable.path} is held in parts by the training of another model just now")
@@ -107,8 +107,8 @@ class CutVariables:
         _, axis, kept = self._held[id(variable)]
         return self.whole_of(axis, kept)
 
-    def _variables(self) -> list[tuple[Any, int]]:
-        """Returns what is to be cut, each with its axis.
+    def to_cut(self) -> list[tuple[Any, int]]:
+        """Returns the variables that are to be cut, each with its axis.
 
         Raises:
             UserError: if the optimizer cannot update parts.

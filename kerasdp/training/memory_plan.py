@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from kerasdp.backends.base import SingleProcess, Strategy
+from kerasdp.backends.parts import CutVariables
 from kerasdp.checkpoint.names import names_in
 from kerasdp.config import Config
 from kerasdp.config.ladder import bytes_in, rungs
@@ -200,7 +201,7 @@ def make_ladder(
     budget, rows = budget_of(config, num_devices), []
     for flags, rung in rungs(config, config.num_replicas(num_devices), tuple(counted)):
         is_split = rung.accumulate > config.accumulate
-        if is_split and not _takes_parts(model, rung, num_devices):
+        if (is_split and not _takes_parts(model, rung, num_devices)) or not _can_be_cut(model, rung, num_devices):
             continue
         need = needed(model, counted[rung.remat], rung, num_devices)
         changes = {name: value for name, value in vars(rung).items() if value != getattr(config, name)}
@@ -218,6 +219,17 @@ def _takes_parts(model: keras.Model, rung: Config, num_devices: int) -> bool:
     except UserError:
         return False
     return not any(norm.trainable for norm in batch_norms(model))
+
+
+def _can_be_cut(model: keras.Model, rung: Config, num_devices: int) -> bool:
+    """Returns whether devices may hold parts of a model's optimizer; jax sees the whole of them."""
+    if rung.shard == "none" or rung.backend == "jax":
+        return True
+    try:
+        CutVariables(model, rung, num_devices).to_cut()
+    except UserError:
+        return False
+    return True
 
 
 def budget_of(config: Config, num_devices: int) -> int:

@@ -43,12 +43,16 @@ def make_optimizer(config: Config, train: Source | None = None) -> keras.optimiz
 
 
 def _optimizers() -> dict[str, Any]:
-    """Returns all of `keras.optimizers` by lower-case name; LossScaleOptimizer comes with --precision."""
-    base, wrapper = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+    """Returns all of `keras.optimizers` by lower-case name but those that hold others.
+
+    `LossScaleOptimizer` comes with --precision.
+    """
+    base = keras.optimizers.Optimizer
+    others = (base, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     return {
         name.lower(): value
         for name, value in vars(keras.optimizers).items()
-        if isinstance(value, type) and issubclass(value, base) and value not in (base, wrapper)
+        if isinstance(value, type) and issubclass(value, base) and value not in others
     }
 
 

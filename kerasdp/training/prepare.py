@@ -107,6 +107,11 @@ def prepare(
         _build(model, symbols, config, strategy, with_targets)
         if with_targets:
             refuse_nan_inputs(model, reader, batch)
+    if step == "train_step" and isinstance(model.optimizer, keras.optimizers.MultiOptimizer):
+        raise UserError(
+            f"{model.name}: expected one optimizer. Received: MultiOptimizer, which has no learning rate; give compile "
+            "one of them, or update by several in a loop of your own (kerasdp.value_and_grad, runner.step)"
+        )
     require_known_weights(model)
     require_within_scope(model, strategy)
     with scope():  # a seed generator that a layer gets is a variable on each device

@@ -151,6 +151,14 @@ def train_on_batch(runner):
     return float(make(runner, mlp).train_on_batch(X, Y))
 
 
+@case
+def several_optimizers(runner):
+    import keras
+
+    each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    return fit(runner, make(runner, mlp, keras.optimizers.MultiOptimizer(each)))
+
+
 MADE_BEFORE = []
 
 

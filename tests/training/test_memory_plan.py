@@ -106,6 +106,15 @@ def test_nothing_fits():
     assert "--fit_into=50KB: nothing fits; the least is" in refused.stderr
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
+def test_an_optimizer_that_sees_whole_weights():
+    flags = ["--backend=torch", "--gpus=2", "--model=lenet", "--batch_size=8", "--device=cpu", "--fit_into=24GB"]
+    for optimizer, is_offered in (("adam", True), ("muon", False)):
+        planned = run(ROOT / "recipes" / "train.py", *flags, f"--optimizer={optimizer}", "--dry_run", backend="torch")
+        assert planned.returncode == 0, planned.stderr
+        assert ("--shard=optimizer" in planned.stdout) is is_offered
+
+
 def test_the_order_of_the_ladder():
     config = Config(backend="jax", batch_size=24)
     flags = [flags for flags, _ in rungs(config, 2)]
