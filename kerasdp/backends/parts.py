@@ -120,18 +120,20 @@ class CutVariables:
             return found
         optimizer = inner_optimizer(self._optimizer)
         of_weight = slots_by_weight(optimizer)
-        known = {id(weight) for _, weight in of_weight.values()}
+        slots: dict[int, list[Any]] = {}
+        for slot in optimizer.variables:
+            if id(slot) in of_weight:
+                slots.setdefault(id(of_weight[id(slot)][1]), []).append(slot)
         for weight, axis in self.cut_weights if not self._held else ():
             own = functools.partial(part_of, axis=axis, number=self.size - 1, num_parts=self.size)
-            if id(weight) in known and not updates_numbers_alone(optimizer, weight, own):
+            if id(weight) in slots and not updates_numbers_alone(optimizer, weight, slots[id(weight)], own):
                 raise UserError(
                     f"--shard: {type(optimizer).__name__} looks at all numbers of a weight ({weight.path}), of which a "
                     f"device holds a part with --backend={self._backend}; use --backend=jax, or another --optimizer"
                 )
-        for slot in optimizer.variables:
-            _, weight = of_weight.get(id(slot), ("", None))
-            if id(weight) in self.axes and tuple(slot.shape) == tuple(weight.shape):
-                found.append((slot, self.axes[id(weight)]))
+        for weight, axis in self.cut_weights:
+            alike = [slot for slot in slots.get(id(weight), ()) if tuple(slot.shape) == tuple(weight.shape)]
+            found += [(slot, axis) for slot in alike]
         return found
 
     def own(self, variable: Any, value: Any) -> Any:

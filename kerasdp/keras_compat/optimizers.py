@@ -183,7 +183,7 @@ def clips_by_norms(optimizer: Any) -> bool:
     return bool(optimizer.clipnorm or optimizer.global_clipnorm)
 
 
-def updates_numbers_alone(optimizer: Any, weight: Any, part_of: Callable[[Any], Any]) -> bool:
+def updates_numbers_alone(optimizer: Any, weight: Any, slots: list[Any], part_of: Callable[[Any], Any]) -> bool:
     """Returns whether a built optimizer makes of a part of a weight what it makes of that part within the whole.
 
     Found by trying, on torch and tensorflow, with made numbers and without clipping by norms; nothing changes. Keras
@@ -192,9 +192,9 @@ def updates_numbers_alone(optimizer: Any, weight: Any, part_of: Callable[[Any], 
     Args:
         optimizer: not one that scales the loss.
         weight: that it was built for, at least of rank 1.
+        slots: what it keeps for the weight.
         part_of: gives the part of a tensor of the weight's shape.
     """
-    slots = [slot for slot in optimizer.variables if slots_by_weight(optimizer).get(id(slot), (0, None))[1] is weight]
     if any(math.prod(slot.shape) > 1 and tuple(slot.shape) != tuple(weight.shape) for slot in slots):
         return False
     like_weight = [weight, *(slot for slot in slots if tuple(slot.shape) == tuple(weight.shape))]

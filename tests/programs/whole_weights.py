@@ -4,7 +4,7 @@ import json
 
 import keras
 
-from kerasdp.keras_compat.optimizers import updates_numbers_alone
+from kerasdp.keras_compat.optimizers import slots_by_weight, updates_numbers_alone
 
 
 class OfNorms(keras.optimizers.SGD):
@@ -29,7 +29,9 @@ def is_alone(optimizer):
     weight = keras.Variable(keras.ops.ones((48, 64)), name="kernel")
     optimizer.build([weight])
     before = [keras.ops.convert_to_numpy(each).tolist() for each in (weight, *optimizer.variables)]
-    found = updates_numbers_alone(optimizer, weight, lambda value: value[:, 32:])
+    of_weight = slots_by_weight(optimizer)
+    slots = [variable for variable in optimizer.variables if id(variable) in of_weight]
+    found = updates_numbers_alone(optimizer, weight, slots, lambda value: value[:, 32:])
     assert before == [keras.ops.convert_to_numpy(each).tolist() for each in (weight, *optimizer.variables)]
     return found
 
