@@ -109,7 +109,10 @@ def main() -> None:
         settings["model"] = args.model
     print(f"| choices | {' | '.join(PARTS)} | measured | step |")
     print("|---" * (len(PARTS) + 3) + "|")
-    for rung in (rung for rung in RUNGS if args.devices > 1 or "shard" not in rung):
+    left_out = {"shard"} if args.devices == 1 else set()
+    if args.device == "cpu":  # most have no arithmetic of bfloat16: PyTorch takes minutes a step
+        left_out.add("precision")
+    for rung in (rung for rung in RUNGS if not left_out & rung.keys()):
         adapters = {name: value for name, value in rung.items() if name in OF_ADAPTERS}
         choices = settings | {name: value for name, value in rung.items() if name not in OF_ADAPTERS}
         name = " ".join(f"`--{key}={value}`" for key, value in rung.items()) or "as it is"
