@@ -27,6 +27,11 @@ def all_gather_stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Stacks the tensor of all ranks of a group along a new first axis."""
     if group is None and fits_sockets(tensor):
         return gather_by_sockets(tensor)
+    return gather_by_group(tensor, group)
+
+
+def gather_by_group(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Does what `all_gather_stacked` does, by NCCL or Gloo in any case, as graph passes know it."""
     tensor = tensor.contiguous()
     if is_being_captured(tensor):  # a step is being captured: the functional form
         rows = tensor if tensor.dim() else tensor.reshape(1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kerasdp.backends.parts import CutVariables
-from kerasdp.backends.torch.collectives import all_gather_stacked
+from kerasdp.backends.torch.collectives import gather_by_group
 from kerasdp.backends.torch.private import (
     all_reduce_async,
     is_being_captured,
@@ -77,7 +77,7 @@ class Parts(CutVariables):
     def _of_all_ranks(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns these parts of all ranks, each `(ranks, ...)`, by one message."""
         own = [part.reshape(-1) for part in parts]
-        gathered = all_gather_stacked(torch.cat(own) if len(own) > 1 else own[0])
+        gathered = gather_by_group(torch.cat(own) if len(own) > 1 else own[0])
         found = gathered.split([part.numel() for part in parts], dim=1)
         return [one.reshape(self.size, *part.shape) for one, part in zip(found, parts)]
 
