@@ -8,7 +8,6 @@ import contextlib
 import functools
 import inspect
 import math
-import re
 import string
 from collections.abc import Callable
 from typing import Any
@@ -359,25 +358,35 @@ def _take_by_int32(original: Callable[..., Any], x: Any, indices: Any, axis: Any
 
 # Keras (3.15) adds the product of an adapter's two matrices (LoRA) to the kernel. So a step takes the gradient of the
 # whole kernel, frozen or not: a third of what the layer computes, and as much memory as the kernel once more.
+# A subclass with a kernel of its own (a normalized one, say) stays as it is.
 
 
 def _beside_kernel(call: Callable[..., Any], layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns what a `Dense` or `EinsumDense` gives; its adapter is applied to the inputs, not added to the kernel."""
-    equation = _DENSE if isinstance(layer, keras.layers.Dense) else layer.equation
-    is_adapted = layer.lora_enabled and not layer.quantization_mode and _is_narrow(layer)
-    equations = _of_adapter(equation) if is_adapted else None
+    is_dense = isinstance(layer, keras.layers.Dense)
+    equation = _DENSE if is_dense else layer.equation
+    own = type(layer).kernel is (keras.layers.Dense if is_dense else keras.layers.EinsumDense).kernel
+    equations = _of_adapter(equation) if own and _is_adapted(layer) and _is_narrow(layer) else None
     if equations is None:
         return call(layer, inputs, *args, **kwargs)
+
+    def product(equation: str, inputs: Any, matrix: Any) -> Any:
+        return ops.matmul(inputs, matrix) if is_dense else ops.einsum(equation, inputs, matrix)
+
     narrow, wide, is_b_first = equations
     # Which Keras makes in float32 beside a kernel of another type.
     first, second = (ops.cast(matrix, layer.compute_dtype) for matrix in (layer.lora_kernel_a, layer.lora_kernel_b))
     if is_b_first:
         first, second = second, first
-    added = _product(wide, _product(narrow, inputs, first), second)
-    outputs = _product(equation, inputs, layer._kernel) + layer.lora_alpha / layer.lora_rank * added
+    added = product(wide, product(narrow, inputs, first), second)
+    outputs = ops.add(product(equation, inputs, layer._kernel), layer.lora_alpha / layer.lora_rank * added)
     if layer.bias is not None:
         outputs = ops.add(outputs, layer.bias)
     return outputs if layer.activation is None else layer.activation(outputs)
+
+
+def _is_adapted(layer: Any) -> bool:
+    return layer.lora_enabled and not layer.quantization_mode
 
 
 _DENSE = "...a,ab->...b"
@@ -410,14 +419,9 @@ def _of_adapter(equation: str) -> tuple[str, str, bool] | None:
     return None
 
 
-def _product(equation: str, inputs: Any, matrix: Any) -> Any:
-    is_of_dense = re.fullmatch(r"\.\.\.(.),\1(.)->\.\.\.\2", equation)
-    return ops.matmul(inputs, matrix) if is_of_dense else ops.einsum(equation, inputs, matrix)
-
-
 def _beside_table(call: Callable[..., Any], layer: Any, inputs: Any) -> Any:
     """Returns the rows of an `Embedding`, with those of its adapter, of which no table is made."""
-    if not layer.lora_enabled or layer.quantization_mode:
+    if not _is_adapted(layer) or type(layer).embeddings is not keras.layers.Embedding.embeddings:
         return call(layer, inputs)
     if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):
         inputs = ops.cast(inputs, "int32")

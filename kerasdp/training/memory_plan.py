@@ -199,9 +199,11 @@ def make_ladder(
             "or a loop over time with tensorflow; leave it out"
         )
     budget, rows = budget_of(config, num_devices), []
-    for flags, rung in rungs(config, config.num_replicas(num_devices), tuple(counted)):
-        is_split = rung.accumulate > config.accumulate
-        if (is_split and not _takes_parts(model, rung, num_devices)) or not _can_be_cut(model, rung, num_devices):
+    ladder = list(rungs(config, config.num_replicas(num_devices), tuple(counted)))
+    can_be_cut = any(rung.shard != config.shard for _, rung in ladder) and _can_be_cut(model, config, num_devices)
+    for flags, rung in ladder:
+        is_split, is_cut = rung.accumulate > config.accumulate, rung.shard != config.shard
+        if (is_split and not _takes_parts(model, rung, num_devices)) or (is_cut and not can_be_cut):
             continue
         need = needed(model, counted[rung.remat], rung, num_devices)
         changes = {name: value for name, value in vars(rung).items() if value != getattr(config, name)}
@@ -221,15 +223,12 @@ def _takes_parts(model: keras.Model, rung: Config, num_devices: int) -> bool:
     return not any(norm.trainable for norm in batch_norms(model))
 
 
-def _can_be_cut(model: keras.Model, rung: Config, num_devices: int) -> bool:
-    """Returns whether devices may hold parts of a model's optimizer; jax sees the whole of them."""
-    if rung.shard == "none" or rung.backend == "jax":
-        return True
+def _can_be_cut(model: keras.Model, config: Config, num_devices: int) -> bool:
+    """Returns whether a model's optimizer may have parts of the weights; on jax it sees the wholes."""
     try:
-        CutVariables(model, rung, num_devices).to_cut()
+        return config.backend == "jax" or bool(CutVariables(model, config, num_devices).to_cut())
     except UserError:
         return False
-    return True
 
 
 def budget_of(config: Config, num_devices: int) -> int:

@@ -109,10 +109,13 @@ def test_nothing_fits():
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
 def test_an_optimizer_that_sees_whole_weights():
     flags = ["--backend=torch", "--gpus=2", "--model=lenet", "--batch_size=8", "--device=cpu", "--fit_into=24GB"]
-    for optimizer, is_offered in (("adam", True), ("muon", False)):
-        planned = run(ROOT / "recipes" / "train.py", *flags, f"--optimizer={optimizer}", "--dry_run", backend="torch")
+    cases = ("adam", "none", True), ("muon", "none", False), ("muon", "optimizer", False)
+    for optimizer, shard, is_offered in cases:
+        own = [f"--optimizer={optimizer}", f"--shard={shard}", "--dry_run"]
+        planned = run(ROOT / "recipes" / "train.py", *flags, *own, backend="torch")
         assert planned.returncode == 0, planned.stderr
-        assert ("--shard=optimizer" in planned.stdout) is is_offered
+        table = planned.stdout.split("fit into")[1]
+        assert "as it is" in table and ("--shard=" in table) is is_offered
 
 
 def test_the_order_of_the_ladder():

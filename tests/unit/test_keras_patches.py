@@ -760,3 +760,26 @@ def test_adapters_are_applied_to_inputs(name):
     assert number > 0 == fewer
     for one, other in zip(found, same, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-4 * np.abs(one).max())
+
+
+def test_a_kernel_of_its_own_keeps_its_adapter():
+    """A subclass says what its kernel is: what is applied to the inputs would pass it by."""
+
+    class Halved(keras.layers.Dense):
+        @property
+        def kernel(self):
+            return 0.5 * super().kernel
+
+    class Doubled(keras.layers.Embedding):
+        @property
+        def embeddings(self):
+            return 2.0 * super().embeddings
+
+    for layer, inputs in ((Halved(64), np.ones((4, 48), "float32")), (Doubled(80, 40), np.arange(3))):
+        layer(inputs)
+        layer.enable_lora(1)
+        for weight in layer.weights:
+            weight.assign(np.random.RandomState(0).normal(size=weight.shape))
+        expected = array(layer(inputs))
+        with numerics.same_on_all_backends():
+            np.testing.assert_array_equal(array(layer(inputs)), expected)
