@@ -102,7 +102,8 @@ def _server(backend: str) -> socket.socket:
         env = environment(KERAS_TORCH_DEVICE="cpu", PYTHONPATH=str(ROOT))
         command = [sys.executable, ROOT / "tests" / "server.py", backend, path]
         pathlib.Path(path).unlink(missing_ok=True)
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT, env=env)
+        # In a session of its own: who ends pytest with Ctrl-C would end the server first, whose tests would then fail.
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT, env=env, start_new_session=True)
         while not os.path.exists(path):
             assert server.poll() is None, f"the server of {backend} has ended: {server.returncode}"
             time.sleep(0.05)
