@@ -71,8 +71,8 @@ def _zeros_where_all_is_masked(
     """
     # Else Keras rounds it to float32 on TensorFlow.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    is_jax_in_float64 = keras.backend.backend() == "jax" and _is_float64(query)
-    compute = functools.partial(_in_float64 if is_jax_in_float64 else original, query, key, value)
+    given = query, key, value
+    compute = functools.partial(_by_heads if _is_by_heads(*given, options) else original, *given)
     if mask is None:
         return compute(bias=bias, mask=mask, scale=scale, **options)
     mask = ops.cast(mask, "bool")
@@ -88,20 +88,38 @@ def _causal_mask(query: Any, key: Any) -> Any:
     return ops.tril(ops.ones((query.shape[1], key.shape[1]), "bool"))
 
 
-def _in_float64(
+def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> bool:
+    """Returns whether attention is computed by `_by_heads`.
+
+    On jax in float64, where `jax.nn` (0.10) has its softmax in float32, whatever it is given. On TensorFlow, whose
+    einsum (2.21) takes twice as long as the same by transposes and products.
+    """
+    kind = keras.backend.backend()
+    is_plain = not (options.get("flash_attention") or options.get("attn_logits_soft_cap"))
+    is_known = all(len(each.shape) == 4 and None not in each.shape[1:] for each in (query, key, value))
+    return is_plain and is_known and (kind == "tensorflow" or (kind == "jax" and _is_float64(query)))
+
+
+def _by_heads(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, scale: Any, is_causal: bool = False, **_: Any
 ) -> Any:
-    """Returns an attention whose softmax is in float64; `jax.nn` (0.10) has it in float32, whatever it is given."""
+    """Returns an attention by one product of matrices for each sample and head; no softmax in half precision."""
+    dtype = keras.backend.result_type(query.dtype, key.dtype, value.dtype)
+    wide = keras.backend.result_type(dtype, "float32")
     groups = query.shape[2] // key.shape[2]
-    key, value = (ops.repeat(tensor, groups, axis=2) for tensor in (key, value))
-    logits = ops.einsum("btnh,bsnh->bnts", query, key) * scale
-    if bias is not None:
-        logits += bias
+    if groups > 1:
+        key, value = (ops.repeat(tensor, groups, axis=2) for tensor in (key, value))
     if is_causal:
         mask = _causal_mask(query, key)
+    query, value = (ops.transpose(ops.cast(tensor, dtype), (0, 2, 1, 3)) for tensor in (query, value))
+    logits = ops.matmul(query, ops.transpose(ops.cast(key, dtype), (0, 2, 3, 1)))
+    logits = ops.cast(logits, wide) * ops.cast(scale, wide)
+    if bias is not None:
+        logits += ops.cast(bias, wide)
     if mask is not None:
         logits = ops.where(mask, logits, -np.inf)
-    return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
+    outputs = ops.matmul(ops.cast(ops.softmax(logits, axis=-1), dtype), value)
+    return ops.transpose(outputs, (0, 2, 1, 3))
 
 
 def channels_last_by_strides(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -356,6 +374,40 @@ def _take_by_int32(original: Callable[..., Any], x: Any, indices: Any, axis: Any
     return original(x, indices, axis)
 
 
+def _as_one_product(original: Callable[..., Any], subscripts: str, *operands: Any, **options: Any) -> Any:
+    """Returns an einsum; of inputs and a kernel, as in `EinsumDense` and `MultiHeadAttention`, by one matrix product.
+
+    Keras (3.15) on TensorFlow multiplies the rows of each sample by the kernel alone. For the gradient, TensorFlow
+    (2.21) then computes that of the kernel once for each sample, keeps them all, and adds them up.
+    """
+    number = None if len(operands) != 2 or options else _contracted(subscripts.replace(" ", ""))
+    if number is None:
+        return original(subscripts, *operands, **options)
+    inputs, kernel = (ops.convert_to_tensor(operand) for operand in operands)
+    is_known = None not in (*kernel.shape, *inputs.shape[len(inputs.shape) - number :])
+    if not (is_known and _is_float(inputs) and _is_float(kernel)):
+        return original(subscripts, inputs, kernel)
+    size = math.prod(kernel.shape[:number])
+    outputs = ops.matmul(ops.reshape(inputs, (-1, size)), ops.reshape(kernel, (size, -1)))
+    return ops.reshape(outputs, (*ops.shape(inputs)[:-number], *kernel.shape[number:]))
+
+
+@functools.cache
+def _contracted(equation: str) -> int | None:
+    """Returns how many axes, the last of the inputs and the first of the kernel, are summed over: `"abc,cde->abde"`: 1.
+
+    None where that is not all that an equation says.
+    """
+    given, kernel, outputs = [*equation.replace("->", ",").split(","), "", ""][:3]
+    shared = [letter for letter in kernel if letter in given]
+    number = len(shared)
+    first, rest = given[: len(given) - number], kernel[number:]
+    is_product = given[len(first) :] == kernel[:number] and outputs == first + rest
+    letters = (first + kernel).replace("...", "", 1)
+    is_plain = letters.isalpha() and len(set(letters)) == len(letters) and "..." not in kernel
+    return number if number and first and is_product and is_plain else None
+
+
 # Keras (3.15) adds the product of an adapter's two matrices (LoRA) to the kernel. So a step takes the gradient of the
 # whole kernel, frozen or not: a third of what the layer computes, and as much memory as the kernel once more.
 # A subclass with a kernel of its own (a normalized one, say) stays as it is.
@@ -446,6 +498,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "minimum"): _half_at_ties,
         ("numpy", "argmax"): _first_largest,
         ("numpy", "take"): _take_by_int64,
+        ("numpy", "einsum"): _as_one_product,
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
         ("nn", "gelu"): _exact_gelu,

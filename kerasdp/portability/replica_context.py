@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import current_step, step_with
@@ -58,16 +60,20 @@ class RowAxis(NamedTuple):
             num_rows: in the shard. Some may be padding, beyond the end of the whole tensor: they get its last row.
             first_row: of the shard, in the whole; may be a scalar tensor.
             total_rows: in the whole.
+
+        Returns:
+            A tensor; of numbers that are Python's an array.
         """
         from keras import ops
 
+        made_by: Any = np if isinstance(first_row, int) else ops
         others = size // num_rows
-        rows = ops.minimum(ops.arange(num_rows, dtype="int32") + first_row, total_rows - 1)
+        rows = made_by.minimum(made_by.arange(num_rows, dtype="int32") + first_row, total_rows - 1)
         if self.is_inner:
-            whole = ops.expand_dims(ops.arange(others, dtype="int32") * total_rows, 1) + rows
+            whole = made_by.expand_dims(made_by.arange(others, dtype="int32") * total_rows, 1) + rows
         else:
-            whole = ops.expand_dims(rows * others, 1) + ops.arange(others, dtype="int32")
-        return ops.reshape(whole, (size,))
+            whole = made_by.expand_dims(rows * others, 1) + made_by.arange(others, dtype="int32")
+        return made_by.reshape(whole, (size,))
 
 
 FIRST = RowAxis()

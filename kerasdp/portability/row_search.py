@@ -148,7 +148,7 @@ def _row_axis(
         if own is not None and own.shape[axis] == shape[axis]:
             whole, own, tolerance = to_array(whole), to_array(own), tolerance_of(own)
             for candidate in (RowAxis(axis), RowAxis(axis, is_inner=True)):
-                indices = to_array(candidate.indices(shape[axis], num_rows, SHARD.start, NUM_ROWS))
+                indices = candidate.indices(shape[axis], num_rows, SHARD.start, NUM_ROWS)
                 if is_close(np.take(whole, indices, axis=axis), own, tolerance):
                     return candidate
         raise UserError(

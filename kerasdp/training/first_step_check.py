@@ -336,7 +336,7 @@ def _is_shard(whole_tensor: Any, own_tensor: Any, total_rows: int, shard: ShardP
 
     def is_at(place: RowAxis) -> bool:
         at_whole, at_own = (
-            to_array(place.indices(size, shard.num_rows, first, total))  # on a GPU NumPy could not read them
+            place.indices(size, shard.num_rows, first, total)
             for first, total in ((shard.first_row, total_rows), (0, shard.rows))
         )
         expected, received = np.take(whole, at_whole, axis=axis), np.take(own, at_own, axis=axis)

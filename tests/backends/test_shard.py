@@ -19,12 +19,16 @@ SHARDS = {
     "tensorflow": ("optimizer", "optimizer+remat=blocks"),
 }
 BLOCKS = ("attention", "vit", "lstm")  # layers that hold layers
+COMPILED = (
+    "tied",
+    "attention",
+)  # of the others compiling takes minutes
 # In the default suite; the others are proofs.
 USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
 
 
 def cases_of(backend, shard):
-    return BLOCKS if shard.endswith("blocks") else CASES[backend]
+    return {"blocks": BLOCKS, "on": COMPILED}.get(shard.partition("=")[2], CASES[backend])
 
 
 @functools.cache

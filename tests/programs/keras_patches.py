@@ -154,6 +154,14 @@ def functions():
         """Of a probability that is clipped, the gradient is 0: Keras looks behind the softmax."""
         return lambda: gradient(lambda x: loss(ops.softmax(x)), np.float32([[-50, 50]]))
 
+    def products_by_sample():
+        """Those of a kernel, in the forward and the backward pass."""
+        import tensorflow as tf
+
+        x, kernel = tf.ones((7, 2, 3)), tf.ones((3, 2, 2))
+        graph = tf.function(lambda: tf.gradients(ops.einsum("abc,cde->abde", x, kernel), [x, kernel]))
+        return sum("BatchMatMul" in node.type for node in graph.get_concrete_function().graph.get_operations())
+
     one_hot, classes = ops.convert_to_tensor(np.float32([[1, 0]])), ops.convert_to_tensor(np.int32([0]))
     binary = ops.convert_to_tensor(np.float32([1]))
     cases |= {
@@ -166,6 +174,7 @@ def functions():
         ),
         "maximum": (lambda: gradient(lambda x: ops.maximum(x, np.float32([1])), np.float32([1])), [0.5]),
         "minimum": (lambda: gradient(lambda x: ops.minimum(x, np.float32([1])), np.float32([1])), [0.5]),
+        "einsum": (products_by_sample, 0),
         "selu": (lambda: gradient(ops.selu, np.float64([0])), [1.0507009873554805 * 1.6732632423543772]),
         "celu": (lambda: gradient(lambda x: ops.celu(x, 2.0), np.float32([0])), [1.0]),
         "gelu": (
