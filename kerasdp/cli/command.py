@@ -26,6 +26,8 @@ from kerasdp.reporting.report import drop_stdout
 from kerasdp.runtime import hardware
 from kerasdp.runtime.devices import choose_backend, is_installed
 
+# A recipe bisect.py would hide Python's own module from the others.
+_ALSO = {"bisect": "bisection"}
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
 
 
@@ -64,7 +66,7 @@ def _run(words: list[str]) -> int:
     if name in ("--version", "version"):
         print(f"kerasdp {kerasdp.__version__}")
         return 0
-    recipe = kit.recipes().get(name.replace("-", "_"))
+    recipe = kit.recipes().get(_ALSO.get(name, name).replace("-", "_"))
     if recipe is not None:
         return _run_recipe(recipe, rest)
     if name in _COMMANDS:

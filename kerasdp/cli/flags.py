@@ -180,6 +180,13 @@ RECIPES = {
             **_ALONE,
         },
     ),
+    "bisection": Recipe(
+        own=["backends"],
+        takes=[*_DATA, "model", "optimizer", "learning_rate", "kernel_initializer", "seed", "precision", "max_steps",
+               "device", "workdir"],
+        reason="a few steps are computed on one device, operation by operation, and nothing is trained",
+        defaults={"precision": "float64", "max_steps": 2},
+    ),
     "pipeline": Recipe(
         own=["split_sizes", "repetitions"],
         refused={

@@ -16,9 +16,10 @@ from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
 from kerasdp.config import Config, Request
 from kerasdp.config.choices import choices_of
+from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, last_line_of, line_of_interrupt
 from kerasdp.launch import launch
-from kerasdp.runtime.devices import choose_backend
+from kerasdp.runtime.devices import choose_backend, is_installed
 
 
 def main(
@@ -36,7 +37,8 @@ def main(
         function: what the recipe does. With the flags of `"train"`, `"evaluate"` and `"predict"` it runs in the
             workers, as `kerasdp.launch` calls it; else it runs here, and False from it is exit code 1.
         flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
-            `function(config, backends, device_counts)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
+            `function(config, backends, device_counts)`; `"bisection"`:
+            `function(config, backends)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
             `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`; `"ray_train"`:
             `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`;
             `"from_scratch"`: `function(config)`; `"evaluate"` and `"predict"`: `function(runner, request)`, with a
@@ -106,6 +108,14 @@ def _parity(given: dict[str, Any], own: Own) -> tuple[Config, list[str] | None, 
     """Returns what is trained, backends (None: all installed), device counts."""
     backends, counts = _backends(own), _numbers(own, "device_counts")
     return _config_on(counts, {"precision": "float32"} | given), backends, counts  # in TF32 all would differ
+
+
+def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[str, str]]:
+    """Returns what is trained, and the two backends."""
+    names = _backends(own) or [name for name in BACKENDS if is_installed(name)][:2]
+    if len(names) != 2:
+        raise UserError(f"--backends: expected two, as torch,jax. Received: {','.join(names)}")
+    return _config_on([1], given), (names[0], names[1])
 
 
 def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
@@ -219,6 +229,7 @@ def _finetune(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], 
 _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
     "train": lambda given, own: (_config(given),),
     "parity": _parity,
+    "bisection": _bisection,
     "pipeline": _pipeline,
     "benchmark": _benchmark,
     "sweep": _sweep,

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -106,24 +105,32 @@ def trace(job: Job, way: Way, detailed_step: int | None = None) -> Trace:
         RunError: if the training failed.
     """
     start = time.perf_counter()
+    result: Trace = call_in(job, way, _train, detailed_step)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(runner, job, *args)`, of a module, in a run of a way in a new process; returns what it returns.
+
+    Raises:
+        UserError: if the model cannot be sent to a process, or cannot be trained so.
+        RunError: if the run failed.
+    """
     with contextlib.ExitStack() as stack:
         build_model = stack.enter_context(sent(job.build_model))
         data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
         job = dataclasses.replace(job, build_model=build_model, data=data)
         # The process reads it when it imports the user's module, which may import Keras at its top.
         variables = {"KERAS_BACKEND": way.backend}
-        result: Trace = run_workers(
-            _launch, (job, way, detailed_step), names=[f"{way}:"], variables=lambda number: variables
-        )
-    result.seconds = time.perf_counter() - start
-    return result
+        return run_workers(_launch, (job, way, function, *args), names=[f"{way}:"], variables=lambda number: variables)
 
 
-def _launch(job: Job, way: Way, detailed_step: int | None) -> Trace:
+def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
     choices = {name: getattr(job, name) for name in ("device", "batch_size", "seed", "batch_norm")}
     choices["compile"] = job.compile if way.backend == "torch" else "auto"
     settings = Config(**dataclasses.asdict(way), **choices, verbose=0)
-    return launch(functools.partial(_train, job=job, detailed_step=detailed_step), settings)
+    return launch(lambda runner: function(runner, job, *args), settings)
 
 
 def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
@@ -139,7 +146,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
     if not isinstance(model, keras.Model) or not model.compiled:
         raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
     initial: dict[str, np.ndarray] = {}
-    begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(_values(model.variables)))
+    begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: initial.update(values_of(model.variables)))
     observer = Observer(detailed_step)
     runner.state.observe(observer)
     history = runner.fit(
@@ -152,7 +159,7 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
         steps_per_epoch=job.steps,
         callbacks=[begin],
     )
-    final = _values(model.variables)
+    final = values_of(model.variables)
     evaluated = runner.evaluate(model, x, y, sample_weight=sample_weight, steps=job.steps, return_dict=True)
     metrics = {name: values[-1] for name, values in history.history.items()}
     metrics |= {f"evaluate_{name}": value for name, value in evaluated.items()}
@@ -174,7 +181,8 @@ def _train(runner: Any, job: Job, detailed_step: int | None) -> Trace:
     )
 
 
-def _values(variables: list[Any]) -> dict[str, np.ndarray]:
+def values_of(variables: list[Any]) -> dict[str, np.ndarray]:
+    """Returns the values of variables by their paths, in their order."""
     import keras
 
     values: dict[str, np.ndarray] = {}

@@ -1,6 +1,6 @@
 """Takes 100 MB, writes on them and frees them, several times; prints how many pages the system gave anew.
 
-python freed_memory.py BACKEND
+python freed_memory.py BACKEND BYTES_OF_A_BLOCK
 """
 
 import ctypes
@@ -19,11 +19,14 @@ def pages_given():
     c_library = ctypes.CDLL(None)
     c_library.malloc.restype, c_library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     c_library.free.argtypes = [ctypes.c_void_p]
+    size = int(sys.argv[2])
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        address = c_library.malloc(NUM_BYTES)
-        ctypes.memset(address, 1, NUM_BYTES)
-        c_library.free(address)
+        addresses = [c_library.malloc(size) for _ in range(NUM_BYTES // size)]
+        for address in addresses:
+            ctypes.memset(address, 1, size)
+        for address in addresses:
+            c_library.free(address)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 

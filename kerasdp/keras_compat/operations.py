@@ -1,0 +1,198 @@
+"""Tells of each call of `keras.ops`, and of a backend's function that a layer calls without it, with its values."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src import backend
+from keras.src import ops as used_by_layers
+
+from kerasdp.keras_compat.patches import in_place_of, replaced_in_each, step_with
+
+# Where a backend has what `keras.ops` calls, by the names of 3.15; "" are those at its top.
+_MODULES = ("core", "image", "linalg", "math", "nn", "numpy", "")
+# What layers take from the backend itself.
+_OF_LAYERS = ("gru", "lstm", "rnn")
+# These compute nothing.
+_NO_OPERATIONS = frozenset(
+    ("convert_to_numpy", "convert_to_tensor", "custom_gradient", "device_scope", "dtype", "is_tensor", "ndim", "shape",
+     "size", "stop_gradient", "unstack")
+)  # fmt: skip
+
+
+LAYER = "layer"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of an operation, or what a layer gave in the end.
+
+    Args:
+        function: `"keras.ops.tanh"`, or a backend's function, `"keras.src.backend.nn.tanh"`; `"layer"`.
+        layer: whose code calls it: the class and the name of a layer, or the class of a loss. Empty: none.
+        site: file, line and function of the call.
+        arguments: a list and a dictionary, in which `Array(number)` stands for an array.
+        inputs: the arrays.
+        outputs: the arrays that it gave.
+    """
+
+    function: str
+    layer: str
+    site: str
+    arguments: Any
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray]
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the function alone, or the layer."""
+        return self.layer if self.function == LAYER else self.function.rpartition(".")[2]
+
+    def __str__(self) -> str:
+        if self.function == LAYER:
+            return f"layer {self.layer}"
+        shapes = ", ".join(f"{array.dtype}{list(array.shape)}" for array in self.inputs)
+        return f"{self.function}({shapes}){f' of {self.layer}' if self.layer else ''}, {self.site}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Stands for an array among the arguments of a call."""
+
+    number: int
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[Call], None]) -> Iterator[None]:
+    """Tells of each operation that is computed in this context, outside of other operations, once it is done.
+
+    And of what each layer gives, after the operations within it. What has no values is left out: what gets a function
+    (`keras.ops.scan`), and what runs where a framework traces.
+    """
+    busy = False
+
+    def record(layer: Any, result: Any) -> None:
+        if not busy and not isinstance(layer, keras.Model):
+            with contextlib.suppress(Exception):  # as in `_call`
+                outputs = [_array(tensor) for tensor in _tensors(result)]
+                name = f"{type(layer).__name__} {layer.name}"
+                tell(Call(function=LAYER, layer=name, site="", arguments=None, inputs=[], outputs=outputs))
+
+    def watched(function: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal busy
+        if busy:
+            return original(*args, **kwargs)
+        busy = True
+        try:
+            result = original(*args, **kwargs)
+            call = _call(function, args, kwargs, result)
+        finally:
+            busy = False
+        if call is not None:
+            tell(call)
+        return result
+
+    owners = []
+    for path, owner, name in _operations():
+        original = getattr(owner, name)
+        owners.append((owner, {name: in_place_of(original, functools.partial(watched, path))}))
+    with replaced_in_each(owners), step_with(record=record):
+        yield
+
+
+def call_again(call: Call, arrays: list[Any]) -> list[Any]:
+    """Calls the function of a call with other arrays or tensors; returns the tensors it gives."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Array):
+            return arrays[value.number]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(filled, value))
+        return {key: filled(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+    module, _, name = call.function.rpartition(".")
+    owner = {"keras.ops": keras.ops}.get(module) or _module_of(module.removeprefix("keras.src.backend").strip("."))
+    args, kwargs = filled(call.arguments)
+    return _tensors(getattr(owner, name)(*args, **kwargs))
+
+
+def _operations() -> Iterator[tuple[str, Any, str]]:
+    """Yields the paths of all operations, with a module that has it, and its name there."""
+    public = importlib.import_module("keras.ops")
+    names = [
+        name
+        for name, value in vars(public).items()
+        if isinstance(value, types.FunctionType) and not name.startswith("_") and name not in _NO_OPERATIONS
+    ]
+    for name in names:
+        yield f"keras.ops.{name}", public, name
+        if hasattr(used_by_layers, name):
+            yield f"keras.ops.{name}", used_by_layers, name
+    for module in _MODULES:
+        owner = _module_of(module)
+        for name in names if module else (*names, *_OF_LAYERS):
+            if isinstance(getattr(owner, name, None), types.FunctionType):
+                yield ".".join(filter(None, ("keras.src.backend", module, name))), owner, name
+
+
+def _module_of(name: str) -> Any:
+    return getattr(getattr(backend, "ops", backend), name) if name else backend
+
+
+def _call(function: str, args: Any, kwargs: Any, result: Any) -> Call | None:
+    inputs: list[np.ndarray] = []
+    try:
+        arguments = _described((list(args), dict(kwargs)), inputs)
+        outputs = [_array(tensor) for tensor in _tensors(result)]
+    except Exception:  # what a framework traces has no values, and says so in many ways
+        return None
+    layer, site = _place()
+    return Call(function=function, layer=layer, site=site, arguments=arguments, inputs=inputs, outputs=outputs)
+
+
+def _described(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Returns arguments with `Array` in the place of each tensor, which is added to `arrays`."""
+    if isinstance(value, (np.ndarray, keras.Variable)) or keras.ops.is_tensor(value):
+        arrays.append(_array(value))
+        return Array(len(arrays) - 1)
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(_described(each, arrays) for each in value)
+    if isinstance(value, dict):
+        return {key: _described(each, arrays) for key, each in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str, slice, type(...), np.generic)):
+        return value
+    return keras.backend.standardize_dtype(value)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(tensor))
+
+
+def _tensors(result: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(result) if hasattr(leaf, "shape")]
+
+
+def _place() -> tuple[str, str]:
+    """Returns the layer (or loss) whose code runs, and where it calls an operation."""
+    site = ""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        is_within = module.startswith(("keras.src.backend.", "keras.src.ops", "kerasdp.keras_compat", "contextlib"))
+        if not is_within and not site:
+            code = frame.f_code
+            site = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        owner = frame.f_locals.get("self")
+        if site and isinstance(owner, keras.layers.Layer) and not isinstance(owner, keras.Model):
+            return f"{type(owner).__name__} {owner.name}", site
+        if site and isinstance(owner, (keras.losses.Loss, keras.metrics.Metric)):
+            return type(owner).__name__, site
+        frame = frame.f_back
+    return "", site

@@ -1,0 +1,374 @@
+"""Finds the operation that two ways to train compute differently: in the forward pass, its gradient, or an update."""
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kerasdp.errors import UserError
+from kerasdp.parity.divergence import Tolerance, difference, tolerance_for
+from kerasdp.parity.program import program_of
+from kerasdp.parity.trace import Job, Way, call_in, values_of
+
+if TYPE_CHECKING:
+    from kerasdp.keras_compat.operations import Call
+
+# What single operations may differ by in float64, and beside that for each difference of their inputs. A number that
+# has been float32 on its way is 3e-8 off.
+_OPERATION, _CONDITION = 1e-8, 100.0
+# Below this share of the largest gradient a number is round-off, as that of a bias before a batch norm.
+_NOTHING = 1e-9
+
+
+@dataclasses.dataclass(kw_only=True)
+class Step:
+    """What one step computed, operation by operation.
+
+    Args:
+        calls: of operations, in the forward pass and the loss.
+        loss: of the batch.
+        gradients: of each trainable weight that the loss depends on, by path.
+        after: each variable of the model after the update, by path.
+    """
+
+    calls: "list[Call]"
+    loss: float
+    gradients: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Steps:
+    """Steps of one way.
+
+    Args:
+        initial: each variable before the first step, by path.
+        optimizer: the name of its class.
+        steps: one after the other.
+    """
+
+    initial: dict[str, np.ndarray]
+    optimizer: str
+    steps: list[Step]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Where two ways to train first differ by more than round-off.
+
+    Args:
+        ways: the two.
+        what: `"initial weights"`, `"operation"`, `"gradient"`, `"statistics"` or `"update"`; `"loss"` where no
+            operation explains it.
+        name: the operation, the variable, or the optimizer.
+        step: counted from 0; None: before the first.
+        call: of the operation, with the values that it got in the first way; None where none is to blame.
+        expected: what the first way has.
+        received: what the second has.
+        difference: relative.
+        inputs_differ: whether its inputs differed before: then what made them is no operation of Keras.
+        program: shows it with Keras alone, in at most 20 lines; empty if it cannot be called alone.
+    """
+
+    ways: tuple[Way, Way]
+    what: str
+    name: str
+    step: int | None
+    expected: np.ndarray
+    received: np.ndarray
+    difference: float
+    call: "Call | None" = None
+    inputs_differ: bool = False
+    program: str = ""
+
+    def __str__(self) -> str:
+        when = "" if self.step is None else f"step {self.step}: "
+        words = {
+            "initial weights": f"the initial value of {self.name}",
+            "operation": f"what {self.call} gives",
+            "gradient": f"the gradient of {self.call or self.name}",
+            "statistics": f"what is assigned to {self.name}",
+            "update": f"the update of {self.name}",
+            "loss": "the loss, though all operations of the forward pass agree",
+        }[self.what]
+        cause = ""
+        if self.inputs_differ:
+            cause = "; its inputs differ already, by code that calls no operation of Keras"
+        elif self.call is not None and not self.call.inputs:
+            cause = "; operations that both call in it agree"
+        return (
+            f"{when}{words} differs first, by {self.difference:.1e}{cause}: {_some(self.expected, self.received)} on "
+            f"{self.ways[0]}, {_some(self.received, self.expected)} on {self.ways[1]}"
+        )
+
+
+def bisect(
+    build_model: Callable[[], Any],
+    data: Any,
+    ways: tuple[Way, Way],
+    *,
+    steps: int = 2,
+    is_plain: bool = False,
+    tolerance: Tolerance | None = None,
+    **choices: Any,
+) -> Finding | None:
+    """Trains a few steps in two ways, operation by operation, and finds the first that differs beyond round-off.
+
+    Each step is computed as Keras code runs without compilation, on one device: forward pass, loss, gradients, update.
+    In float64 round-off is far below any mistake.
+
+    Args:
+        build_model: as for `kerasdp.parity.compare`.
+        data: likewise; each step takes the next rows, in their order.
+        ways: two, of one device each, which differ in backend or precision.
+        steps: updates.
+        is_plain: whether functions that differ between backends stay as Keras has them: to find defects of Keras.
+        tolerance: None: that of the precision.
+        **choices: fields of `kerasdp.parity.Job`: `batch_size` (32), `seed`.
+
+    Returns:
+        What differs first; None if nothing does.
+
+    Raises:
+        UserError: if the model cannot be sent to other processes, a way has several devices, or it cannot be trained.
+    """
+    if any(way.num_devices != 1 for way in ways):
+        raise UserError(f"bisect: expected ways of one device. Received: {ways[0]} and {ways[1]}")
+    job = Job(build_model=build_model, data=data, steps=steps, **choices)
+    expected, received = (call_in(job, way, _train, is_plain) for way in ways)
+    tolerance = tolerance or tolerance_for(ways[0].precision, expected.optimizer)
+    found = next(_findings(ways, expected, received, tolerance), None)
+    if found is None or found.what not in ("operation", "gradient") or (found.call and not found.call.arguments):
+        return found
+    calls = expected.steps[found.step or 0].calls if found.call is None else [found.call]
+    first, second = (call_in(job, way, _call_alone, is_plain, calls) for way in ways)
+    return (
+        _of_gradients(found, calls, first, second, tolerance)
+        if found.call is None
+        else dataclasses.replace(found, program=program_of(found.call, "output", _shows(first, second, tolerance)))
+    )
+
+
+def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance: Tolerance) -> Iterator[Finding]:
+    """Yields the first difference; what comes after it is not to be asked for."""
+
+    def found(what: str, name: str, step: int | None, one: Any, other: Any, apart: float, **more: Any) -> Finding:
+        return Finding(
+            ways=ways, what=what, name=name, step=step, expected=one, received=other, difference=apart, **more
+        )
+
+    for name, value in expected.initial.items():
+        other = received.initial.get(name, np.empty(0))
+        if (apart := difference(value, other)) > 0:
+            yield found("initial weights", name, None, value, other, apart)
+    before = expected.initial, received.initial
+    for number, (one, two) in enumerate(zip(expected.steps, received.steps)):
+        allowed = tolerance.of_outputs(number)
+        for call, same in aligned(one.calls, two.calls):
+            before_it = max((_apart(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
+            for value, other in zip(call.outputs, same.outputs):
+                apart = _apart(value, other)
+                if call.inputs and before_it < allowed and apart > _of_operation(tolerance) + _CONDITION * before_it:
+                    yield found("operation", call.name, number, value, other, apart, call=call)
+                elif apart > allowed:
+                    differ = bool(call.inputs)
+                    yield found("operation", call.name, number, value, other, apart, call=call, inputs_differ=differ)
+        losses = np.asarray(one.loss), np.asarray(two.loss)
+        if (apart := difference(*losses)) > allowed:
+            yield found("loss", "the loss", number, *losses, apart)
+        scale = max((np.abs(gradient).max() for gradient in one.gradients.values() if gradient.size), default=1.0)
+        for name, gradient in reversed(one.gradients.items()):
+            other = two.gradients.get(name, np.empty(0))
+            apart = difference(gradient, other)
+            if apart == np.inf or (apart > allowed and np.abs(gradient - other).max() > _NOTHING * scale):
+                yield found("gradient", name, number, gradient, other, apart)
+        for name, value in one.after.items():
+            other = two.after.get(name, np.empty(0))
+            learned = one.gradients.get(name)
+            if value.shape == other.shape and learned is not None:  # what is but round-off proves nothing
+                counts = np.abs(learned) > _NOTHING * scale
+                value, other = np.where(counts, value, 0), np.where(counts, other, 0)
+            moved = _moved(before[0].get(name), value)
+            if (apart := difference(value, other) / moved) > allowed:
+                what, words = "statistics", name
+                if name in one.gradients:
+                    what, words = "update", f"{name} by {expected.optimizer}"
+                yield found(what, words, number, value, other, apart)
+        before = one.after, two.after
+
+
+def _of_operation(tolerance: Tolerance) -> float:
+    """Returns what an operation may differ by that gets equal inputs."""
+    return min(_OPERATION, tolerance.start) if tolerance.kinks == 0.0 else tolerance.of_outputs(0)
+
+
+def _moved(before: np.ndarray | None, after: np.ndarray) -> float:
+    """Returns how far a variable went in a step, relative to its size; at least a thousandth."""
+    return 1.0 if before is None or before.shape != after.shape else min(max(difference(before, after), 1e-3), 1.0)
+
+
+def aligned(calls: "list[Call]", others: "list[Call]") -> "Iterator[tuple[Call, Call]]":
+    """Yields the calls that two passes have in common, in pairs: backends take other paths within some layers."""
+    keys: list[list[Any]] = [[(call.layer, call.site, call.name) for call in each] for each in (calls, others)]
+    for first, second, length in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
+        yield from zip(calls[first : first + length], others[second : second + length])
+
+
+def _apart(value: np.ndarray, other: np.ndarray) -> float:
+    """Returns how far two arrays are apart; infinite where one is in another floating-point type."""
+    is_other_type = value.dtype.kind == other.dtype.kind == "f" and value.dtype != other.dtype
+    return float("inf") if is_other_type else difference(value, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """What an operation gives for the values of a call, and for drawn ones: outputs, and gradients by its inputs."""
+
+    outputs: list[np.ndarray]
+    gradients: list[np.ndarray]
+    drawn_outputs: list[np.ndarray]
+    drawn_gradients: list[np.ndarray]
+
+
+def _of_gradients(
+    found: Finding, calls: "list[Call]", first: list[Alone | None], second: list[Alone | None], tolerance: Tolerance
+) -> Finding:
+    """Names the operation whose gradient differs, the last one of the forward pass being the first to be asked."""
+    for call, one, two in reversed(list(zip(calls, first, second))):
+        if one is None or two is None:
+            continue
+        for value, other in zip(one.gradients, two.gradients):
+            if (apart := _apart(value, other)) > _of_operation(tolerance):
+                program = program_of(call, "gradient", _shows([one], [two], tolerance, "gradients"))
+                return dataclasses.replace(
+                    found, name=call.name, call=call, expected=value, received=other, difference=apart, program=program
+                )
+    return found
+
+
+def _shows(first: list[Alone | None], second: list[Alone | None], tolerance: Tolerance, what: str = "outputs") -> bool:
+    """Returns whether drawn inputs show the difference, too."""
+    one, two = first[0], second[0]
+    if one is None or two is None:
+        return False
+    pairs = zip(getattr(one, f"drawn_{what}"), getattr(two, f"drawn_{what}"))
+    return any(_apart(*pair) > _of_operation(tolerance) for pair in pairs)
+
+
+def _some(value: np.ndarray, other: np.ndarray) -> str:
+    """Returns a value at the place where it is furthest from the other, or a few and the type."""
+    if value.shape != other.shape or value.dtype != other.dtype or not value.size:
+        return f"{value.dtype}{list(value.shape)}"
+    place = int(np.argmax(np.nan_to_num(np.abs(value.astype(float) - other), nan=np.inf)))
+    where = f" at {[int(each) for each in np.unravel_index(place, value.shape)]}" if value.ndim else ""
+    return f"{value.ravel()[place]:.9g}{where}"
+
+
+def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
+    """Runs in the process of a way."""
+    import keras
+
+    from kerasdp.keras_compat.operations import telling
+    from kerasdp.portability.gradients import value_and_grad
+
+    model, batches, context = _prepared(runner, job, is_plain)
+    initial, steps = values_of(model.variables), []
+    with context:
+        model.optimizer.build(model.trainable_variables)
+        for x, y, sample_weight in batches:
+
+            def loss(x: Any = x, y: Any = y, sample_weight: Any = sample_weight) -> Any:
+                outputs = model(x, training=True)
+                return model.compute_loss(x, y, outputs, sample_weight, training=True)
+
+            states = model.non_trainable_variables
+            before = [np.array(keras.ops.convert_to_numpy(state)) for state in states]
+            calls: list[Call] = []
+            with telling(calls.append):
+                loss()
+            for state, value in zip(states, before):
+                state.assign(value)
+            weights = model.trainable_variables
+            total, gradients = value_and_grad(loss, weights)()
+            moved = [pair for pair in zip(gradients, weights) if pair[0] is not None]
+            paths = values_of([weight for _, weight in moved])
+            values = dict(zip(paths, (np.array(keras.ops.convert_to_numpy(gradient)) for gradient, _ in moved)))
+            model.optimizer.apply_gradients(moved)
+            after = values_of(model.variables)
+            steps.append(Step(calls=calls, loss=float(total), gradients=values, after=after))
+    return Steps(initial=initial, optimizer=type(model.optimizer).__name__, steps=steps)
+
+
+def _call_alone(runner: Any, job: Job, is_plain: bool, calls: "list[Call]") -> list[Alone | None]:
+    """Runs in the process of a way: calls each operation with the values of its call, whatever way that was."""
+    _, _, context = _prepared(runner, job, is_plain)
+    with context:
+        return [_alone(call) for call in calls]
+
+
+def _alone(call: "Call") -> Alone | None:
+    from kerasdp.parity.program import drawn
+
+    if call.arguments is None:
+        return None
+    try:
+        return Alone(*_outputs_and_gradients(call, call.inputs), *_outputs_and_gradients(call, drawn(call)))
+    except Exception:  # what a function refuses, it refuses in many ways; nothing is found by it then
+        return None
+
+
+def _outputs_and_gradients(call: "Call", inputs: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    import keras
+    from keras import ops
+
+    from kerasdp.keras_compat.operations import call_again
+    from kerasdp.parity.program import weights_like
+    from kerasdp.portability.gradients import value_and_grad
+
+    arrays = [ops.convert_to_tensor(array) for array in inputs]
+    outputs = [np.array(ops.convert_to_numpy(tensor)) for tensor in call_again(call, arrays)]
+    floats = [number for number, array in enumerate(inputs) if array.dtype.kind == "f"]
+
+    def weighted(tensors: list[Any]) -> Any:
+        given = arrays[:]
+        for number, tensor in zip(floats, tensors):
+            given[number] = tensor
+        found = [each for each in call_again(call, given) if "float" in keras.backend.standardize_dtype(each.dtype)]
+        return sum(ops.sum(each * ops.cast(weights_like(each.shape), each.dtype)) for each in found)
+
+    if not floats or not any(output.dtype.kind == "f" for output in outputs):
+        return outputs, []
+    _, gradients = value_and_grad(weighted)([arrays[number] for number in floats])
+    return outputs, [
+        np.zeros_like(inputs[number]) if gradient is None else np.array(ops.convert_to_numpy(gradient))
+        for number, gradient in zip(floats, gradients)
+    ]
+
+
+def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], contextlib.ExitStack]:
+    """Returns the model, the batches of the steps, and the context in which operations are computed."""
+    import keras
+
+    from kerasdp.data.sources import ArraySource
+    from kerasdp.keras_compat.numerics import same_on_all_backends
+    from kerasdp.portability.portable import portable
+    from kerasdp.portability.random import UNNAMED, portable_draws
+
+    data = job.data() if callable(job.data) else job.data
+    with runner.scope():
+        model = job.build_model()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    source = x if hasattr(x, "targets") else ArraySource(x, y, sample_weight)
+    rows = [np.arange(number * job.batch_size, (number + 1) * job.batch_size) for number in range(job.steps)]
+    rows = [each % source.num_samples for each in rows]
+    batches = [(source.inputs(each), *source.targets(each)) for each in rows]
+    portable(model)
+    stack = contextlib.ExitStack()
+    for context in (contextlib.nullcontext() if is_plain else same_on_all_backends(), portable_draws(UNNAMED)):
+        stack.enter_context(context)
+    return model, batches, stack

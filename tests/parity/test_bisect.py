@@ -1,0 +1,133 @@
+"""The operation that two backends compute differently is named, and nothing is where nothing differs."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from kerasdp.keras_compat.operations import Array, Call
+from kerasdp.parity import Way
+from kerasdp.parity.bisect import Alone, Finding, Step, Steps, _findings, _of_gradients, aligned
+from kerasdp.parity.divergence import tolerance_for
+from kerasdp.parity.program import program_of
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+from tests.programs.planted import FAULTS, MODELS
+
+WAYS = tuple(Way(backend=name, num_devices=1, precision="float64") for name in (BACKENDS * 2)[:2])
+EXACT = tolerance_for("float64", "Adam")
+X = np.arange(6.0).reshape(2, 3)
+
+
+def call(name="tanh", inputs=(X,), outputs=(X,), site="a.py:1 in call", **more):
+    arguments = [Array(number) for number in range(len(inputs))], {}
+    fields = {"function": f"keras.ops.{name}", "layer": "Dense first", "site": site, "arguments": arguments} | more
+    return Call(inputs=list(inputs), outputs=list(outputs), **fields)
+
+
+def steps(*calls, loss=1.0, gradient=X, after=X + 1, initial=X, optimizer="Adam"):
+    step = Step(calls=list(calls), loss=loss, gradients={"kernel": gradient}, after={"kernel": after})
+    return Steps(initial={"kernel": initial}, optimizer=optimizer, steps=[step])
+
+
+def first(one, other):
+    return next(_findings(WAYS, one, other, EXACT), None)
+
+
+def test_equal_steps_have_no_finding():
+    assert first(steps(call()), steps(call(outputs=(X + 1e-13,)))) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "name"),
+    [
+        (steps(call(), initial=X + 1e-16 * (X == 1) + 1e-9), "initial weights", "kernel"),
+        (steps(call(outputs=(X * 1.0000001,))), "operation", "tanh"),
+        (steps(call(outputs=(X.astype("float32"),))), "operation", "tanh"),
+        (steps(call(), loss=1.001), "loss", "the loss"),
+        (steps(call(), gradient=X * 1.001), "gradient", "kernel"),
+        (steps(call(), after=X + 1.1), "update", "kernel by Adam"),
+    ],
+)
+def test_what_differs_is_named(other, what, name):
+    found = first(steps(call()), other)
+    assert (found.what, found.name, found.inputs_differ) == (what, name, False)
+    assert str(found).startswith("the initial" if what == "initial weights" else "step 0: ")
+
+
+def test_who_only_passes_a_difference_on_is_not_blamed():
+    """An operation between them is no operation of Keras."""
+    one, other = (steps(call(inputs=(x,), outputs=(2 * x,))) for x in (X, X * 1.001))
+    found = first(one, other)
+    assert found.inputs_differ and "by code that calls no operation of Keras" in str(found)
+
+
+def test_calls_that_only_one_backend_makes_are_left_out():
+    one = [call("exp"), call("cast", site="a.py:7 in fused"), call("tanh")]
+    other = [call("exp"), call("cast", site="b.py:9 in call"), call("add"), call("tanh")]
+    assert [pair[0].name for pair in aligned(one, other)] == ["exp", "tanh"]
+
+
+def test_the_gradient_is_that_of_the_last_operation_that_differs():
+    calls = [call("exp"), call("tanh"), call("add")]
+    right = [Alone([X], [X], [X], [X])] * 3
+    wrong = [Alone([X], [2 * X], [X], [2 * X]), Alone([X], [3 * X], [X], [X]), None]
+    nothing = Finding(ways=WAYS, what="gradient", name="kernel", step=0, expected=X, received=X, difference=1.0)
+    found = _of_gradients(nothing, calls, right, wrong, EXACT)
+    assert found.name == "tanh" and "np.array([[0.0, 1.0, 2.0]" in found.program  # drawn inputs do not show it
+
+
+@pytest.mark.parametrize("what", ["output", "gradient"])
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_the_program_runs_with_keras_alone(what, is_drawn, tmp_path):
+    given = call("matmul", inputs=(X, X.T), outputs=())
+    text = program_of(given, what, is_drawn)
+    assert len(text.splitlines()) <= 20 and "kerasdp" not in text
+    (tmp_path / "program.py").write_text(text)
+    done = run(tmp_path / "program.py", KERAS_BACKEND=BACKENDS[0])
+    assert done.returncode == 0 and done.stdout.startswith(BACKENDS[0]), done.stderr
+    if not is_drawn and what == "output":
+        assert f"{(X @ X.T)[1, 1]:.0f}." in done.stdout
+
+
+def traced(backend, file, *arguments):
+    result_of(run(PROGRAMS / "planted.py", backend, file, *arguments, backend=backend, timeout=900))
+    with open(file, "rb") as found:
+        return pickle.load(found)  # of the program's own making
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="two backends")
+@pytest.mark.parametrize(
+    "pair", [pair for pair in (("torch", "jax"), ("jax", "tensorflow")) if set(pair) <= set(BACKENDS)]
+)
+def test_planted_faults_are_named(pair, tmp_path):
+    """At least 95 of 100, and none in the models without one."""
+    ways = tuple(Way(backend=name, num_devices=1, precision="float64") for name in pair)
+    clean = traced(pair[0], tmp_path / "clean", *MODELS)
+    faulty = traced(pair[1], tmp_path / "faulty", *MODELS, *FAULTS)
+    for model in MODELS:
+        found = next(_findings(ways, clean[model], faulty[model], EXACT), None)
+        assert found is None, f"{model}: {found}"
+    findings = {
+        name: next(_findings(ways, clean[model], faulty[name], EXACT), None) for name, (model, *_) in FAULTS.items()
+    }
+    backwards = {
+        name: clean[FAULTS[name][0]].steps[0].calls
+        for name, found in findings.items()
+        if found is not None and found.what == "gradient"
+    }
+    with open(tmp_path / "calls", "wb") as file:
+        pickle.dump(list(backwards.items()), file)
+    alone = [
+        traced(name, tmp_path / f"alone {name}", how, tmp_path / "calls")
+        for name, how in zip(pair, ("--clean", "--alone"), strict=True)
+    ]
+    for name, calls in backwards.items():
+        findings[name] = _of_gradients(findings[name], calls, alone[0][name], alone[1][name], EXACT)
+    missed = {
+        name: str(found) for name, found in findings.items()
+        if found is None or FAULTS[name][2] not in f"{found.name} {found.call} {found.what}"
+    }  # fmt: skip
+    print(json.dumps(missed, indent=1))
+    assert len(missed) <= 0.05 * len(FAULTS), missed
