@@ -170,8 +170,10 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
         for call, same in aligned(one.calls, two.calls):
             before_it = max((_apart(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
             for value, other in zip(call.outputs, same.outputs):
-                apart = _apart(value, other)
-                if call.inputs and before_it < allowed and apart > _of_operation(tolerance) + _CONDITION * before_it:
+                apart, own = _apart(value, other), _of_operation(tolerance, value)
+                if own > _of_operation(tolerance) and apart <= own:  # code that computes in float32, also in float64
+                    allowed = max(allowed, _CONDITION * own * bool(apart))
+                elif call.inputs and before_it < allowed and apart > own + _CONDITION * before_it:
                     yield found("operation", call.name, number, value, other, apart, call=call)
                 elif apart > allowed:
                     differ = bool(call.inputs)
@@ -200,9 +202,13 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
         before = one.after, two.after
 
 
-def _of_operation(tolerance: Tolerance) -> float:
-    """Returns what an operation may differ by that gets equal inputs."""
-    return min(_OPERATION, tolerance.start) if tolerance.kinks == 0.0 else tolerance.of_outputs(0)
+def _of_operation(tolerance: Tolerance, output: np.ndarray | None = None) -> float:
+    """Returns what an operation may differ by that gets equal inputs, and gives an output of this type."""
+    if tolerance.kinks:  # of a precision with round-off
+        return tolerance.of_outputs(0)
+    kind = "float64" if output is None else str(output.dtype)
+    is_narrow = kind in ("float32", "float16", "bfloat16")
+    return tolerance_for(kind, "SGD").of_outputs(0) if is_narrow else _OPERATION
 
 
 def _moved(before: np.ndarray | None, after: np.ndarray) -> float:
@@ -241,7 +247,7 @@ def _of_gradients(
         if one is None or two is None:
             continue
         for value, other in zip(one.gradients, two.gradients):
-            if (apart := _apart(value, other)) > _of_operation(tolerance):
+            if (apart := _apart(value, other)) > _of_operation(tolerance, value):
                 program = program_of(call, "gradient", _shows([one], [two], tolerance, "gradients"))
                 return dataclasses.replace(
                     found, name=call.name, call=call, expected=value, received=other, difference=apart, program=program
@@ -255,7 +261,7 @@ def _shows(first: list[Alone | None], second: list[Alone | None], tolerance: Tol
     if one is None or two is None:
         return False
     pairs = zip(getattr(one, f"drawn_{what}"), getattr(two, f"drawn_{what}"))
-    return any(_apart(*pair) > _of_operation(tolerance) for pair in pairs)
+    return any(_apart(*pair) > _of_operation(tolerance, pair[0]) for pair in pairs)
 
 
 def _some(value: np.ndarray, other: np.ndarray) -> str:
@@ -353,6 +359,7 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
     import keras
 
     from kerasdp.data.sources import ArraySource
+    from kerasdp.keras_compat.models import own_steps
     from kerasdp.keras_compat.numerics import same_on_all_backends
     from kerasdp.portability.portable import portable
     from kerasdp.portability.random import UNNAMED, portable_draws
@@ -362,6 +369,10 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
         model = job.build_model()
     if not isinstance(model, keras.Model) or not model.compiled:
         raise UserError(f"parity: expected build_model to return a compiled Keras model. Received: {model!r}")
+    if own_steps(model):
+        raise UserError(
+            f"bisect: expected a model that trains by its loss. Received: {model.name}, with its own train_step"
+        )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     source = x if hasattr(x, "targets") else ArraySource(x, y, sample_weight)
     rows = [np.arange(number * job.batch_size, (number + 1) * job.batch_size) for number in range(job.steps)]

@@ -28,8 +28,8 @@ class Outcome:
         losses: of each step.
         differences: of the losses from the reference's, relative, of each step.
         divergence: where it diverges from the reference; None if nowhere.
-        finding: what differs first on one device in float64, operation by operation; None if nothing does, or nobody
-            looked.
+        finding: what differs first on one device in float64, operation by operation, or why that cannot be said; None
+            if nothing does, or nobody looked.
         round_off: the largest difference in float64, if it diverges in float32 but not there: then round-off has grown,
             and nothing is wrong. None also where a difference in float32 is too large for that from the start.
         error: why it could not be trained; empty if it could.
@@ -41,7 +41,7 @@ class Outcome:
     losses: np.ndarray
     differences: np.ndarray
     divergence: Divergence | None = None
-    finding: Finding | None = None
+    finding: Finding | str | None = None
     round_off: float | None = None
     error: str = ""
     seconds: float = 0.0
@@ -259,10 +259,13 @@ def _find_layer(way: Way, reference: Reference, step: int, tolerance: Tolerance)
     return "in that step no layer's output and no gradient stands out", False
 
 
-def _find_operation(way: Way, reference: Reference) -> Finding | None:
+def _find_operation(way: Way, reference: Reference) -> Finding | str | None:
     job = reference.job
     ways = [dataclasses.replace(each, num_devices=1, precision="float64") for each in (reference.way, way)]
-    return bisect(job.build_model, job.data, (ways[0], ways[1]), batch_size=job.batch_size, seed=job.seed)
+    try:
+        return bisect(job.build_model, job.data, (ways[0], ways[1]), batch_size=job.batch_size, seed=job.seed)
+    except (RunError, UserError) as error:
+        return f"it cannot be said: {error}"
 
 
 def _difference_in_float64(way: Way, reference: Reference) -> float | None:
