@@ -164,9 +164,9 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
         other = received.initial.get(name, np.empty(0))
         if (apart := difference(value, other)) > 0:
             yield found("initial weights", name, None, value, other, apart)
-    before = expected.initial, received.initial
+    before, allowed = (expected.initial, received.initial), 0.0
     for number, (one, two) in enumerate(zip(expected.steps, received.steps)):
-        allowed = tolerance.of_outputs(number)
+        allowed = max(allowed, tolerance.of_outputs(number))
         for call, same in aligned(one.calls, two.calls):
             before_it = max((_apart(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
             for value, other in zip(call.outputs, same.outputs):
