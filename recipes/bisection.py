@@ -1,11 +1,11 @@
-"""Finds the operation that two backends compute differently, and writes a program in plain Keras that shows it.
+"""Finds the operation that two backends compute differently, and writes a program that computes it in plain Keras.
 
     python recipes/bisection.py --model=lenet                      # the first two backends that are installed
     python recipes/bisection.py --model=my_model.py:build --backends=jax,tensorflow --max_steps=3
     python recipes/bisection.py --model=my_model.py:build --precision=float32
 
 Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values, and program.py in
-the workdir, if the operation can be shown alone. Half a minute on two CPU cores.
+the workdir, if the operation can be called alone. Half a minute on two CPU cores.
 
 Each step runs without compilation on one device, in float64 by default, in which only mistakes are left.
 """
@@ -39,6 +39,7 @@ def find(config: kerasdp.Config, backends: tuple[str, str]) -> bool:
         steps=config.max_steps,
         batch_size=config.batch_size,
         seed=config.seed,
+        device=config.device,
     )
     if finding is None:
         print(f"nothing differs between {first} and {second}")
@@ -49,7 +50,7 @@ def find(config: kerasdp.Config, backends: tuple[str, str]) -> bool:
         path = os.path.join(config.workdir, "program.py")
         with open(path, "w") as file:
             file.write(finding.program)
-        print(f"{path} shows it in plain Keras: run it with KERAS_BACKEND={first.backend} and {second.backend}")
+        print(f"{path} computes it in plain Keras: run it with KERAS_BACKEND={first.backend} and {second.backend}")
     return False
 
 

@@ -94,10 +94,10 @@ def _is_by_heads(query: Any, key: Any, value: Any, options: dict[str, Any]) -> b
     On jax in float64, where `jax.nn` (0.10) has its softmax in float32, whatever it is given. On TensorFlow, whose
     einsum (2.21) takes twice as long as the same by transposes and products.
     """
-    kind = keras.backend.backend()
+    if keras.backend.backend() != "tensorflow":
+        return keras.backend.backend() == "jax" and _is_float64(query)
     is_plain = not (options.get("flash_attention") or options.get("attn_logits_soft_cap"))
-    is_known = all(len(each.shape) == 4 and None not in each.shape[1:] for each in (query, key, value))
-    return is_plain and is_known and (kind == "tensorflow" or (kind == "jax" and _is_float64(query)))
+    return is_plain and all(len(each.shape) == 4 and None not in each.shape[1:] for each in (query, key, value))
 
 
 def _by_heads(

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -25,8 +24,6 @@ _NO_OPERATIONS = frozenset(
     ("convert_to_numpy", "convert_to_tensor", "custom_gradient", "device_scope", "dtype", "is_tensor", "ndim", "shape",
      "size", "stop_gradient", "unstack")
 )  # fmt: skip
-
-
 LAYER = "layer"
 
 
@@ -125,14 +122,13 @@ def call_again(call: Call, arrays: list[Any]) -> list[Any]:
 
 def _operations() -> Iterator[tuple[str, Any, str]]:
     """Yields the paths of all operations, with a module that has it, and its name there."""
-    public = importlib.import_module("keras.ops")
     names = [
         name
-        for name, value in vars(public).items()
+        for name, value in vars(keras.ops).items()
         if isinstance(value, types.FunctionType) and not name.startswith("_") and name not in _NO_OPERATIONS
     ]
     for name in names:
-        yield f"keras.ops.{name}", public, name
+        yield f"keras.ops.{name}", keras.ops, name
         if hasattr(used_by_layers, name):
             yield f"keras.ops.{name}", used_by_layers, name
     for module in _MODULES:

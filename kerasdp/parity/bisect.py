@@ -70,7 +70,8 @@ class Finding:
         received: what the second has.
         difference: relative.
         inputs_differ: whether its inputs differed before: then what made them is no operation of Keras.
-        program: shows it with Keras alone, in at most 20 lines; empty if it cannot be called alone.
+        program: computes it with Keras alone, in at most 20 lines; empty if it cannot be called alone. Whether the
+            two differ there as well, without kerasdp, it says when it is run.
     """
 
     ways: tuple[Way, Way]
@@ -127,7 +128,7 @@ def bisect(
         steps: updates.
         is_plain: whether functions that differ between backends stay as Keras has them: to find defects of Keras.
         tolerance: None: that of the precision.
-        **choices: fields of `kerasdp.parity.Job`: `batch_size` (32), `seed`.
+        **choices: fields of `kerasdp.parity.Job`: `batch_size` (32), `seed`, `device`.
 
     Returns:
         What differs first; None if nothing does.

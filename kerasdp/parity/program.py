@@ -1,4 +1,4 @@
-"""Writes a program, in Keras alone, that shows what an operation computes on a backend."""
+"""Writes a program, in Keras alone, that prints what an operation computes on a backend."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,12 @@ def program_of(call: "Call", what: str, is_drawn: bool) -> str:
         "from keras import ops",
         f'keras.config.set_floatx("{_floatx(arrays)}"); random = np.random.default_rng(0)',
     ]
+    made = []
     for number, array in enumerate(arrays):
         is_random = is_drawn and array.dtype.kind == "f"
         value = f"random.normal(size={array.shape})" if is_random else f"np.array({array.tolist()!r})"
-        lines.append(f'x{number} = ops.convert_to_tensor({value}.astype("{array.dtype}"))')
+        made.append(f'x{number} = ops.convert_to_tensor({value}.astype("{array.dtype}"))')
+    lines.append("; ".join(made))
     args, kwargs = call.arguments
     words = [_written(value) for value in args] + [f"{name}={_written(value)}" for name, value in kwargs.items()]
     names = ", ".join(f"x{number}" for number, array in enumerate(arrays) if array.dtype.kind == "f")

@@ -19,10 +19,7 @@ SHARDS = {
     "tensorflow": ("optimizer", "optimizer+remat=blocks"),
 }
 BLOCKS = ("attention", "vit", "lstm")  # layers that hold layers
-COMPILED = (
-    "tied",
-    "attention",
-)  # of the others compiling takes minutes
+COMPILED = ("tied", "attention")  # of the others compiling takes minutes
 # In the default suite; the others are proofs.
 USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
 

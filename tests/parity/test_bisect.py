@@ -91,6 +91,7 @@ def test_the_gradient_is_that_of_the_last_operation_that_differs():
 @pytest.mark.parametrize(("what", "is_drawn"), [("output", False), ("gradient", True)])
 def test_the_program_runs_with_keras_alone(what, is_drawn, tmp_path):
     given = call("matmul", inputs=(X, X.T), outputs=())
+    assert len(program_of(call("batch_normalization", inputs=(X,) * 9), what, is_drawn).splitlines()) <= 20
     text = program_of(given, what, is_drawn)
     assert len(text.splitlines()) <= 20 and "kerasdp" not in text
     (tmp_path / "program.py").write_text(text)

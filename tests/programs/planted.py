@@ -9,7 +9,6 @@ FILE gets, by name, a `Steps`, or a list of `Alone`. Files are pickled.
 
 import contextlib
 import functools
-import importlib
 import pickle
 import sys
 
@@ -203,7 +202,6 @@ if __name__ == "__main__":
         with open(names[1], "rb") as given:
             alone = dict(pickle.load(given))  # of the tests' own making
         names = list(alone)
-    importlib.import_module("kerasdp.parity.bisect")
     settings = {"backend": backend, "precision": "float64", "verbose": 0}
     results = kerasdp.launch(functools.partial(work, names=names, alone=alone, is_faulty=how != "--clean"), **settings)
     with open(file, "wb") as output:
