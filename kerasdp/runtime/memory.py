@@ -25,8 +25,8 @@ def keep(backend: str) -> bool:
 
     A compiled step frees all that it has computed. glibc (2.36) gives most of it back to the system, and the next step
     waits for each page anew: of a small GPT on torch for 8,000, a quarter of its time; of a small ViT on TensorFlow
-    (2.21) for 7,000, an eighth. From here on the heap keeps it, and threads that begin later share it. Not where the
-    environment tells glibc what to do, or with another C library.
+    (2.21) for 8,000, of which 3,000 are left, an eighth. From here on the heap keeps it, and threads that begin later
+    share it. Not where the environment tells glibc what to do, or with another C library.
     """
     is_told = "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name in os.environ for name in _CHOSEN_BY_USER)
     return backend in _OF_BACKEND and not is_told and _set(_OF_BACKEND[backend])
