@@ -49,9 +49,11 @@ def tags_score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def scaled(x: Any, dtype: Any) -> Any:
-    """Returns images as numbers from 0 to 1, and other inputs as they are."""
-    is_images = not isinstance(x, dict) and x.ndim == 4
-    return x.astype(dtype) * dtype(1 / 255) if is_images else x
+    """Returns images as numbers from 0 to 1, other numbers with a fraction in this type, and integers as they are."""
+    if isinstance(x, dict):
+        is_float = {name: jnp.issubdtype(part.dtype, jnp.floating) for name, part in x.items()}
+        return {name: part.astype(dtype) if is_float[name] else part for name, part in x.items()}
+    return x.astype(dtype) * dtype(1 / 255) if x.ndim == 4 else x
 
 
 def make_state(model: Model, sample: Any, name: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def rotated(x: keras.KerasTensor) -> keras.KerasTensor:
     angles = ops.expand_dims(ops.concatenate([angles, angles], -1), 1)
     first, second = ops.split(x, 2, axis=-1)
     turned = ops.reshape(ops.stack((-second, first), axis=-2), ops.shape(x))
-    return x * ops.cos(angles) + turned * ops.sin(angles)
+    return x * ops.cast(ops.cos(angles), x.dtype) + turned * ops.cast(ops.sin(angles), x.dtype)
 
 
 class GroupedAttention(layers.Layer):

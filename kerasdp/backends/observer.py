@@ -44,6 +44,9 @@ class Observer:
         """Returns how much the next step is to record."""
         return Detail.EVERYTHING if len(self.losses) == self.detailed_step else Detail.SUMMARY
 
+    def before_step(self, loop: Any, batch: Any) -> None:
+        """Does nothing."""
+
     def on_step(self, loss: Any, samples: Any, seen: dict[str, Any]) -> None:
         """Takes the loss of a step, its rows, and what `observed` recorded (nothing of a user-defined train_step)."""
         self.losses.append(loss)

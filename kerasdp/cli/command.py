@@ -27,7 +27,7 @@ from kerasdp.runtime import hardware
 from kerasdp.runtime.devices import choose_backend, is_installed
 
 # A recipe bisect.py would hide Python's own module from the others.
-_ALSO = {"bisect": "bisection"}
+_ALSO = {"bisect": "bisection", "verify": "certify"}
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
 
 

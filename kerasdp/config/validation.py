@@ -1,5 +1,6 @@
 """What may be chosen for a run by name, which versions there are of it, and which choices go together."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -65,6 +66,7 @@ def check_installed(config: Any) -> None:
             raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
 
 
+@functools.cache  # each reads a file
 def version_of(package: str) -> str | None:
     """Returns the version of a package; None if it is not installed."""
     try:

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import functools
 import gc
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -243,6 +244,31 @@ def raw_value(variable: keras.Variable) -> Any:
     Keras 3.15: `Variable._value`. The public `value` looks into scopes, and casts.
     """
     return variable._value
+
+
+def raw_values(variables: Iterable[keras.Variable]) -> list[Any]:
+    """Returns `raw_value` of each; in one call, since of a small model it is done in each step of a millisecond."""
+    return list(map(_VALUE_OF, variables))
+
+
+def set_raw_values(variables: Iterable[keras.Variable], values: Iterable[Any]) -> None:
+    """Does `set_raw_value` with each; likewise in one call."""
+    for variable, value in zip(variables, values):
+        variable._value = value
+
+
+def trainable_now(parts: Iterable[Any]) -> Callable[[], tuple[bool, ...]]:
+    """Returns what tells of layers and variables whether each is trainable now; likewise in one call.
+
+    Keras 3.15: `_trainable`, which the property `trainable` returns; a class that has its own is asked for that.
+    """
+    known = [getattr(type(part), "trainable", None) in _TRAINABLE for part in parts]
+    plain, others = ([part for part, is_known in zip(parts, known) if is_known is wanted] for wanted in (True, False))
+    return lambda: (*map(_IS_TRAINABLE, plain), *(part.trainable for part in others))
+
+
+_VALUE_OF, _IS_TRAINABLE = operator.attrgetter("_value"), operator.attrgetter("_trainable")
+_TRAINABLE = (keras.layers.Layer.trainable, keras.Variable.trainable)
 
 
 def set_raw_value(variable: keras.Variable, value: Any) -> None:

@@ -16,9 +16,11 @@ import keras
 import numpy as np
 from keras import ops
 from keras.src import backend
+from keras.src.backend.common.variables import AutocastScope
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
+from kerasdp.keras_compat.recurrent import inputs_first
 
 
 def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
@@ -37,6 +39,7 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
         (_functions(module, name), name, other) for (module, name), other in others if not (is_3_16 and name in _GONE)
     ]
     found += [(kind, "call", other) for kind, other in _WITH_ADAPTERS.items()]
+    found += [(keras.layers.RNN, "inner_loop", inputs_first)]
     return replaced_in_each((owner, {name: in_place_of(getattr(owner, name), other)}) for owner, name, other in found)
 
 
@@ -353,25 +356,70 @@ def _least(original: Callable[..., Any], x: Any, axis: Any = None, keepdims: boo
     return -ops.max(-x, axis=axis, keepdims=keepdims)
 
 
-def _take_by_int64(original: Callable[..., Any], x: Any, indices: Any, axis: Any = None) -> Any:
-    """Takes rows by indices of int64.
+def _rows_of_table(
+    original: Callable[..., Any], x: Any, indices: Any, axis: Any = None, *, rows_by: str | None = None
+) -> Any:
+    """Takes rows of a variable in its own type, and casts the rows alone where layers compute in another.
 
-    For the gradient TensorFlow (2.21) flattens them, and has no kernel on GPUs for int32: it would do that on the host.
+    Keras (3.15) casts the whole table. Its gradient is then added up in half precision, token by token, on torch (2.13;
+    not compiled) and jax (0.10): in bfloat16 a thousand times 1 is 256. And on a GPU, which has no atomic addition of
+    such numbers, tokens wait for each other: of BERT's two segments, with 4,096 tokens of 512 numbers, that was 27 ms
+    of a step of 28 on an H100 (jaxlib 0.11.2).
+
+    Args:
+        original: of the backend.
+        x: the table.
+        indices: of the rows.
+        axis: of the rows.
+        rows_by: the type of indices in the backend's gradient, in place of another integer type. TensorFlow (2.21) has
+            no kernel on GPUs that flattens int32: it would do that on the host. XLA (jaxlib 0.10.2) ends the process,
+            "Check failed: ShapeUtil::IsScalarWithElementType", where it is to split a table whose rows are numbered in
+            int64, of which there are any only where numbers of 64 bits are kept.
     """
-    if ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) == "int32":
-        indices = ops.cast(indices, "int64")
-    return original(x, indices, axis)
+    if rows_by and ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) in ("int32", "int64"):
+        indices = ops.cast(indices, rows_by)
+    if not isinstance(x, keras.Variable):
+        return original(x, indices, axis)
+    with AutocastScope(None):
+        table = x.value
+    return ops.cast(original(table, indices, axis), x.dtype)
 
 
-def _take_by_int32(original: Callable[..., Any], x: Any, indices: Any, axis: Any = None) -> Any:
-    """Takes rows by indices of int32, of which there are others only where numbers of 64 bits are kept.
+def _added_up_in_float32(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
+    """Returns an operation on numbers where the gradient of what has fewer is added up in float32.
 
-    XLA (jaxlib 0.10.2) ends the process, "Check failed: ShapeUtil::IsScalarWithElementType", where it is to split a
-    table by rows, for its gradient say, and the rows are numbered in int64.
+    XLA (jaxlib 0.10, on CPUs) adds those up in half precision: of the bias of a convolution in bfloat16, 3,000 times 1
+    is 256. Sums of `jax.numpy` are in float32, but not those that JAX makes for a gradient.
     """
-    if ops.is_tensor(indices) and keras.backend.standardize_dtype(indices.dtype) == "int64":
-        indices = ops.cast(indices, "int32")
-    return original(x, indices, axis)
+    if _is_half(x1) and _is_half(x2) and x1.shape != x2.shape:
+        shape = np.broadcast_shapes(x1.shape, x2.shape)
+        x1, x2 = (x if x.shape == shape else ops.broadcast_to(x, shape) for x in (x1, x2))
+    return original(x1, x2)
+
+
+def _spread(original: Callable[..., Any], x: Any, shape: Any) -> Any:
+    """Returns a `broadcast_to` whose gradient is added up in float32."""
+    if not _is_half(x):
+        return original(x, shape)
+    x = ops.convert_to_tensor(x)
+
+    @ops.custom_gradient
+    def spread(x: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            sizes = (1,) * (len(upstream.shape) - len(x.shape)) + tuple(x.shape)
+            axes = [axis for axis, size in enumerate(sizes) if size != upstream.shape[axis]]
+            total = ops.sum(ops.cast(upstream, "float32"), axis=tuple(axes))
+            return ops.cast(ops.reshape(total, x.shape), x.dtype)
+
+        return original(x, shape), gradient
+
+    return spread(x)
+
+
+def _is_half(x: Any) -> bool:
+    """Returns whether a variable or an array of JAX, none that is sparse, has numbers of 16 bits."""
+    is_dense = isinstance(x, keras.Variable) or hasattr(x, "at")
+    return is_dense and keras.backend.standardize_dtype(x.dtype) in ("bfloat16", "float16")
 
 
 def _as_one_product(original: Callable[..., Any], subscripts: str, *operands: Any, **options: Any) -> Any:
@@ -497,7 +545,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "maximum"): _half_at_ties,
         ("numpy", "minimum"): _half_at_ties,
         ("numpy", "argmax"): _first_largest,
-        ("numpy", "take"): _take_by_int64,
+        ("numpy", "take"): functools.partial(_rows_of_table, rows_by="int64"),
         ("numpy", "einsum"): _as_one_product,
         ("nn", "selu"): _selu,
         ("nn", "celu"): _celu,
@@ -506,6 +554,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("image", "resize"): _exact_resize,
     },
     "torch": {
+        ("numpy", "take"): _rows_of_table,
         ("nn", "sparse_categorical_crossentropy"): sparse_of_rows,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("nn", "conv"): channels_last_by_strides,
@@ -514,7 +563,11 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     "jax": {
         ("nn", "sparse_categorical_crossentropy"): sparse_by_place,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
-        ("numpy", "take"): _take_by_int32,
+        ("numpy", "take"): functools.partial(_rows_of_table, rows_by="int32"),
+        ("numpy", "add"): _added_up_in_float32,
+        ("numpy", "subtract"): _added_up_in_float32,
+        ("numpy", "multiply"): _added_up_in_float32,
+        ("numpy", "broadcast_to"): _spread,
         ("numpy", "clip"): _whole_at_bounds,
         ("numpy", "argmax"): _first_largest,
         ("numpy", "max"): _with_a_gradient,

@@ -149,6 +149,10 @@ class Recorder(keras.callbacks.Callback):
     def _read_losses(self, last_step: int) -> float:
         """Returns the loss of a step; stops the run at the first one up to there that is not a number."""
         last = math.nan
+        for step, loss, _ in self._waiting:
+            if step <= last_step:
+                # Of jax: so that all of them are on their way before the first is waited for.
+                getattr(loss, "copy_to_host_async", lambda: None)()
         while self._waiting and self._waiting[0][0] <= last_step:
             step, loss, _ = self._waiting.popleft()
             if loss is None:  # a user-defined train_step that does not tell it

@@ -132,13 +132,8 @@ def read_rank(place: Place, name: str) -> Rank | None:
     return Rank(*pickle.loads(content))._replace(name=name) if content and zlib.crc32(content) == checksum else None
 
 
-def _memory(place: Place | None) -> mmap.mmap:
-    """Returns the memory in which a rank writes down where it is: a file, which stays when it has died.
-
-    `place`: of the rank; None: nobody looks.
-    """
-    if place is None:
-        return mmap.mmap(-1, NUM_BYTES)
+def _memory(place: Place) -> mmap.mmap:
+    """Returns the memory in which a rank writes down where it is: a file, which stays when it has died."""
     with open(_path(place), "w+b") as file:
         file.write(bytes(NUM_BYTES))  # not a hole: filling it would end this process by SIGBUS on a full disk
         file.flush()
@@ -164,7 +159,8 @@ class Heartbeat:
             link: with the other ranks, if there are any.
         """
         self._tell_after, self._link = tell_after, link
-        self._memory = _memory(outcome.place())
+        place = outcome.place()
+        self._memory = None if place is None else _memory(place)  # None: nobody looks
         self._fields: dict[str, Any] = dict(zip(Rank.__annotations__, Rank()))
         self._known_shapes: set[Any] = set()
         # Of other threads, which read ahead, events would come in any order.
@@ -295,6 +291,8 @@ class Heartbeat:
     def _write(self, **changes: Any) -> None:
         with self._lock:
             self._fields.update(changes, is_finishing=signals.is_finishing(), alive=time.monotonic())
+            if self._memory is None:
+                return
             content = pickle.dumps((*self._fields.values(),))
             self._memory[: _HEAD.size + len(content)] = _HEAD.pack(zlib.crc32(content), len(content)) + content
 

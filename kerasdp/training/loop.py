@@ -113,6 +113,8 @@ class Loop:
                 state.after_step(loss, batch.indices, {}, rate)
             return logs
         for batch in batches:
+            if state.observer is not None:
+                state.observer.before_step(self, batch)
             loss, rate, logs, observed = functions.train(batch, state.detail)
             state.after_step(loss, batch.indices, observed, rate)
         return logs
@@ -200,7 +202,7 @@ def _is_due(epoch: int, validation_freq: int | list[int]) -> bool:
 
 def require_equal_replicas(model: keras.Model, strategy: Strategy, *, state_only: bool = False) -> None:
     """Raises `ReplicasDifferError` unless all replicas hold bit-equal values; `state_only`: of what is not trained."""
-    different = strategy.diverged_variables(model, state_only)
+    different = strategy.diverged_variables(model, state_only) if strategy.num_devices > 1 else []
     if different:
         raise ReplicasDifferError(
             f"the replicas of {model.name} hold different values in {len(different)} variables, first in "

@@ -109,6 +109,18 @@ def numbered_in_int64():
     return int("xi64>" in after)
 
 
+def rows_in_bfloat16():
+    """The gradient of a table in a layer that computes in bfloat16: of one row a thousand times 1."""
+    layer = keras.layers.Embedding(2, 1, dtype="mixed_bfloat16")
+    layer.build()
+
+    def of(table):
+        with keras.StatelessScope([(layer.embeddings, table)]):
+            return ops.cast(layer(np.full((1, 1000), 1, "int32")), "float32")
+
+    return gradient(of, np.ones((2, 1), "float32"))
+
+
 def functions():
     """Those of `same_on_all_backends`: at ties, at 0, of probabilities that are clipped, where all is masked."""
     half = np.float64(0.5)
@@ -120,6 +132,8 @@ def functions():
         return ops.dot_product_attention(query, query, value, mask=mask)
 
     cases = {"attention": (attention, [[[[0.0, 1, 2, 3]], [[0.0, 0, 0, 0]]]])}
+    if BACKEND != "tensorflow":
+        cases["take in bfloat16"] = (rows_in_bfloat16, [[0.0], [1000.0]])
     if BACKEND == "torch":
         one_of_three = np.full((1, 2, 2, 3), 1 / 3, "float32")
         target = np.zeros((1, 2, 2), "int32")
@@ -141,7 +155,16 @@ def functions():
             of = lambda x: ops.sparse_categorical_crossentropy(np.zeros((2,), "int32"), x, from_logits=True)  # noqa: E731
             return int("eq" in str(jax.make_jaxpr(of)(np.ones((2, 5), "float32"))).split())
 
+        def of_smaller(operation):
+            """Of one number that goes to a thousand: one by one they stay 256 in bfloat16."""
+            many, one = (jax.numpy.ones(shape, "bfloat16") for shape in ((10, 10, 10), 1))
+            return lambda: ops.cast(gradient(lambda x: operation(many, x), one), "float32")
+
         cases |= {
+            "add in bfloat16": (of_smaller(ops.add), [1000.0]),
+            "subtract in bfloat16": (of_smaller(ops.subtract), [-1000.0]),
+            "multiply in bfloat16": (of_smaller(ops.multiply), [1000.0]),
+            "broadcast_to in bfloat16": (of_smaller(lambda many, x: ops.broadcast_to(x, many.shape)), [1000.0]),
             "classes by place": (logits_made_one_hot, 0),
             "clip": (lambda: gradient(lambda x: ops.clip(x, 0.0, 1.0), np.float32([0, 1])), [1.0, 1]),
             "absolute": (lambda: gradient(ops.absolute, np.float32([0])), [0.0]),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
-from kerasdp.backends.jax.devices import JaxStrategy, put_rows, shardings_over
+from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, shardings_over
 from kerasdp.backends.jax.train_step import Shards, bytes_kept, make_step_functions
 from kerasdp.backends.steps import all_variables, held_in_words
 from kerasdp.config import Config
@@ -86,17 +87,19 @@ class DataParallel(JaxStrategy):
         """Brings inputs, targets, sample weights and indices to the devices."""
         import keras
 
-        def put(data: Any, sharding: Any) -> Any:
-            return keras.tree.map_structure(lambda leaf: None if leaf is None else put_rows(leaf, sharding), data)
+        def put(data: Any, *shardings: Any) -> Any:
+            leaves = keras.tree.flatten(data)
+            each = [*itertools.repeat(shardings[0], len(leaves) - len(shardings) + 1), *shardings[1:]]
+            return keras.tree.pack_sequence_as(data, put_each(leaves, each))
 
-        inputs = batch.inputs
-        if isinstance(inputs, CachedRows):
-            kept = inputs.kept.copies(lambda arrays: put(arrays, self.replicated))
-            inputs = self._take_rows(kept, put_rows(inputs.numbers, self.by_rows))
-        else:
-            inputs = put(inputs, self.by_rows)
-        targets, sample_weight = put((batch.targets, batch.sample_weight), self.by_rows)
-        return DeviceBatch(inputs, targets, sample_weight, put_rows(batch.indices.astype("int32"), self.replicated))
+        kept = batch.inputs.kept if isinstance(batch.inputs, CachedRows) else None
+        inputs = batch.inputs if kept is None else batch.inputs.numbers
+        found = DeviceBatch(inputs, batch.targets, batch.sample_weight, batch.indices.astype("int32"))
+        found = put(found, self.by_rows, self.replicated)
+        if kept is None:
+            return found
+        whole = kept.copies(lambda arrays: put(arrays, self.replicated))
+        return found._replace(inputs=self._take_rows(whole, found.inputs))
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:

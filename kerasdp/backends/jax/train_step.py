@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import itertools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,8 +31,10 @@ class ModelState:
     """
 
     def __init__(self, variables: "Sequence[list[keras.Variable]]", shardings: Sequence[Any]):
-        self._variables, self.shardings = variables, tuple(shardings)
+        self._variables, self.shardings = [variable for each in variables for variable in each], tuple(shardings)
+        self._sizes = [len(each) for each in variables]
         self._last: Any = None
+        self._last_values: list[jax.Array] = []
 
     def take(self) -> Any:
         """Returns the values: the same lists that were given last, unless somebody has set a variable since.
@@ -38,10 +42,10 @@ class ModelState:
         Keras (3.15) lets two variables hold one array after `assign`, as weights and their averages at the end of a
         training. A step that takes the memory of both needs two.
         """
-        from kerasdp.keras_compat.layers import raw_value
+        from kerasdp.keras_compat.layers import raw_values
 
-        values = tuple([raw_value(variable) for variable in each] for each in self._variables)
-        if self._last is None or any(a is not b for new, old in zip(values, self._last) for a, b in zip(new, old)):
+        values = raw_values(self._variables)
+        if self._last is None or not all(map(operator.is_, values, self._last_values)):
             seen: set[int] = set()
 
             def own(value: jax.Array) -> jax.Array:
@@ -49,17 +53,20 @@ class ModelState:
                 seen.add(id(value))
                 return jnp.copy(value) if is_taken else value
 
-            self._last = jax.device_put(tuple([own(value) for value in each] for each in values), self.shardings)
+            given = map(own, values)
+            lists = tuple(list(itertools.islice(given, size)) for size in self._sizes)
+            self._keep(jax.device_put(lists, self.shardings))
         return self._last
 
     def give(self, values: Any) -> None:
         """Sets the variables to the values that a function has given. Those that it took are not there any more."""
-        from kerasdp.keras_compat.layers import set_raw_value
+        from kerasdp.keras_compat.layers import set_raw_values
 
-        for variables, new in zip(self._variables, values):
-            for variable, value in zip(variables, new):
-                set_raw_value(variable, value)
-        self._last = values
+        self._keep(values)
+        set_raw_values(self._variables, self._last_values)
+
+    def _keep(self, values: Any) -> None:
+        self._last, self._last_values = values, [*itertools.chain(*values)]
 
 
 class Shards(NamedTuple):

@@ -1,0 +1,84 @@
+"""A step of a run is trained again as it was, and the samples that made its loss are named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kerasdp.checkpoint import files
+from kerasdp.checkpoint.files import Checkpoint
+from kerasdp.config import Config, Request
+from kerasdp.errors import UserError
+from kerasdp.parity import Replayed, Share, replay
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
+
+def never(runner):
+    raise AssertionError
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="--checkpoint: expected the --workdir of a run. Received: "):
+        replay(never, Request(checkpoint=str(tmp_path)), 3)
+    with pytest.raises(UserError, match="--step: expected a step of the run, from 1. Received: 0"):
+        replay(never, Request(checkpoint=str(tmp_path)), 0)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("field", ["model", "dataset", "optimizer"])
+def test_code_that_a_file_names_is_not_run(tmp_path, field, is_saved):
+    """Neither of a checkpoint, nor of a run that had none yet."""
+    config = Config(backend=BACKENDS[0]).as_dict() | {field: "evil.py:build"}
+    if is_saved:
+        (tmp_path / "checkpoints").mkdir()
+        state = {"step": 2, "config": config, "saved_by": {"backend": BACKENDS[0], "devices": 1}}
+        files.save(files.path_of(f"{tmp_path}/checkpoints", 2), Checkpoint(arrays={}, state=state))
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"--{field}: .* names evil.py:build, which is code .* --trust_checkpoint"):
+        replay(never, Request(checkpoint=str(tmp_path)), 3)
+
+
+def test_blame_needs_one_device(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(Config(backend=BACKENDS[0], num_devices=2).as_dict()))
+    with pytest.raises(UserError, match="--blame needs one device. Received: a run on 2; add --devices=1"):
+        replay(never, Request(checkpoint=str(tmp_path)), 3, num_blamed=1)
+
+
+def test_what_is_told_and_written(tmp_path):
+    images = np.random.RandomState(0).rand(3, 8, 8, 1)
+    gradient = np.array([3.0, -4.0])
+    found = Replayed(
+        run="runs/mine", step=1234, epoch=3, begun=1200, way="torch x 1", loss=0.5, learning_rate=0.25,
+        samples=np.array([7, 9, 4]), inputs={"inputs": images}, outputs={"dense": np.array([[1.0, np.nan]])},
+        gradients={"dense/kernel": gradient}, before={"dense/kernel": gradient},
+        shares=[Share(sample=9, loss=0.4, gradient=0.9)],
+    )  # fmt: skip
+    words = str(found)
+    assert "step 1,234 of runs/mine, epoch 3, on torch x 1, trained from the checkpoint of step 1,200" in words
+    assert "loss 0.5 | norm of the gradient 5 | learning rate 0.25" in words and "1 not finite" in words
+    paths = found.save(str(tmp_path / "new"))
+    assert [path.rpartition("/")[2] for path in paths] == ["replay.json", "replay.safetensors", "samples.png"]
+    facts = json.loads((tmp_path / "new" / "replay.json").read_text())
+    assert facts["samples"] == [7, 9, 4] and facts["shares"] == [{"sample": 9, "loss": 0.4, "gradient": 0.9}]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_again(tmp_path, backend):
+    """Ten steps bit by bit, weights too; two on each other backend; a bad sample among 10,000."""
+    others = ",".join(name for name in BACKENDS if name != backend)
+    found = result_of(run(PROGRAMS / "replays.py", backend, tmp_path, 10, others, timeout=900))
+    assert len(found["losses"]) == 10 and found["rows"] == 64
+    for step, begun, loss, again in found["losses"]:
+        assert loss == again and begun == (step - 1) // 50 * 50 or begun == 157
+    assert found["differing"] == [] and found["two"][0] == found["two"][1]
+    assert len(found["outputs"]) == 6 and len(found["gradients"]) == 5
+    for losses in found["others"].values():
+        for of_run, again in losses:
+            np.testing.assert_allclose(again, of_run, rtol=2e-6)
+    assert found["nan"]["failed"] and found["nan"]["shares"][0][0] == 1234
+    assert np.isfinite(found["nan"]["shares"][1][1])
+    sample, loss, gradient = found["large"]["shares"][0]
+    assert sample == 1234 and loss > 0.5 * found["large"]["loss"] and gradient > 0.9
+    print(f"\n{backend}: {np.median(found['seconds']):.1f} s a step")

@@ -1,0 +1,9 @@
+"""`argmax` gives the place of the first of the largest numbers, of which -0.0 and 0.0 are equal."""
+
+# backends: torch, jax, tensorflow
+import keras
+import numpy as np
+
+place = int(keras.ops.argmax(np.array([-0.0, 0.0], "float32")))
+print(place)
+assert place == int(np.argmax(np.array([-0.0, 0.0], "float32")))

@@ -1,0 +1,62 @@
+"""Runs the programs of this folder, and says of which the defect is still there.
+
+    python upstream/verdicts.py                                     # with the versions that are installed
+    python upstream/verdicts.py --backends=torch embedding_in_bfloat16
+
+Each program is plain Keras, of at most 20 lines; its first line says what should hold, a comment on which backends it
+runs. It ends with exit code 0 where that holds, with an assertion or another error where it does not. Prints a table in
+Markdown: "holds", or what the program printed last.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+FOLDER = pathlib.Path(__file__).parent
+BACKENDS = ("torch", "jax", "tensorflow")
+
+
+def programs(names: list[str]) -> list[pathlib.Path]:
+    """Returns the programs of these names; of none: all."""
+    found = sorted(path for path in FOLDER.glob("*.py") if path.name != pathlib.Path(__file__).name)
+    return [path for path in found if not names or path.stem in names]
+
+
+def verdict(path: pathlib.Path, backend: str) -> str:
+    """Runs a program on a backend."""
+    text = path.read_text()
+    match = re.search(r"^# backends: (.*)$", text, re.M)
+    if match is None or backend not in match[1].split(", "):
+        return ""
+    env = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(path)], env=env, text=True, capture_output=True, timeout=300)
+    if done.returncode == 0:
+        return "holds"
+    errors = re.findall(r"^(?:\w+\.)*\w*Error\b.*", done.stderr, re.M)
+    error = errors[-1] if errors else "it failed"
+    said = (done.stdout.strip().splitlines() or [""])[-1]
+    return f"**no**: {said if error.startswith('AssertionError') else error}"[:120].replace("|", "/")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of programs, without .py")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="a list")
+    args = parser.parse_args()
+    backends = args.backends.split(",")
+    print("| what should hold | " + " | ".join(backends) + " |\n|---|" + "---|" * len(backends))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        rows = [(path, [pool.submit(verdict, path, backend) for backend in backends]) for path in programs(args.names)]
+        for path, verdicts in rows:
+            title = path.read_text().partition('"""')[2].partition('"""')[0].rstrip(".")
+            cells = " | ".join(one.result() for one in verdicts)
+            print(f"| {title} (`{path.stem}`) | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
