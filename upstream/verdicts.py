@@ -10,11 +10,14 @@ Markdown: "holds", or what the program printed last.
 
 import argparse
 import concurrent.futures
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
+
+from packaging.version import Version
 
 FOLDER = pathlib.Path(__file__).parent
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -26,11 +29,20 @@ def programs(names: list[str]) -> list[pathlib.Path]:
     return [path for path in found if not names or path.stem in names]
 
 
+@functools.cache
+def keras_version() -> str:
+    """Returns the version of Keras that is imported, whichever of its packages it is of."""
+    code = "import keras; print(keras.__version__)"
+    return subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout.split()[-1]
+
+
 def verdict(path: pathlib.Path, backend: str) -> str:
     """Runs a program on a backend."""
     text = path.read_text()
-    match = re.search(r"^# backends: (.*)$", text, re.M)
+    match, least = (re.search(rf"^# {what} (.*)$", text, re.M) for what in ("backends:", "needs: keras"))
     if match is None or backend not in match[1].split(", "):
+        return ""
+    if least is not None and Version(keras_version()) < Version(f"{least[1]}.dev0"):
         return ""
     env = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(path)], env=env, text=True, capture_output=True, timeout=300)
