@@ -35,11 +35,12 @@ def certify(config: kerasdp.Config, backends: list[str] | None, device_counts: l
     source = certificate.source_of(config.model)
     model, data = functools.partial(build_model, config), functools.partial(load_data, config)
     ways = {"backends": backends, "device_counts": device_counts, "report": print, "device": config.device}
+    what = {"model": os.path.basename(config.model), "dataset": os.path.basename(config.dataset)}
+    what |= {name: getattr(config, name) for name in ("optimizer", "learning_rate", "kernel_initializer")}
     if card is not None:
-        differences = certificate.verify(certificate.read_card(card), model, data, source=source, **ways)
+        differences = certificate.verify(certificate.read_card(card), model, data, what=what, source=source, **ways)
         print("\n".join(map(str, differences)) or f"all is as {card} says")
         return not differences
-    what = {"model": os.path.basename(config.model), "dataset": os.path.basename(config.dataset)}
     choices = {"steps": config.max_steps or 5, "batch_size": config.batch_size, "seed": config.seed}
     made = certificate.certify(model, data, what=what, source=source, **ways, **choices)
     for path in certificate.write_card(made, config.workdir):

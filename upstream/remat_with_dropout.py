@@ -1,6 +1,6 @@
 """A layer in a RematScope drops the same numbers in the backward pass as in the forward pass."""
 
-# backends: torch, jax, tensorflow
+# backends: torch, tensorflow
 import keras
 import numpy as np
 

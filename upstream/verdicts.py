@@ -14,6 +14,7 @@ import functools
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from packaging.version import Version
 
 FOLDER = pathlib.Path(__file__).parent
 BACKENDS = ("torch", "jax", "tensorflow")
+SECONDS = 300
 
 
 def programs(names: list[str]) -> list[pathlib.Path]:
@@ -45,12 +47,18 @@ def verdict(path: pathlib.Path, backend: str) -> str:
     if least is not None and Version(keras_version()) < Version(f"{least[1]}.dev0"):
         return ""
     env = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(path)], env=env, text=True, capture_output=True, timeout=300)
-    if done.returncode == 0:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, str(path)], env=env, **pipes) as program:
+        try:
+            out, errors = program.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            return f"**no**: it has not ended after {SECONDS} s"
+    if program.returncode == 0:
         return "holds"
-    errors = re.findall(r"^(?:\w+\.)*\w*Error\b.*", done.stderr, re.M)
-    error = errors[-1] if errors else "it failed"
-    said = (done.stdout.strip().splitlines() or [""])[-1]
+    found = re.findall(r"^(?:\w+\.)*\w*Error\b.*", errors, re.M)
+    error = found[-1] if found else "it failed"
+    said = (out.strip().splitlines() or [""])[-1]
     return f"**no**: {said if error.startswith('AssertionError') else error}"[:120].replace("|", "/")
 
 

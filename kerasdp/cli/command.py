@@ -66,12 +66,14 @@ def _run(words: list[str]) -> int:
     if name in ("--version", "version"):
         print(f"kerasdp {kerasdp.__version__}")
         return 0
+    if name == "verify" and not any(flag.lstrip("-").startswith("card") for flag in rest):
+        raise UserError("kerasdp verify: --card is needed: a card.json")
     recipe = kit.recipes().get(_ALSO.get(name, name).replace("-", "_"))
     if recipe is not None:
         return _run_recipe(recipe, rest)
     if name in _COMMANDS:
         return _COMMANDS[name](rest)
-    names = [*_COMMANDS, *kit.recipes()]
+    names = [*_COMMANDS, *kit.recipes(), *_ALSO]
     near = difflib.get_close_matches(name, names, n=1)
     instead = f"did you mean kerasdp {near[0]}?" if near else "kerasdp --help lists all"
     raise UserError(f"there is no sub-command {name!r}; {instead}")

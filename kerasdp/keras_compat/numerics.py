@@ -391,7 +391,8 @@ def _added_up_in_float32(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
     XLA (jaxlib 0.10, on CPUs) adds those up in half precision: of the bias of a convolution in bfloat16, 3,000 times 1
     is 256. Sums of `jax.numpy` are in float32, but not those that JAX makes for a gradient.
     """
-    if _is_half(x1) and _is_half(x2) and x1.shape != x2.shape:
+    is_spread = _is_half(x1) and _is_half(x2) and x1.shape != x2.shape
+    if is_spread and all(isinstance(size, int) for size in (*x1.shape, *x2.shape)):  # no symbol, as of an export
         shape = np.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = (x if x.shape == shape else ops.broadcast_to(x, shape) for x in (x1, x2))
     return original(x1, x2)
@@ -399,21 +400,7 @@ def _added_up_in_float32(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
 
 def _spread(original: Callable[..., Any], x: Any, shape: Any) -> Any:
     """Returns a `broadcast_to` whose gradient is added up in float32."""
-    if not _is_half(x):
-        return original(x, shape)
-    x = ops.convert_to_tensor(x)
-
-    @ops.custom_gradient
-    def spread(x: Any) -> Any:
-        def gradient(upstream: Any) -> Any:
-            sizes = (1,) * (len(upstream.shape) - len(x.shape)) + tuple(x.shape)
-            axes = [axis for axis, size in enumerate(sizes) if size != upstream.shape[axis]]
-            total = ops.sum(ops.cast(upstream, "float32"), axis=tuple(axes))
-            return ops.cast(ops.reshape(total, x.shape), x.dtype)
-
-        return original(x, shape), gradient
-
-    return spread(x)
+    return ops.cast(original(ops.cast(x, "float32"), shape), x.dtype) if _is_half(x) else original(x, shape)
 
 
 def _is_half(x: Any) -> bool:

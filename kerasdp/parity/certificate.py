@@ -3,6 +3,7 @@
 A card is a file of JSON. It says nothing that is believed: `verify` trains again, and compares.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -59,14 +60,18 @@ def source_of(model: str) -> str:
     if not spec.is_user_function(name):
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "models")
         paths = sorted(os.path.join(folder, each) for each in os.listdir(folder) if each.endswith(".py"))
-    elif file.endswith(".py"):
-        paths = [file]
     else:
-        found = importlib.util.find_spec(file)
-        paths = [found.origin] if found is not None and found.origin else []
+        here = file if file.endswith(".py") else file.replace(".", "/") + ".py"  # of this folder, or installed
+        with contextlib.suppress(ModuleNotFoundError):
+            found = None if os.path.exists(here) or here == file else importlib.util.find_spec(file)
+            here = found.origin if found is not None and found.origin else here
+        paths = [here]
     digest = hashlib.sha256()
     for each in paths:
-        digest.update(pathlib.Path(each).read_bytes())
+        try:
+            digest.update(pathlib.Path(each).read_bytes())
+        except OSError as error:
+            raise UserError(f"--model: cannot read {each} ({error.strerror or error})") from error
     return digest.hexdigest()
 
 
@@ -125,6 +130,7 @@ def verify(
     build_model: Callable[[], Any],
     data: Any,
     *,
+    what: dict[str, Any],
     source: str,
     backends: Iterable[str] | None = None,
     device_counts: Iterable[int] = (1, 2),
@@ -137,6 +143,7 @@ def verify(
         card: of `read_card`.
         build_model: the model, from whoever verifies it: the card names it alone.
         data: likewise.
+        what: as for `certify`.
         source: a digest of its code here.
         backends: None: all that are installed.
         device_counts: replicas, in float64; in float32 it is one.
@@ -149,15 +156,16 @@ def verify(
         found.append(Difference(what=words, is_of_training=False))
     if card["source"] != source:
         found.append(Difference(what="the code of the model is another than the card's", is_of_training=False))
-    try:
-        job = Job(build_model=build_model, data=data, **choices, **{name: card["what"][name] for name in _OF_JOB})
-    except (KeyError, TypeError) as error:
-        raise UserError(f"--card: {error} is missing") from error
+    for name, own in what.items():
+        if card["what"].get(name) != own:
+            words = f"the card is of another {name}: expected {card['what'].get(name)!s:.200}. Received: {own}"
+            found.append(Difference(what=words, is_of_training=False))
+    job = Job(build_model=build_model, data=data, **choices, **{name: card["what"][name] for name in _OF_JOB})
     for precision in PRECISIONS:
         for way in _ways(backends, device_counts if precision == "float64" else (1,)):
             way = dataclasses.replace(way, precision=precision)
             try:
-                differences = list(_differences(card, trace(job, way)))
+                differences = list(_differences(card, trace(job, way), precision))
             except RunError as error:
                 differences = [f"it failed: {error}"]
             report(f"{way}: {differences[0] if differences else 'as the card says'}")
@@ -166,6 +174,11 @@ def verify(
 
 
 _OF_JOB = ("steps", "batch_size", "seed")
+_MOST = 2**32 - 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def read_card(path: str) -> dict[str, Any]:
@@ -184,7 +197,12 @@ def read_card(path: str) -> dict[str, Any]:
     for trained in card["trained"].values():
         _require(isinstance(trained, dict), path)
         _require(all(isinstance(trained.get(name), kind) for name, kind in _OF_TRAINED.items()), path)
+        _require(all(map(_is_number, (*trained["losses"], *trained["gradient_norms"]))), path)
+        pairs = trained["final"].values()
+        _require(all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)) for pair in pairs), path)
     _require(set(card["trained"]) == set(PRECISIONS), path)
+    given = [card["what"].get(name) for name in _OF_JOB]
+    _require(all(type(value) is int and 0 <= value <= _MOST for value in given) and 0 not in given[:2], path)
     return card
 
 
@@ -231,9 +249,8 @@ def _checksum(card: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _differences(card: dict[str, Any], found: Trace) -> Iterable[str]:
+def _differences(card: dict[str, Any], found: Trace, precision: str) -> Iterable[str]:
     """Yields in words what a training has otherwise than a card says."""
-    precision = "float64" if any(value.dtype == "float64" for value in found.final.values()) else "float32"
     said = card["trained"][precision]
     if _digest(found.initial.values()) != card["initial"]:
         yield "initial weights are others"
@@ -253,10 +270,10 @@ def _differences(card: dict[str, Any], found: Trace) -> Iterable[str]:
                 what = "loss" if name == "losses" else "norm of the gradient"
                 yield f"step {step}: {what}: expected {expected:.9g}, received {received:.9g} ({apart:.1e} apart)"
                 break
-    sizes, last = _sizes(found), len(found.losses)
+    sizes, allowed = _sizes(found), tolerance.of_gradients(len(found.losses))
     # The class of a layer may be numbered.
     for (name, expected), (_, received) in zip(said["final"].items(), sizes.items()):
-        if len(expected) != 2 or abs(expected[1] - received[1]) > tolerance.of_gradients(last) * max(received[1], 1e-3):
+        if not np.abs(np.subtract(expected, received)).max() <= allowed * max(received[1], 1e-3):
             yield f"after the last step {name} is another"
             break
     if len(said["final"]) != len(sizes):
@@ -282,7 +299,9 @@ def _markdown(card: dict[str, Any]) -> str:
         for number, way in enumerate(trained["ways"]):
             worst = "what the others are compared with" if number == 0 else f"{way['difference'] or 0:.1e}"
             lines.append(f"| {way['way']} | {worst} | {'as the first' if way['passed'] else '**otherwise**'} |")
-    lines += ["", f"SHA-256 of the model's source: `{card['source']}`. `kerasdp verify --card=card.json` trains again."]
+    flags = " ".join(f"--{name}={value}" for name, value in what.items() if name not in _OF_JOB and value is not None)
+    lines += ["", f"SHA-256 of the model's source: `{card['source']}`. It is verified by", ""]
+    lines += [f"    kerasdp verify --card=card.json {flags}"]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ _NOT_REPLAYED = (
     "fit_into", "verbose", "hosts", "host_rank", "coordinator", "interface", "checkpoint_every", "early_stopping",
 )  # fmt: skip
 # Fields in which a file may name code: a function in a file of Python.
-_CODE = ("model", "dataset", "optimizer", "schedule", "augment")
+_CODE = ("model", "dataset", "optimizer", "schedule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Share:
     Args:
         sample: its place in the data set.
         loss: what it added to the loss: those of all samples and of regularization add up to it.
-        gradient: its part of the gradient: that of all is 1, against the others' it is below 0; not a number, if one of
-            the two is none.
+        gradient: its part of the gradient: those of all samples and of regularization add up to 1; against the others'
+            it is below 0; not a number where the loss is none.
     """
 
     sample: int
@@ -124,7 +124,8 @@ class Replayed:
         facts |= {"learning_rate": self.learning_rate, "gradient_norm": self.gradient_norm}
         facts |= {"samples": self.samples.tolist(), "shares": [dataclasses.asdict(one) for one in self.shares]}
         with open(paths[0], "w") as file:
-            json.dump(facts, file, indent=2)
+            # JSON has no NaN: it is a text.
+            file.write(re.sub(r"(?<=: )(-?Infinity|NaN)", r'"\1"', json.dumps(facts, indent=2)))
         safetensors.numpy.save_file(arrays, paths[1])
         pictures = next((array for array in self.inputs.values() if _is_images(array)), None)
         if pictures is not None:
@@ -198,17 +199,17 @@ def replay(
         UserError: if the run cannot be trained again here, or has no such step.
         RunError: if it fails before the step.
     """
+    from kerasdp.checkpoint import files
+
     begun, path, saved = _begun(request.checkpoint, step)
     choices = _choices(saved, request, path)
     choices |= {"backend": backend or saved["saved_by"]["backend"]}
     choices["num_devices"] = num_devices or saved["saved_by"]["devices"]
     choices |= {} if device is None else {"device": device}
-    if num_blamed and choices["num_devices"] != 1:
-        raise UserError(f"--blame needs one device. Received: a run on {choices['num_devices']}; add --devices=1")
     with tempfile.TemporaryDirectory(prefix="kerasdp-replay-") as temporary:
         if begun:
-            os.mkdir(os.path.join(temporary, CHECKPOINTS))
-            shutil.copy(path, os.path.join(temporary, CHECKPOINTS))
+            os.mkdir(place := os.path.join(temporary, CHECKPOINTS))
+            files.save(files.path_of(place, begun), files.load(path))
             choices |= {"workdir": temporary, "resume": True}
         else:
             choices["checkpoint_every"] = "never"
@@ -220,38 +221,41 @@ def replay(
 
 
 def _begun(run: str, step: int) -> tuple[int, str, dict[str, Any]]:
-    """Returns the step of the newest checkpoint before a step (0: none), a file of the run, and what that says.
+    """Returns the step of the newest checkpoint before a step (0: none), its path, and what the run was at that step.
+
+    A run may have been resumed with other choices: those of the step stand in the next checkpoint, or, if there is
+    none, in config.json.
 
     Raises:
-        UserError: if there is none that can be used.
+        UserError: if there is no run that can be used.
     """
     from kerasdp.checkpoint import files
+    from kerasdp.checkpoint.storage import is_url
 
     if step < 1:
         raise UserError(f"--step: expected a step of the run, from 1. Received: {step}")
-    inner, path = os.path.join(run, CHECKPOINTS), os.path.join(run, "config.json")
-    folder = inner if os.path.isdir(inner) else run
-    known: tuple[int, str, dict[str, Any]] | None = None
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
+    known: dict[str, Any] | None = None
+    folder = inner if os.path.isdir(inner := os.path.join(run, CHECKPOINTS)) else run
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(run, "config.json")) as file:
         config = json.load(file)
-        known = (
-            0,
-            path,
-            {"config": config, "saved_by": {"backend": config["backend"], "devices": config["num_devices"]}},
-        )
-    for path in files.paths_in(folder) if os.path.isdir(folder) else []:
+        known = {"config": config, "saved_by": {"backend": config["backend"], "devices": config["num_devices"]}}
+        folder = config.get("checkpoint_dir") or folder
+    paths = files.paths_in(folder) if is_url(folder) or os.path.isdir(folder) else []
+    number = {path: int(re.sub(r"\D", "", path.rpartition("step-")[2])) for path in paths}
+    newer = [path for path in paths if number[path] >= step][-1:]
+    for path in (*newer, *(path for path in paths if number[path] < step)):
         try:
             state = files.load(path).state
             files.require(path, state, "config", "saved_by")
         except CheckpointError as error:
             report.warn(f"{error}; trying the one before it")
             continue
-        if state["step"] < step:
-            return state["step"], path, state
-        known = 0, path, state
+        if path not in newer:
+            return number[path], path, known or state
+        known = state
     if known is None:
         raise UserError(f"--checkpoint: expected the --workdir of a run. Received: {run!r}")
-    return known
+    return 0, run, known
 
 
 def _choices(saved: dict[str, Any], request: Request, path: str) -> dict[str, Any]:
@@ -318,6 +322,8 @@ class _Recorder:
         model = loop.model
         if "train_step" in own_steps(model):
             raise UserError(f"replay: {model.name} has a train_step of its own, into which nothing can look")
+        if self._num_blamed and loop.strategy.num_devices > 1:
+            raise UserError(f"--blame needs one device. Received: {loop.strategy.num_devices}; add --devices=1")
         known = training_state.variables_of(model)
         arrays = dict(zip(known, loop.strategy.read(model, list(known.values()), training_state.to_numpy)))
 
@@ -329,7 +335,7 @@ class _Recorder:
         observer = Observer(0)
         trained = loop.functions.train(batch, Detail.EVERYTHING)
         observer.on_step(trained.loss, batch.indices, trained.observed)
-        of_inputs = [name for name in observer.outputs if name.startswith("inputs")]
+        of_inputs = [name for name in observer.outputs if re.match(r"inputs\b", name) and not name[6:7].isalnum()]
         gradients = zip(model.trainable_weights, observer.gradients)
         self.found |= {
             "learning_rate": None if trained.learning_rate is None else float(trained.learning_rate),
@@ -395,38 +401,70 @@ def _shares(
         inputs = inputs[0]
     training = {"training": True} if "training" in model.call_signature_parameters else {}
 
-    def rows_of(structure: Any, rows: slice) -> Any:
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], structure)
-
-    def loss_of(outputs: Any, row: int) -> Any:
-        """The sample's own loss, and that of regularization."""
-        rows = slice(row, row + 1)
-        given = [rows_of(structure, rows) for structure in (inputs, targets, outputs, weights)]
-        return model.compute_loss(*given, training=True)
+    def alone(row: int) -> float:
+        """The loss of one sample, where those of others are no numbers: 0 times them would be none."""
+        rows = [
+            keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[row : row + 1], structure)
+            for structure in (inputs, targets, outputs, weights)
+        ]
+        return (_number(model.compute_loss(*rows, training=True)) - rest) / number
 
     def own_loss(row: int) -> Any:
-        return loss_of(model(inputs, **training), row)
+        outputs = model(inputs, **training)
+        return model.compute_loss(inputs, targets, outputs, _only(row, number, weights, outputs), training=True)
 
-    outputs = keras.tree.map_structure(keras.ops.stop_gradient, model(inputs, **training))
+    outputs = model(inputs, **training)  # with the masks that layers have left at them
     rest = sum(map(_number, model.losses))
-    total = _number(model.compute_loss(inputs, targets, outputs, weights, training=True))
-    losses = np.array([_number(loss_of(outputs, row)) - rest for row in range(number)])
-    is_mean = np.isclose(losses.sum() / number, total - rest, rtol=1e-3) or not np.isfinite(total)
-    losses = losses / number if is_mean else losses
-    arrays = [keras.ops.convert_to_numpy(leaf) for leaf in keras.tree.flatten(inputs)]
-    floats = [np.isfinite(leaf.reshape(number, -1)).all(1) for leaf in arrays if leaf.dtype.kind == "f"]
-    is_odd = ~np.all([*floats, np.isfinite(losses)], axis=0)
-    order = sorted(range(number), key=lambda row: (*(all_finite[row] for all_finite in floats), -abs(losses[row])))
-    order.sort(key=lambda row: not is_odd[row])
+    # Keras (3.15) multiplies weights by masks in place, on torch.
+    copies = None if weights is None else keras.tree.map_structure(keras.ops.copy, weights)
+    total = _number(model.compute_loss(inputs, targets, outputs, copies, training=True)) - rest
     places = np.asarray(keras.ops.convert_to_numpy(indices))
-    found = []
-    for row in order[:count]:
-        part = np.nan
-        if np.isfinite(total):
-            put_back()  # so that each pass draws the random numbers of the step
-            part = _part_of(gradients, model, functools.partial(own_loss, row)) / (number if is_mean else 1)
-        found.append(Share(sample=int(places[row]), loss=float(losses[row]), gradient=float(part)))
-    return found
+    if not np.isfinite(total):
+        return _odd_ones(inputs, np.array([alone(row) for row in range(number)]), places)[:count]
+    of_each = (_only(row, number, weights, outputs) for row in range(number))
+    own = (model.compute_loss(inputs, targets, outputs, weight, training=True) for weight in of_each)
+    losses = np.array([_number(loss) - rest for loss in own])
+    if not np.isclose(losses.sum(), total, rtol=1e-3, atol=1e-6):
+        added = f"alone they are {losses.sum():.6g}, together {total:.6g}"
+        raise UserError(f"--blame: the loss of {model.name} is no sum of what samples add: {added}")
+
+    def part_of(row: int) -> float:
+        put_back()  # so that each pass draws the random numbers of the step
+        return _part_of(gradients, model, functools.partial(own_loss, row))
+
+    of_rest = part_of(-1) if rest else 0.0
+    order = np.argsort(-np.abs(losses), kind="stable")[:count]
+    parts = {int(row): part_of(int(row)) - of_rest for row in order}
+    return [Share(sample=int(places[row]), loss=float(losses[row]), gradient=part) for row, part in parts.items()]
+
+
+def _only(row: int, number: int, weights: Any, outputs: Any) -> Any:
+    """Returns the weights of samples (None: all 1), but for one of them 0; -1: for all."""
+    import keras
+    from keras import ops
+
+    chosen = ops.convert_to_tensor(np.arange(number) == row, keras.config.floatx())
+
+    def of(leaf: Any) -> Any:
+        return leaf * ops.reshape(ops.cast(chosen, leaf.dtype), (-1, *[1] * (len(leaf.shape) - 1)))
+
+    if weights is None:  # of each token, say, where there are outputs of each
+        shapes = keras.tree.map_structure(lambda leaf: tuple(leaf.shape[: max(len(leaf.shape) - 1, 1)]), outputs)
+        weights = keras.tree.map_shape_structure(ops.ones, shapes)
+    return keras.tree.map_structure(of, weights)
+
+
+def _odd_ones(inputs: Any, losses: np.ndarray, places: np.ndarray) -> list[Share]:
+    """Returns all samples of a step whose loss is no number, those first that are none themselves."""
+    import keras
+
+    leaves = [keras.ops.convert_to_numpy(leaf).reshape(len(losses), -1) for leaf in keras.tree.flatten(inputs)]
+    is_odd = np.any(
+        [~np.isfinite(leaf).all(1) for leaf in leaves if leaf.dtype.kind == "f"] or [losses != losses], axis=0
+    )
+    sizes = np.nan_to_num(np.abs(losses), nan=np.inf)
+    order = np.lexsort((-sizes, ~is_odd))
+    return [Share(sample=int(places[row]), loss=float(losses[row]), gradient=np.nan) for row in order]
 
 
 def _number(tensor: Any) -> float:

@@ -1,6 +1,7 @@
 """A card says how a model trains; who verifies it notices a card or a model that was changed."""
 
 import functools
+import json
 
 import keras
 import numpy as np
@@ -26,7 +27,8 @@ def data():
 
 
 def verified(card, build=build, source=SOURCE, **ways):
-    found = certificate.verify(card, build, data, source=source, **({"backends": FIRST, "device_counts": [1]} | ways))
+    ways = {"backends": FIRST, "device_counts": [1]} | ways
+    found = certificate.verify(card, build, data, what={"model": "mine"}, source=source, **ways)
     return [str(difference) for difference in found]
 
 
@@ -79,7 +81,32 @@ def test_what_is_no_card(text, tmp_path):
         certificate.read_card(str(tmp_path / "card.json"))
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(("what", "steps"), 10**12), (("what", "batch_size"), "x"), (("what", "seed"), None)]
+    + [(("trained", "float64", name), ["a"]) for name in ("losses", "gradient_norms")]
+    + [(("trained", "float64", "final"), {"w": 5})],
+)
+def test_each_field_is_checked(tmp_path, place, value):
+    trained = {"optimizer": "SGD", "losses": [1.0], "gradient_norms": [1.0], "samples": "", "final": {}, "ways": []}
+    card = {
+        "kerasdp card": 1, "made": "", "what": {"steps": 1, "batch_size": 2, "seed": 0}, "source": "", "versions": {},
+        "initial": "", "trained": {"float64": trained, "float32": dict(trained)}, "sha256": "",
+    }  # fmt: skip
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(card))
+    assert certificate.read_card(str(path)) == card
+    *folders, name = place
+    functools.reduce(dict.__getitem__, folders, card)[name] = value
+    path.write_text(json.dumps(card))
+    with pytest.raises(UserError, match="expected a card of format 1"):
+        certificate.read_card(str(path))
+
+
 def test_the_source_of_a_model(tmp_path):
+    for name in ("nothere.py:build", "nothere.sub:build"):
+        with pytest.raises(UserError, match="--model: cannot read nothere"):
+            certificate.source_of(name)
     (tmp_path / "mine.py").write_text("def build(): pass\n")
     one = certificate.source_of(f"{tmp_path}/mine.py:build")
     (tmp_path / "mine.py").write_text("def build(): return\n")

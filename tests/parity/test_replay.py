@@ -10,6 +10,7 @@ from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import Config, Request
 from kerasdp.errors import UserError
 from kerasdp.parity import Replayed, Share, replay
+from kerasdp.parity.replay import _begun
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 
@@ -39,10 +40,25 @@ def test_code_that_a_file_names_is_not_run(tmp_path, field, is_saved):
         replay(never, Request(checkpoint=str(tmp_path)), 3)
 
 
-def test_blame_needs_one_device(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(Config(backend=BACKENDS[0], num_devices=2).as_dict()))
-    with pytest.raises(UserError, match="--blame needs one device. Received: a run on 2; add --devices=1"):
-        replay(never, Request(checkpoint=str(tmp_path)), 3, num_blamed=1)
+@pytest.mark.parametrize("text", ["", "[1]", '{"model_type": "bert"}'])
+def test_a_folder_of_something_else(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="--checkpoint: expected the --workdir of a run"):
+        replay(never, Request(checkpoint=str(tmp_path)), 3)
+
+
+def test_a_step_is_as_the_run_was_then(tmp_path):
+    """A run that was resumed with other choices: those of the step stand in the next checkpoint, or in config.json."""
+    (tmp_path / "checkpoints").mkdir()
+    for step, backend in ((2, "torch"), (4, "jax")):
+        config = Config(backend=backend).as_dict()
+        state = {"step": step, "config": config, "saved_by": {"backend": backend, "devices": 1}}
+        files.save(files.path_of(f"{tmp_path}/checkpoints", step), Checkpoint(arrays={}, state=state))
+    (tmp_path / "config.json").write_text(json.dumps(Config(backend="tensorflow").as_dict()))
+    found = {step: _begun(str(tmp_path), step) for step in (1, 2, 3, 4, 5)}
+    assert [begun for begun, _, _ in found.values()] == [0, 0, 2, 2, 4]
+    backends = [known["saved_by"]["backend"] for _, _, known in found.values()]
+    assert backends == ["torch", "torch", "jax", "jax", "tensorflow"]
 
 
 def test_what_is_told_and_written(tmp_path):
@@ -71,7 +87,7 @@ def test_a_step_again(tmp_path, backend):
     found = result_of(run(PROGRAMS / "replays.py", backend, tmp_path, 10, others, timeout=900))
     assert len(found["losses"]) == 10 and found["rows"] == 64
     for step, begun, loss, again in found["losses"]:
-        assert loss == again and begun == (step - 1) // 50 * 50 or begun == 157
+        assert loss == again and begun in ((step - 1) // 50 * 50, 157)
     assert found["differing"] == [] and found["two"][0] == found["two"][1]
     assert len(found["outputs"]) == 6 and len(found["gradients"]) == 5
     for losses in found["others"].values():
