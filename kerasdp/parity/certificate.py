@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shlex
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -299,7 +300,8 @@ def _markdown(card: dict[str, Any]) -> str:
         for number, way in enumerate(trained["ways"]):
             worst = "what the others are compared with" if number == 0 else f"{way['difference'] or 0:.1e}"
             lines.append(f"| {way['way']} | {worst} | {'as the first' if way['passed'] else '**otherwise**'} |")
-    flags = " ".join(f"--{name}={value}" for name, value in what.items() if name not in _OF_JOB and value is not None)
+    given = ((name, value) for name, value in what.items() if name not in _OF_JOB and value is not None)
+    flags = " ".join(shlex.quote(f"--{name}={value}") for name, value in given)
     lines += ["", f"SHA-256 of the model's source: `{card['source']}`. It is verified by", ""]
     lines += [f"    kerasdp verify --card=card.json {flags}"]
     return "\n".join(lines) + "\n"
