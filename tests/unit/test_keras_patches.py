@@ -21,6 +21,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat import layers, models, numerics, optimizers, patches, random, saving, settings
 from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
+from kerasdp.keras_compat.recurrent import inputs_first
 from kerasdp.portability import initial_weights, replica_context
 from kerasdp.portability import layers as portable_layers
 from kerasdp.portability.layer_calls import hook_layers
@@ -68,6 +69,24 @@ def test_einsums_that_are_one_product(equation, number):
         given = [np.random.RandomState(0).randn(*shape) for shape in shapes]
         received = numerics._as_one_product(None, equation, *given)
         np.testing.assert_allclose(array(received), np.einsum(equation, *given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("LSTM", {}), ("LSTM", {"use_bias": False, "go_backwards": True}), ("GRU", {}), ("GRU", {"reset_after": False}),
+        ("GRU", {"use_bias": False, "return_sequences": False}),
+    ],
+)  # fmt: skip
+def test_recurrent_layers_that_multiply_their_inputs_first(monkeypatch, kind, arguments, has_mask):
+    layer = getattr(keras.layers, kind)(3, **({"return_sequences": True, "use_cudnn": False} | arguments))
+    x = np.random.RandomState(0).rand(2, 4, 5).astype("float32")
+    mask = np.arange(4) < np.array([[4], [2]]) if has_mask else None
+    expected = array(layer(x, mask=mask))
+    # Without Keras' own loop to fall back to.
+    monkeypatch.setattr(keras.layers.RNN, "inner_loop", lambda *given, **more: inputs_first(None, *given, **more))
+    np.testing.assert_allclose(array(layer(x, mask=mask)), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
