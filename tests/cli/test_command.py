@@ -243,7 +243,7 @@ SHORT = {
     "evaluate": ["--checkpoint=../by-name-train/run", "--device=cpu"],
     "predict": ["--checkpoint=../by-name-train/run", "--device=cpu", "--output=digits.csv"],
     "export": ["--checkpoint=../by-name-train/run", "--to=digits.keras"],
-    "replay": ["--checkpoint=../by-name-train/run", "--step=2", "--blame=1", "--workdir=step"],
+    "replay": ["--checkpoint=../by-name-train/run", "--step=2", "--devices=1", "--blame=1", "--workdir=step"],
     "custom_model": [],
     "from_scratch": ["--dataset=digits", "--batch_size=64", "--device=cpu", "--epochs=1"],
     "text": ["--device=cpu", "--max_steps=2"],
