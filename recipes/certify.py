@@ -39,7 +39,7 @@ def certify(config: kerasdp.Config, backends: list[str] | None, device_counts: l
     what |= {name: getattr(config, name) for name in ("optimizer", "learning_rate", "kernel_initializer")}
     if card is not None:
         differences = certificate.verify(certificate.read_card(card), model, data, what=what, source=source, **ways)
-        print("\n".join(map(str, differences)) or f"all is as {card} says")
+        print("\n".join(differences) or f"all is as {card} says")
         return not differences
     choices = {"steps": config.max_steps or 5, "batch_size": config.batch_size, "seed": config.seed}
     made = certificate.certify(model, data, what=what, source=source, **ways, **choices)

@@ -105,7 +105,7 @@ def main() -> None:
     for check, cells in rows.items():
         for backend, said in cells.items():
             before = known.get(check, {}).get(backend, ["", today])
-            kept = before[0].partition("(")[0] == said.partition("(")[0]
+            kept = re.split("[(:]", before[0])[0] == re.split("[(:]", said)[0]  # whatever its numbers are
             cells[backend] = [said, before[1] if kept else today]
     record[args.name] = {
         "versions": versions, "date": today, "seconds": time.time() - start, "backends": backends, "rows": rows,

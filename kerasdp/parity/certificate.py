@@ -35,22 +35,6 @@ _FIELDS = {
 _OF_TRAINED = {"optimizer": str, "losses": list, "gradient_norms": list, "samples": str, "final": dict, "ways": list}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
-    """What is not as a card says.
-
-    Args:
-        what: in words.
-        is_of_training: whether the model trains otherwise; else the card or its source was changed, and it may not.
-    """
-
-    what: str
-    is_of_training: bool
-
-    def __str__(self) -> str:
-        return self.what
-
-
 def source_of(model: str) -> str:
     """Returns the SHA-256 of the file that makes a model, as `Config.model` names it; of a built-in one, of all such.
 
@@ -137,8 +121,8 @@ def verify(
     device_counts: Iterable[int] = (1, 2),
     report: Callable[[str], None] = lambda line: None,
     **choices: Any,
-) -> list[Difference]:
-    """Trains a model here as its card says, and returns what is not as there: in float64 in each way, then in float32.
+) -> list[str]:
+    """Trains a model here as its card says: in float64 in each way, then in float32. Returns in words what differs.
 
     Args:
         card: of `read_card`.
@@ -153,14 +137,13 @@ def verify(
     """
     found = []
     if card["sha256"] != _checksum(card):
-        words = "the card was changed after it was made: its checksum is wrong"
-        found.append(Difference(what=words, is_of_training=False))
+        found.append("the card was changed after it was made: its checksum is wrong")
     if card["source"] != source:
-        found.append(Difference(what="the code of the model is another than the card's", is_of_training=False))
+        found.append("the code of the model is another than the card's")
     for name, own in what.items():
         if card["what"].get(name) != own:
-            words = f"the card is of another {name}: expected {card['what'].get(name)!s:.200}. Received: {own}"
-            found.append(Difference(what=words, is_of_training=False))
+            expected = card["what"].get(name)
+            found.append(f"the card is of another {name}: expected {expected!s:.200}. Received: {own}")
     job = Job(build_model=build_model, data=data, **choices, **{name: card["what"][name] for name in _OF_JOB})
     for precision in PRECISIONS:
         for way in _ways(backends, device_counts if precision == "float64" else (1,)):
@@ -170,7 +153,7 @@ def verify(
             except RunError as error:
                 differences = [f"it failed: {error}"]
             report(f"{way}: {differences[0] if differences else 'as the card says'}")
-            found += [Difference(what=f"{way}: {line}", is_of_training=True) for line in differences]
+            found += [f"{way}: {line}" for line in differences]
     return found
 
 

@@ -16,7 +16,7 @@ import safetensors.numpy
 from kerasdp.config import Config, Request, spec
 from kerasdp.config.choices import choices_of
 from kerasdp.config.workdir import CHECKPOINTS
-from kerasdp.errors import CheckpointError, UserError
+from kerasdp.errors import CheckpointError, UserError, redacted
 from kerasdp.launch import launch
 from kerasdp.reporting import report
 from kerasdp.reporting.figure import make_figure
@@ -239,7 +239,9 @@ def _begun(run: str, step: int) -> tuple[int, str, dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(run, "config.json")) as file:
         config = json.load(file)
         known = {"config": config, "saved_by": {"backend": config["backend"], "devices": config["num_devices"]}}
-        folder = config.get("checkpoint_dir") or folder
+        folder = str(config.get("checkpoint_dir") or folder)
+    if is_url(folder) and folder != run:  # which a file chose
+        raise UserError(f"--checkpoint: the checkpoints of {run} are in {redacted(folder)}: give that, if you trust it")
     paths = files.paths_in(folder) if is_url(folder) or os.path.isdir(folder) else []
     number = {path: int(re.sub(r"\D", "", path.rpartition("step-")[2])) for path in paths}
     newer = [path for path in paths if number[path] >= step][-1:]
@@ -335,7 +337,7 @@ class _Recorder:
         observer = Observer(0)
         trained = loop.functions.train(batch, Detail.EVERYTHING)
         observer.on_step(trained.loss, batch.indices, trained.observed)
-        of_inputs = [name for name in observer.outputs if re.match(r"inputs\b", name) and not name[6:7].isalnum()]
+        of_inputs = [name for name in observer.outputs if re.match(r"inputs\b", name)]
         gradients = zip(model.trainable_weights, observer.gradients)
         self.found |= {
             "learning_rate": None if trained.learning_rate is None else float(trained.learning_rate),
@@ -377,9 +379,7 @@ def _by_name(name: str, structure: Any) -> dict[str, np.ndarray]:
     return {name if len(arrays) == 1 else f"{name} {number}": array for number, array in enumerate(arrays, 1)}
 
 
-def _shares(
-    model: Any, batch: Any, gradients: list[Any], count: int, put_back: Callable[[], None]
-) -> list[Share]:  # fmt: skip
+def _shares(model: Any, batch: Any, gradients: list[Any], count: int, put_back: Callable[[], None]) -> list[Share]:
     """Returns what samples did to a step: of those that added most to the loss, the first `count`.
 
     A sample whose inputs or loss are no numbers comes first. With batch norm its numbers are in all outputs.

@@ -47,6 +47,13 @@ def test_a_folder_of_something_else(tmp_path, text):
         replay(never, Request(checkpoint=str(tmp_path)), 3)
 
 
+def test_no_url_is_reached_that_a_file_names(tmp_path):
+    config = Config(backend=BACKENDS[0]).as_dict() | {"checkpoint_dir": "s3://theirs/run"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="are in s3://theirs/run: give that, if you trust it"):
+        replay(never, Request(checkpoint=str(tmp_path)), 3)
+
+
 def test_a_step_is_as_the_run_was_then(tmp_path):
     """A run that was resumed with other choices: those of the step stand in the next checkpoint, or in config.json."""
     (tmp_path / "checkpoints").mkdir()

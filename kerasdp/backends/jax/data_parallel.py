@@ -85,20 +85,15 @@ class DataParallel(JaxStrategy):
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings inputs, targets, sample weights and indices to the devices."""
-        import keras
-
-        def put(data: Any, *shardings: Any) -> Any:
-            leaves = keras.tree.flatten(data)
-            each = [*itertools.repeat(shardings[0], len(leaves) - len(shardings) + 1), *shardings[1:]]
-            return keras.tree.pack_sequence_as(data, put_each(leaves, each))
-
         kept = batch.inputs.kept if isinstance(batch.inputs, CachedRows) else None
         inputs = batch.inputs if kept is None else batch.inputs.numbers
         found = DeviceBatch(inputs, batch.targets, batch.sample_weight, batch.indices.astype("int32"))
-        found = put(found, self.by_rows, self.replicated)
+        leaves, structure = jax.tree.flatten(found)
+        shardings = [*itertools.repeat(self.by_rows, len(leaves) - 1), self.replicated]  # the last are the indices
+        found = jax.tree.unflatten(structure, put_each(leaves, shardings))
         if kept is None:
             return found
-        whole = kept.copies(lambda arrays: put(arrays, self.replicated))
+        whole = kept.copies(lambda arrays: jax.tree.map(lambda leaf: put_rows(leaf, self.replicated), arrays))
         return found._replace(inputs=self._take_rows(whole, found.inputs))
 
     @contextlib.contextmanager

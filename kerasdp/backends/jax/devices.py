@@ -353,11 +353,11 @@ def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
     return jax.make_array_from_process_local_data(sharding, rows)
 
 
-def put_each(arrays: Sequence[np.ndarray | None], shardings: Sequence[NamedSharding]) -> list[Tensor | None]:
-    """Does `put_rows` with each array, None for none: in one call of JAX, which takes half as long as one for each."""
+def put_each(arrays: list[np.ndarray], shardings: list[NamedSharding]) -> list[Tensor]:
+    """Does `put_rows` with each array: in one call of JAX, if that can be, which takes half as long as one for each."""
     if all(sharding.is_fully_addressable for sharding in shardings):
-        return jax.device_put(list(arrays), list(shardings))
-    return [None if rows is None else put_rows(rows, sharding) for rows, sharding in zip(arrays, shardings)]
+        return jax.device_put(arrays, shardings)
+    return [put_rows(rows, sharding) for rows, sharding in zip(arrays, shardings)]
 
 
 def describe() -> dict[str, Any]:
