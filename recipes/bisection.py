@@ -2,16 +2,17 @@
 
     python recipes/bisection.py --model=lenet                      # the first two backends that are installed
     python recipes/bisection.py --model=my_model.py:build --backends=jax,tensorflow --max_steps=3
-    python recipes/bisection.py --model=my_model.py:build --precision=float32
+    python recipes/bisection.py --model=my_model.py:build --backends=torch --device_counts=1,2
+    python recipes/bisection.py --model=my_model.py:build --backends=torch --other_python=/of/another/venv/bin/python
 
-Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values, and program.py in
-the workdir, if the operation can be called alone. Half a minute on two CPU cores.
+Expected: exit code 0 and "nothing differs"; or 1, with the operation, its call, shapes and values. In the workdir are
+then program.py, if the operation can be called alone, and issue.md, the text for an issue, if the program shows the
+difference without kerasdp. Half a minute on two CPU cores.
 
 Each step runs without compilation on one device, in float64 by default, in which only mistakes are left.
 """
 
 import functools
-import os
 
 import kerasdp
 
@@ -29,28 +30,23 @@ def load_data(config: kerasdp.Config) -> object:
     return kerasdp.load_data(config).train
 
 
-def find(config: kerasdp.Config, backends: tuple[str, str]) -> bool:
-    """Runs here, and starts a process for each backend."""
-    first, second = (kerasdp.parity.Way(backend=name, num_devices=1, precision=config.precision) for name in backends)
+def find(config: kerasdp.Config, ways: tuple[kerasdp.parity.Way, kerasdp.parity.Way]) -> bool:
+    """Runs here, and starts a process for each way to train."""
     finding = kerasdp.parity.bisect(
         functools.partial(build_model, config),
         functools.partial(load_data, config),
-        (first, second),
+        ways,
         steps=config.max_steps,
         batch_size=config.batch_size,
         seed=config.seed,
         device=config.device,
     )
     if finding is None:
-        print(f"nothing differs between {first} and {second}")
+        print(f"nothing differs between {ways[0]} and {ways[1]}")
         return True
     print(finding)
-    if finding.program:
-        os.makedirs(config.workdir, exist_ok=True)
-        path = os.path.join(config.workdir, "program.py")
-        with open(path, "w") as file:
-            file.write(finding.program)
-        print(f"{path} computes it in plain Keras: run it with KERAS_BACKEND={first.backend} and {second.backend}")
+    for path in finding.write(config.workdir):
+        print(path)
     return False
 
 

@@ -58,6 +58,9 @@ class Own:
     device_counts: str = choice("1,2,4", COMPARISON, _NUMBERS,
         "Instead of --gpus: numbers of devices, comma-separated.")
 
+    other_python: str | None = choice(None, COMPARISON, Range("a program"),
+        "Python of another environment, whose versions are compared with these: /of/another/venv/bin/python.", "none")
+
     card: str | None = choice(None, COMPARISON, Range("a file"),
         "Card to verify, instead of writing one: a card.json.", "one is written")
 
@@ -189,11 +192,11 @@ RECIPES = {
         },
     ),
     "bisection": Recipe(
-        own=["backends"],
+        own=["backends", "device_counts", "other_python"],
         takes=[*_DATA, "model", "optimizer", "learning_rate", "kernel_initializer", "seed", "precision", "max_steps",
                "device", "workdir"],
         reason="a few steps are computed on one device, operation by operation, and nothing is trained",
-        defaults={"precision": "float64", "max_steps": 2},
+        defaults={"precision": "float64", "max_steps": 2, "device_counts": "1"},
     ),
     "certify": Recipe(
         own=["backends", "device_counts", "card"],

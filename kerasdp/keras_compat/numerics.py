@@ -19,6 +19,7 @@ from keras.src import backend
 from keras.src.backend.common.variables import AutocastScope
 
 from kerasdp.errors import UserError
+from kerasdp.keras_compat import torch_functions
 from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 from kerasdp.keras_compat.recurrent import inputs_first
 
@@ -40,6 +41,8 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     ]
     found += [(kind, "call", other) for kind, other in _WITH_ADAPTERS.items()]
     found += [(keras.layers.RNN, "inner_loop", inputs_first)]
+    if keras.backend.backend() == "torch":
+        found += [(keras.layers.GroupNormalization, "call", torch_functions.by_groups)]
     return replaced_in_each((owner, {name: in_place_of(getattr(owner, name), other)}) for owner, name, other in found)
 
 
@@ -544,6 +547,8 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "take"): _rows_of_table,
         ("nn", "sparse_categorical_crossentropy"): sparse_of_rows,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
+        ("nn", "average_pool"): torch_functions.without_padding,
+        ("numpy", "pad"): torch_functions.mirrored,
         ("nn", "conv"): channels_last_by_strides,
         ("nn", "conv_transpose"): channels_last_by_strides,
     },

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import sys
 import types
@@ -118,6 +119,13 @@ def call_again(call: Call, arrays: list[Any]) -> list[Any]:
     owner = {"keras.ops": keras.ops}.get(module) or _module_of(module.removeprefix("keras.src.backend").strip("."))
     args, kwargs = filled(call.arguments)
     return _tensors(getattr(owner, name)(*args, **kwargs))
+
+
+def aligned(calls: list[Call], others: list[Call]) -> Iterator[tuple[Call, Call]]:
+    """Yields the calls that two passes have in common, in pairs: backends take other paths within some layers."""
+    keys: list[list[Any]] = [[(call.layer, call.site, call.name) for call in each] for each in (calls, others)]
+    for first, second, length in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
+        yield from zip(calls[first : first + length], others[second : second + length])
 
 
 def _operations() -> Iterator[tuple[str, Any, str]]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import difflib
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kerasdp.errors import UserError
 from kerasdp.parity.divergence import Tolerance, difference, tolerance_for
-from kerasdp.parity.program import program_of
+from kerasdp.parity.program import DRAWN, issue, program_of, run_program, shows
 from kerasdp.parity.trace import Job, Way, call_in, values_of
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ class Finding:
         received: what the second has.
         difference: relative.
         inputs_differ: whether its inputs differed before: then what made them is no operation of Keras.
-        program: computes it with Keras alone, in at most 20 lines; empty if it cannot be called alone. Whether the
-            two differ there as well, without kerasdp, it says when it is run.
+        program: computes it with Keras alone, in at most 20 lines; empty if it cannot be called alone.
+        printed: what the program prints in the two ways.
+        is_shown: whether the two differ there as well, without kerasdp; None if that cannot be said.
     """
 
     ways: tuple[Way, Way]
@@ -84,6 +85,8 @@ class Finding:
     call: "Call | None" = None
     inputs_differ: bool = False
     program: str = ""
+    printed: tuple[str, str] = ("", "")
+    is_shown: bool | None = None
 
     def __str__(self) -> str:
         when = "" if self.step is None else f"step {self.step}: "
@@ -96,6 +99,8 @@ class Finding:
             "loss": "the loss, though all operations of the forward pass agree",
         }[self.what]
         cause = ""
+        if self.program and self.is_shown is not None:
+            cause = f"; Keras alone {'does that, too' if self.is_shown else 'gives the same in both'}"
         if self.inputs_differ:
             cause = "; its inputs differ already, by code that calls no operation of Keras"
         elif self.call is not None and not self.call.inputs:
@@ -104,6 +109,16 @@ class Finding:
             f"{when}{words} differs first, by {self.difference:.1e}{cause}: {_some(self.expected, self.received)} on "
             f"{self.ways[0]}, {_some(self.received, self.expected)} on {self.ways[1]}"
         )
+
+    def write(self, folder: str) -> list[str]:
+        """Writes `program.py` and, if it shows the difference, `issue.md`; returns their paths."""
+        texts = {"program.py": self.program, "issue.md": issue(self) if self.is_shown else ""}
+        os.makedirs(folder, exist_ok=True)
+        paths = {os.path.join(folder, name): text for name, text in texts.items() if text}
+        for path, text in paths.items():
+            with open(path, "w") as file:
+                file.write(text)
+        return list(paths)
 
 
 def bisect(
@@ -119,12 +134,14 @@ def bisect(
     """Trains a few steps in two ways, operation by operation, and finds the first that differs beyond round-off.
 
     Each step is computed as Keras code runs without compilation, on one device: forward pass, loss, gradients, update.
-    In float64 round-off is far below any mistake.
+    In float64 round-off is far below any mistake. Of ways that differ in the number of devices, the forward pass and
+    loss of a few samples are compared: of all of them on one device, and of the rows of each.
 
     Args:
         build_model: as for `kerasdp.parity.compare`.
         data: likewise; each step takes the next rows, in their order.
-        ways: two, of one device each, which differ in backend or precision.
+        ways: two, which differ in backend, precision or environment; or in `num_devices` alone, the first
+            with one.
         steps: updates.
         is_plain: whether functions that differ between backends stay as Keras has them: to find defects of Keras.
         tolerance: None: that of the precision.
@@ -134,11 +151,19 @@ def bisect(
         What differs first; None if nothing does.
 
     Raises:
-        UserError: if the model cannot be sent to other processes, a way has several devices, or it cannot be trained.
+        UserError: if the model cannot be sent to other processes, ways differ in more than that, or jax is to compare
+            numbers of devices (which all compute one program); if it cannot be trained.
     """
-    if any(way.num_devices != 1 for way in ways):
-        raise UserError(f"bisect: expected ways of one device. Received: {ways[0]} and {ways[1]}")
     job = Job(build_model=build_model, data=data, steps=steps, **choices)
+    if ways[1].num_devices > 1 and ways[0] == dataclasses.replace(ways[1], num_devices=1) and ways[0].backend != "jax":
+        few = dataclasses.replace(job, steps=1, batch_size=4 * ways[1].num_devices - 1)
+        pairs = call_in(few, ways[1], _mixing)
+        return next((_of_devices(ways, *pair) for pair in pairs), None)
+    if any(way.num_devices != 1 for way in ways):
+        raise UserError(
+            "bisect: expected ways of one device, or the same way, of torch or tensorflow, on one and on several. "
+            f"Received: {ways[0]} and {ways[1]}"
+        )
     expected, received = (call_in(job, way, _train, is_plain) for way in ways)
     tolerance = tolerance or tolerance_for(ways[0].precision, expected.optimizer)
     found = next(_findings(ways, expected, received, tolerance), None)
@@ -146,15 +171,43 @@ def bisect(
         return found
     calls = expected.steps[found.step or 0].calls if found.call is None else [found.call]
     first, second = (call_in(job, way, _call_alone, is_plain, calls) for way in ways)
-    return (
-        _of_gradients(found, calls, first, second, tolerance)
-        if found.call is None
-        else dataclasses.replace(found, program=program_of(found.call, "output", _shows(first, second, tolerance)))
-    )
+    if found.call is None:
+        found = _of_gradients(found, calls, first, second, tolerance)
+    else:
+        how = _shown_by(first[0], second[0], "outputs", tolerance)
+        found = dataclasses.replace(found, program=program_of(found.call, "output", how, found.difference))
+    if not found.program:
+        return found
+    printed = run_program(found.program, ways[0]), run_program(found.program, ways[1])
+    return dataclasses.replace(found, printed=printed, is_shown=shows(printed, found.difference))
+
+
+def _of_devices(ways: tuple[Way, Way], call: "Call", same: "Call") -> Finding:
+    pairs = zip(call.outputs, same.outputs)
+    value, other = next((pair for pair in pairs if difference(*pair) > 0), (call.outputs[0], same.outputs[0]))
+    return Finding(
+        ways=ways, what="operation", name=call.name, step=0, expected=value, received=other,
+        difference=difference(value, other), call=call,
+    )  # fmt: skip
+
+
+def _mixing(runner: Any, job: Job) -> "list[tuple[Call, Call]]":
+    """Runs in every process of a way: returns the first call of each replica that mixes samples."""
+    import keras
+
+    from kerasdp.portability.row_search import NUM_ROWS, find_row_axes
+    from kerasdp.training.first_step_check import mixing_operations
+
+    model, batches, context = _prepared(runner, job, is_plain=False)
+    with context:
+        find_row_axes(model, keras.tree.map_structure(lambda leaf: leaf[:NUM_ROWS], batches[0][0]))
+        found = mixing_operations(model, runner.strategy, batches[0], with_loss=True)
+    return [pair for pairs in runner.strategy.processes.all_gather_object(found) for pair in pairs]
 
 
 def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance: Tolerance) -> Iterator[Finding]:
     """Yields the first difference; what comes after it is not to be asked for."""
+    from kerasdp.keras_compat.operations import aligned
 
     def found(what: str, name: str, step: int | None, one: Any, other: Any, apart: float, **more: Any) -> Finding:
         return Finding(
@@ -167,6 +220,7 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
             yield found("initial weights", name, None, value, other, apart)
     before, allowed = (expected.initial, received.initial), 0.0
     for number, (one, two) in enumerate(zip(expected.steps, received.steps)):
+        passed_on: list[Finding] = []  # by operations that got other inputs: of account if the step comes to differ
         allowed = max(allowed, tolerance.of_outputs(number))
         for call, same in aligned(one.calls, two.calls):
             before_it = max((_apart(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
@@ -178,16 +232,18 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
                     yield found("operation", call.name, number, value, other, apart, call=call)
                 elif apart > allowed:
                     differ = bool(call.inputs)
-                    yield found("operation", call.name, number, value, other, apart, call=call, inputs_differ=differ)
+                    passed_on.append(
+                        found("operation", call.name, number, value, other, apart, call=call, inputs_differ=differ)
+                    )
         losses = np.asarray(one.loss), np.asarray(two.loss)
         if (apart := difference(*losses)) > allowed:
-            yield found("loss", "the loss", number, *losses, apart)
+            yield from (*passed_on, found("loss", "the loss", number, *losses, apart))
         scale = max((np.abs(gradient).max() for gradient in one.gradients.values() if gradient.size), default=1.0)
         for name, gradient in reversed(one.gradients.items()):
             other = two.gradients.get(name, np.empty(0))
             apart = difference(gradient, other)
             if apart == np.inf or (apart > allowed and np.abs(gradient - other).max() > _NOTHING * scale):
-                yield found("gradient", name, number, gradient, other, apart)
+                yield from (*passed_on, found("gradient", name, number, gradient, other, apart))
         for name, value in one.after.items():
             other = two.after.get(name, np.empty(0))
             learned = one.gradients.get(name)
@@ -199,7 +255,7 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
                 what, words = "statistics", name
                 if name in one.gradients:
                     what, words = "update", f"{name} by {expected.optimizer}"
-                yield found(what, words, number, value, other, apart)
+                yield from (*passed_on, found(what, words, number, value, other, apart))
         before = one.after, two.after
 
 
@@ -217,13 +273,6 @@ def _moved(before: np.ndarray | None, after: np.ndarray) -> float:
     return 1.0 if before is None or before.shape != after.shape else min(max(difference(before, after), 1e-3), 1.0)
 
 
-def aligned(calls: "list[Call]", others: "list[Call]") -> "Iterator[tuple[Call, Call]]":
-    """Yields the calls that two passes have in common, in pairs: backends take other paths within some layers."""
-    keys: list[list[Any]] = [[(call.layer, call.site, call.name) for call in each] for each in (calls, others)]
-    for first, second, length in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
-        yield from zip(calls[first : first + length], others[second : second + length])
-
-
 def _apart(value: np.ndarray, other: np.ndarray) -> float:
     """Returns how far two arrays are apart; infinite where one is in another floating-point type."""
     is_other_type = value.dtype.kind == other.dtype.kind == "f" and value.dtype != other.dtype
@@ -232,12 +281,15 @@ def _apart(value: np.ndarray, other: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """What an operation gives for the values of a call, and for drawn ones: outputs, and gradients by its inputs."""
+    """What an operation gives for the values of a call, `"given"`, and for drawn ones, by the way they are drawn.
 
-    outputs: list[np.ndarray]
-    gradients: list[np.ndarray]
-    drawn_outputs: list[np.ndarray]
-    drawn_gradients: list[np.ndarray]
+    Args:
+        outputs: of the operation.
+        gradients: by its inputs.
+    """
+
+    outputs: dict[str, list[np.ndarray]]
+    gradients: dict[str, list[np.ndarray]]
 
 
 def _of_gradients(
@@ -247,22 +299,22 @@ def _of_gradients(
     for call, one, two in reversed(list(zip(calls, first, second))):
         if one is None or two is None:
             continue
-        for value, other in zip(one.gradients, two.gradients):
+        for value, other in zip(one.gradients["given"], two.gradients["given"]):
             if (apart := _apart(value, other)) > _of_operation(tolerance, value):
-                program = program_of(call, "gradient", _shows([one], [two], tolerance, "gradients"))
+                program = program_of(call, "gradient", _shown_by(one, two, "gradients", tolerance), apart)
                 return dataclasses.replace(
                     found, name=call.name, call=call, expected=value, received=other, difference=apart, program=program
                 )
     return found
 
 
-def _shows(first: list[Alone | None], second: list[Alone | None], tolerance: Tolerance, what: str = "outputs") -> bool:
-    """Returns whether drawn inputs show the difference, too."""
-    one, two = first[0], second[0]
-    if one is None or two is None:
-        return False
-    pairs = zip(getattr(one, f"drawn_{what}"), getattr(two, f"drawn_{what}"))
-    return any(_apart(*pair) > _of_operation(tolerance, pair[0]) for pair in pairs)
+def _shown_by(one: Alone | None, two: Alone | None, what: str, tolerance: Tolerance) -> str:
+    """Returns by which drawn inputs the difference shows, too; `"given"`: by none."""
+    for how in DRAWN if one is not None and two is not None else ():
+        pairs = zip(getattr(one, what)[how], getattr(two, what)[how])
+        if any(_apart(*pair) > _of_operation(tolerance, pair[0]) for pair in pairs):
+            return how
+    return "given"
 
 
 def _some(value: np.ndarray, other: np.ndarray) -> str:
@@ -322,7 +374,8 @@ def _alone(call: "Call") -> Alone | None:
     if call.arguments is None:
         return None
     try:
-        return Alone(*_outputs_and_gradients(call, call.inputs), *_outputs_and_gradients(call, drawn(call)))
+        found = {how: _outputs_and_gradients(call, drawn(call, how)) for how in ("given", *DRAWN)}
+        return Alone({how: pair[0] for how, pair in found.items()}, {how: pair[1] for how, pair in found.items()})
     except Exception:  # what a function refuses, it refuses in many ways; nothing is found by it then
         return None
 

@@ -1,23 +1,41 @@
-"""Writes a program, in Keras alone, that prints what an operation computes on a backend."""
+"""Writes a program, in Keras alone, that prints what an operation computes on a backend, and runs it."""
 
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from kerasdp.keras_compat.operations import Call
+    from kerasdp.parity.bisect import Finding
+    from kerasdp.parity.trace import Way
 
 # The most numbers of an array that are written into a program.
 _MOST = 24
+# From here on a relative difference is no round-off of float32.
+_SHOWN_IN_FLOAT32 = 1e-4
 
 
-def drawn(call: "Call") -> list[np.ndarray]:
-    """Returns inputs of the same shapes and types as those of a call: its floating-point numbers are drawn anew."""
+# Ways to draw floating-point numbers, as they are written: some differences show with ties and zeros alone.
+DRAWN = {"normal": "normal(size=SHAPE)", "ties": "choice((-1.0, 0.0, 1.0), size=SHAPE)"}
+
+
+def drawn(call: "Call", how: str) -> list[np.ndarray]:
+    """Returns inputs of the same shapes and types as those of a call: its floating-point numbers are drawn anew.
+
+    `how`: `"normal"` or `"ties"`; `"given"`: its own.
+    """
+    if how == "given":
+        return call.inputs
     random = np.random.default_rng(0)
-    return [
-        random.normal(size=array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
-        for array in call.inputs
-    ]
+    draw: Any = random.normal if how == "normal" else functools.partial(random.choice, (-1.0, 0.0, 1.0))
+    return [draw(size=each.shape).astype(each.dtype) if each.dtype.kind == "f" else each for each in call.inputs]
 
 
 def weights_like(shape: Any) -> np.ndarray:
@@ -26,54 +44,138 @@ def weights_like(shape: Any) -> np.ndarray:
     return np.cos(np.arange(count)).reshape(tuple(shape))
 
 
-def program_of(call: "Call", what: str, is_drawn: bool) -> str:
+def program_of(call: "Call", what: str, how: str, difference: float) -> str:
     """Returns a program that prints what the operation of a call gives, or its gradients.
 
     Args:
         call: one of `keras.ops`; of others none can be written.
         what: `"output"` or `"gradient"`.
-        is_drawn: whether drawn inputs show the difference. Else those of the call are written out, if they are few.
+        how: as `drawn`. The call's own inputs are written out, if they are few.
+        difference: what it is to show, relative. Float64 becomes float32 if that shows it: Keras (3.15) on torch gives
+            float32 for float64, unless kerasdp trains in float64 (keras-team/keras #23704).
     """
-    arrays = drawn(call) if is_drawn else call.inputs
-    large = [array for array in arrays if array.size > _MOST and not (is_drawn and array.dtype.kind == "f")]
+    arrays = drawn(call, how)
+    if _SHOWN_IN_FLOAT32 < difference < np.inf:
+        arrays = [array.astype("float32") if array.dtype == "float64" else array for array in arrays]
+    large = [array for array in arrays if array.size > _MOST and not (how in DRAWN and array.dtype.kind == "f")]
     if not call.function.startswith("keras.ops.") or large:
         return ""
+    is_exact = _floatx(arrays) == "float64"
     lines = [
         "# Run it with KERAS_BACKEND=torch, jax and tensorflow.",
-        "import numpy as np, keras",
+        *(['import os; os.environ["JAX_ENABLE_X64"] = "1"  # jax has no float64 otherwise'] if is_exact else []),
+        "import numpy as np, keras" + ("" if all(map(_is_finite, arrays)) else "; from numpy import inf, nan"),
         "from keras import ops",
         f'keras.config.set_floatx("{_floatx(arrays)}"); random = np.random.default_rng(0)',
     ]
     made = []
     for number, array in enumerate(arrays):
-        is_random = is_drawn and array.dtype.kind == "f"
-        value = f"random.normal(size={array.shape})" if is_random else f"np.array({array.tolist()!r})"
+        value = f"np.array({array.tolist()!r})"
+        if how in DRAWN and array.dtype.kind == "f":
+            value = f"random.{DRAWN[how].replace('SHAPE', str(array.shape))}"
         made.append(f'x{number} = ops.convert_to_tensor({value}.astype("{array.dtype}"))')
     lines.append("; ".join(made))
     args, kwargs = call.arguments
     words = [_written(value) for value in args] + [f"{name}={_written(value)}" for name, value in kwargs.items()]
     names = ", ".join(f"x{number}" for number, array in enumerate(arrays) if array.dtype.kind == "f")
     lines.append(f"def compute({names}): return {call.function.removeprefix('keras.')}({', '.join(words)})")
-    lines += _PRINT_OUTPUTS if what == "output" else [f"x = [{names}]", *_PRINT_GRADIENTS]
-    return "\n".join(lines).replace("NAMES", names) + "\n"
+    lines += [_WEIGHTED, *(_PRINT_OUTPUTS if what == "output" else [f"x = [{names}]", *_PRINT_GRADIENTS])]
+    kind = "float64" if is_exact else "float32"
+    return "\n".join(lines).replace("NAMES", names).replace("KIND", kind) + "\n"
 
 
+# The last line that a program prints: of each tensor a sum with weights, by which two backends are compared.
+_PRINT_SUMS = 'print("sums", [str(float(weighted(ops.cast(each, "KIND")))) for each in y])'
+_WEIGHTED = (
+    "weighted = lambda y: ops.sum(ops.reshape(y, (-1,)) * ops.cast(np.cos(np.arange(np.prod(y.shape))), y.dtype)); "
+    "some = lambda y: ops.convert_to_numpy(y).ravel()[:8]"
+)
 _PRINT_OUTPUTS = [
-    "print(keras.backend.backend(), keras.tree.map_structure(ops.convert_to_numpy, compute(NAMES)))",
+    "y = keras.tree.flatten(compute(NAMES))",
+    "print(keras.backend.backend(), [(keras.backend.standardize_dtype(each.dtype), some(each)) for each in y])",
+    _PRINT_SUMS,
 ]
 _PRINT_GRADIENTS = [
-    "weighted = lambda y: ops.sum(ops.reshape(y, (-1,)) * ops.cast(np.cos(np.arange(np.prod(y.shape))), y.dtype))",
     "total = lambda *x: sum(map(weighted, keras.tree.flatten(compute(*x))))",
     'if keras.backend.backend() == "torch":',
-    "    import torch; gradients = torch.autograd.grad(total(*[each.requires_grad_() for each in x]), x)",
+    "    import torch; y = torch.autograd.grad(total(*[each.requires_grad_() for each in x]), x)",
     'elif keras.backend.backend() == "jax":',
-    "    import jax; gradients = jax.grad(total, tuple(range(len(x))))(*x)",
+    "    import jax; y = jax.grad(total, tuple(range(len(x))))(*x)",
     "else:",
     "    import tensorflow as tf",
     "    with tf.GradientTape() as tape: tape.watch(x); value = total(*x)",
-    "    gradients = tape.gradient(value, x)",
-    "print(keras.backend.backend(), [ops.convert_to_numpy(gradient) for gradient in gradients])",
+    "    y = tape.gradient(value, x)",
+    _PRINT_OUTPUTS[1],
+    _PRINT_SUMS,
 ]
+
+
+def run_program(program: str, way: "Way") -> str:
+    """Runs a program with the backend of a way, in its environment; returns what it printed, or its error."""
+    env = os.environ | {"KERAS_BACKEND": way.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
+        path = os.path.join(folder, "program.py")
+        with open(path, "w") as file:
+            file.write(program)
+        done = subprocess.run([way.python or sys.executable, path], env=env, capture_output=True, text=True)
+    return (done.stdout if done.returncode == 0 else done.stderr[-1000:]).strip()
+
+
+def shows(printed: tuple[str, str], difference: float) -> bool | None:
+    """Returns whether what a program printed in two ways differs.
+
+    Args:
+        printed: what the program of `program_of` printed.
+        difference: that it was to show.
+
+    Returns:
+        None if one did not end well, or where types differ that should not.
+    """
+    sums = []
+    for text in printed:
+        try:
+            sums.append([float(each) for each in json.loads(text.rpartition("sums ")[2].replace("'", '"'))])
+        except (ValueError, TypeError):
+            return None
+    types = [re.findall(r"\('(\w+)', ", text) for text in printed]
+    if types[0] != types[1]:
+        return True if difference == np.inf else None
+    allowed = 1e-9 if set(types[0]) == {"float64"} else 1e-5
+    return not np.allclose(sums[0], sums[1], rtol=allowed, atol=allowed, equal_nan=True)
+
+
+def issue(finding: "Finding") -> str:
+    """Returns the text for an issue upstream, in Markdown: the program, what it prints, and the versions."""
+    first, second = finding.ways
+    call: Any = finding.call
+    of_call = "gradient" if finding.what == "gradient" else "value"
+    kinds = sorted({str(array.dtype) for array in call.inputs})
+    lines = [
+        f"# {call.function.removeprefix('keras.')}: another {of_call} of {', '.join(kinds)} with {second} than {first}",
+        "",
+        f"The largest difference is {finding.difference:.1e} of the largest number, beyond round-off.",
+        "",
+        *("```python", finding.program.rstrip(), "```", ""),
+    ]
+    for way, output in zip(finding.ways, finding.printed):
+        lines += [f"With `KERAS_BACKEND={way.backend}`, {_versions(way)}:", "", "```", output, "```", ""]
+    return "\n".join(lines)
+
+
+def _versions(way: "Way") -> str:
+    """Returns the versions of what computes a way, in words."""
+    code = (
+        "import importlib.metadata, sys, keras\n"
+        f"print('keras', keras.__version__ + ',', {way.backend!r}, importlib.metadata.version({way.backend!r}) + ',',"
+        " 'Python', sys.version.split()[0])"
+    )
+    env = os.environ | {"KERAS_BACKEND": way.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([way.python or sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _floatx(arrays: list[np.ndarray]) -> str:

@@ -2,6 +2,12 @@
 
 import contextlib
 import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kerasdp.config import Config
-from kerasdp.errors import UserError
+from kerasdp.errors import RunError, UserError
 from kerasdp.launch import launch
 from kerasdp.runtime.sending import sent
 from kerasdp.runtime.workers import run_workers
@@ -23,15 +29,18 @@ class Way:
         backend: `"torch"`, `"jax"` or `"tensorflow"`.
         num_devices: replicas, one a device.
         precision: of arithmetic: `"float32"`, `"float64"`, `"bfloat16"` or `"float16"`.
+        python: the Python of another environment, with other versions of Keras or a backend. It has the same kerasdp.
+            Empty: this one.
     """
 
     backend: str
     num_devices: int
     precision: str = "float32"
+    python: str = ""
 
     def __str__(self) -> str:
         precision = "" if self.precision == "float32" else f" {self.precision}"
-        return f"{self.backend} x {self.num_devices}{precision}"
+        return f"{self.backend} x {self.num_devices}{precision}{f' of {self.python}' if self.python else ''}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,15 +130,52 @@ def call_in(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any
         build_model = stack.enter_context(sent(job.build_model))
         data = stack.enter_context(sent(job.data)) if callable(job.data) else job.data
         job = dataclasses.replace(job, build_model=build_model, data=data)
+        if way.python:
+            return _call_elsewhere(job, way, function, *args)
         # The process reads it when it imports the user's module, which may import Keras at its top.
         variables = {"KERAS_BACKEND": way.backend}
         return run_workers(_launch, (job, way, function, *args), names=[f"{way}:"], variables=lambda number: variables)
 
 
+def _call_elsewhere(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
+    """Does what `call_in` does, with the Python of another environment."""
+    with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:  # which nobody else can read or write
+        with open(os.path.join(folder, "asked"), "wb") as file:
+            pickle.dump((job, dataclasses.replace(way, python=""), function, args), file)
+        words = "import sys; from kerasdp.parity.trace import answer; answer(*sys.argv[1:])"
+        try:
+            done = subprocess.run([way.python, "-c", words, folder, _same()], stderr=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise UserError(f"cannot run {way.python}: {error.strerror}") from error
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise RunError(f"{way}: {last.removeprefix('kerasdp.errors.')}")
+        with open(os.path.join(folder, "answer"), "rb") as file:
+            return pickle.load(file)  # of the process started above
+
+
+def _same() -> str:
+    """Returns what two environments must have in common to understand each other's functions."""
+    import kerasdp
+
+    return json.dumps({"python": list(sys.version_info[:2]), "kerasdp": kerasdp.__version__})
+
+
+def answer(folder: str, same: str) -> None:
+    """Runs in another environment: calls what a process there asks for in a folder, and leaves what comes of it."""
+    if same != _same():
+        raise UserError(f"expected an environment with {same}. Received: {_same()}")
+    with open(os.path.join(folder, "asked"), "rb") as file:
+        job, way, function, args = pickle.load(file)  # of the process that started this one
+    result = call_in(job, way, function, *args)
+    with open(os.path.join(folder, "answer"), "wb") as file:
+        pickle.dump(result, file)
+
+
 def _launch(job: Job, way: Way, function: Callable[..., Any], *args: Any) -> Any:
     choices = {name: getattr(job, name) for name in ("device", "batch_size", "seed", "batch_norm")}
     choices["compile"] = job.compile if way.backend == "torch" else "auto"
-    settings = Config(**dataclasses.asdict(way), **choices, verbose=0)
+    settings = Config(backend=way.backend, num_devices=way.num_devices, precision=way.precision, **choices, verbose=0)
     return launch(lambda runner: function(runner, job, *args), settings)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from kerasdp.data.feed import Reader
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators, is_of_keras
 from kerasdp.keras_compat.models import compute_loss, has_call, losses_of_whole_batch, own_steps
+from kerasdp.keras_compat.operations import Call, aligned, telling
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.layers import BatchNormalization
@@ -80,19 +82,22 @@ def check_first_step(
         _check_own_step(model, strategy, reader)
         return
     name, text, num_rows = _first_of_all(model, strategy, reader, with_loss)
+    operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
     while text and strategy.splits_batches and _calls_with_all_rows(model, name, reader, strategy):
-        mixing, (name, text, num_rows) = name, _first_of_all(model, strategy, reader, with_loss)
+        mixing, by, (name, text, num_rows) = name, operation, _first_of_all(model, strategy, reader, with_loss)
         if name == mixing:
             break
+        operation = _mixing_operation(model, strategy, reader, with_loss) if text else ""
         if strategy.processes.rank == 0:
             report.warn(
-                f"{mixing} of {model.name} mixes the samples of a batch: each device computes it for the whole batch, "
-                "which takes time"
+                f"{mixing} of {model.name} mixes the samples of a batch{by}: each device computes it for the whole "
+                "batch, which takes time"
             )
     if text:
         raise UserError(
             f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
-            f"({text}, of {num_rows} samples): {_reason(model, name)}; train on one device, with --backend=jax and "
+            f"({text}, of {num_rows} samples){operation}: {_reason(model, name)}; train on one device, with "
+            "--backend=jax and "
             "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
         )
     row_axes_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
@@ -121,6 +126,50 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
             "same, with --check=off"
         )
     return name, text, whole.rows
+
+
+def _mixing_operation(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> str:
+    """Returns which operation of Keras is the first to give something else for a shard of rows, in words.
+
+    The same on all ranks; empty where none is to blame: with stages, or where code calls none.
+    """
+    found = ""
+    if strategy.stages is None:
+        pairs = mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
+        found = next((f", in {call}" for call, _ in pairs), "")
+    return next(filter(None, strategy.processes.all_gather_object(found)), "")
+
+
+def mixing_operations(
+    model: keras.Model, strategy: Strategy, data: tuple[Any, Any, Any], with_loss: bool
+) -> list[tuple[Call, Call]]:
+    """Returns for each replica of this process the first call that mixes samples: of the whole batch, of the shard.
+
+    Args:
+        data: inputs, targets and sample weights of the rows that are computed.
+    """
+    of_replicas: dict[int, list[Call]] = {}  # by thread, as TensorFlow's replicas have them
+    whole: list[Call] = []
+    with _statistics_of_whole_batch(model):
+        with telling(lambda call: of_replicas.setdefault(threading.get_ident(), []).append(call)):
+            batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
+            shards = strategy.shard_passes(model, batch, with_loss=with_loss)
+        with telling(whole.append):
+            num_rows = _whole_pass(model, data, with_loss).rows
+
+    def are_shards(one: list[np.ndarray], other: list[np.ndarray], shard: ShardPass) -> bool:
+        expected, received = (list(map(keras.ops.convert_to_tensor, arrays)) for arrays in (one, other))
+        return len(expected) == len(received) and all(
+            _is_shard(one, other, num_rows, shard, tolerance_of(one)) for one, other in zip(expected, received)
+        )
+
+    found = []
+    for shard, own in zip(shards, of_replicas.values()):
+        for call, same in aligned(whole, own):
+            if are_shards(call.inputs, same.inputs, shard) and not are_shards(call.outputs, same.outputs, shard):
+                found.append((call, same))
+                break
+    return found
 
 
 def _warn_of_other_draws(model: keras.Model, strategy: Strategy, reader: Reader) -> None:

@@ -148,6 +148,15 @@ def functions():
         return cases
     cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
     cases["take"] = ({"jax": numbered_in_int64, "tensorflow": flattened_on_host}[BACKEND], 0)
+    if BACKEND == "torch":
+        rows = np.arange(16, dtype="float32").reshape(1, 4, 4, 1)
+        cases |= {
+            "average_pool": (
+                lambda: ops.average_pool(rows, 3, 2, "same"),
+                np.float32([[[[5], [6.5]], [[11], [12.5]]]]),
+            ),
+            "pad": (lambda: ops.pad(np.arange(2.0), ((2, 0),), mode="symmetric"), [1.0, 0.0, 0.0, 1.0]),
+        }
     if BACKEND == "jax":
         import jax
 

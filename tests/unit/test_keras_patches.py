@@ -18,7 +18,17 @@ from keras.src.saving import serialization_lib
 from keras.src.utils import module_utils
 
 from kerasdp.errors import RunError, UserError
-from kerasdp.keras_compat import layers, models, numerics, optimizers, patches, random, saving, settings
+from kerasdp.keras_compat import (
+    layers,
+    models,
+    numerics,
+    optimizers,
+    patches,
+    random,
+    saving,
+    settings,
+    torch_functions,
+)
 from kerasdp.keras_compat.optimizers import deciding_on_device
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.keras_compat.recurrent import inputs_first
@@ -89,6 +99,50 @@ def test_recurrent_layers_that_multiply_their_inputs_first(monkeypatch, kind, ar
     np.testing.assert_allclose(array(layer(x, mask=mask)), expected, rtol=1e-5, atol=1e-6)
 
 
+@ON_TORCH
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 4, 5, 6), {"groups": 3}), ((2, 6, 5), {"groups": 2, "axis": 1}), ((2, 4, 3, 4, 6), {"groups": -1}),
+        ((2, 4, 6), {"groups": 6, "scale": False}), ((2, 4, 6), {"groups": 1, "center": False, "dtype": "float16"}),
+    ],
+)  # fmt: skip
+def test_group_normalization_by_pytorch(shape, options):
+    layer = keras.layers.GroupNormalization(**options)
+    x = np.random.RandomState(0).rand(*shape).astype(options.get("dtype", "float32"))
+    layer.build(shape)
+    layer.set_weights([np.random.RandomState(1).rand(*weight.shape) for weight in layer.weights])
+    expected = layer(x)
+    received = torch_functions.by_groups(None, layer, keras.ops.convert_to_tensor(x))
+    assert received.dtype == expected.dtype
+    np.testing.assert_allclose(array(received), array(expected), rtol=1e-5, atol=2e-3 if "dtype" in options else 1e-5)
+
+
+@ON_TORCH
+@pytest.mark.parametrize(
+    ("shape", "size", "steps"),
+    [((1, 4, 7, 1), (3, 2), 2), ((1, 5, 1), 4, 3), ((1, 4, 4, 6, 1), 3, (2, 2, 1)), ((1, 3, 3, 1), 2, None)],
+)
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_average_pools_count_no_padding(shape, size, steps, data_format):
+    """By the sums of windows over numbers and over ones, both padded with zeros at the end."""
+    rank = len(shape) - 2
+    x = np.random.RandomState(0).rand(*shape)
+    sizes, strides = (np.broadcast_to(size if each is None else each, rank) for each in (size, steps))
+    expected = np.zeros((*[-(-n // step) for n, step in zip(shape[1:-1], strides, strict=True)],))
+    for place in np.ndindex(*expected.shape):
+        window = []
+        for k, n, step, each in zip(sizes, shape[1:-1], strides, place, strict=True):
+            first = each * step - max((-(-n // step) - 1) * step + k - n, 0) // 2
+            window.append(slice(max(first, 0), min(first + k, n)))
+        expected[place] = x[0][*window, 0].mean()
+    if data_format == "channels_first":
+        x = np.moveaxis(x, -1, 1)
+    with numerics.same_on_all_backends():
+        received = keras.ops.average_pool(x.astype("float32"), size, steps, "same", data_format)
+    np.testing.assert_allclose(array(received).reshape(expected.shape), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_patches_of_a_backend(backend):
     """Functions that differ between backends; what is for JAX and TensorFlow alone."""
@@ -96,7 +150,7 @@ def test_patches_of_a_backend(backend):
         found = keras_patches.outcomes()
     else:
         found = result_of(run(PROGRAMS / "keras_patches.py", backend=backend, KERAS_BACKEND=backend))
-    assert len(found) >= {"torch": 5, "jax": 14, "tensorflow": 22}[backend]
+    assert len(found) >= {"torch": 7, "jax": 14, "tensorflow": 22}[backend]
     for name, (without, patched, right) in found.items():
         np.testing.assert_allclose(patched, right, rtol=1e-14, err_msg=name)
         assert isinstance(without, str) or np.abs(np.subtract(without, right)).max() > 1e-12, name
