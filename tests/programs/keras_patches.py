@@ -134,7 +134,15 @@ def functions():
     cases = {"attention": (attention, [[[[0.0, 1, 2, 3]], [[0.0, 0, 0, 0]]]])}
     if BACKEND != "tensorflow":
         cases["take in bfloat16"] = (rows_in_bfloat16, [[0.0], [1000.0]])
+    points = np.float32([0, 1, 0, 0, 2, 1]).reshape(1, 1, 6, 1)
+    cubic = lambda: ops.image.resize(points, (1, 13), "bicubic", data_format="channels_last")[0, 0, 2:5, 0]  # noqa: E731
+    if BACKEND != "jax":  # whose numbers these are
+        right = [0.73391, 0.96902, 0.45593]
+        cases["cubic resize"] = (lambda: np.round(ops.convert_to_numpy(cubic()).astype(float), 5), right)
     if BACKEND == "torch":
+        rows = np.arange(16, dtype="float32").reshape(1, 4, 4, 1)
+        cases["average_pool"] = (lambda: ops.average_pool(rows, 3, 2, "same"), [[[[5], [6.5]], [[11], [12.5]]]])
+        cases["pad"] = (lambda: ops.pad(np.arange(2.0), ((2, 0),), mode="symmetric"), [1.0, 0.0, 0.0, 1.0])
         one_of_three = np.full((1, 2, 2, 3), 1 / 3, "float32")
         target = np.zeros((1, 2, 2), "int32")
         cases["classes of pixels"] = (
@@ -148,15 +156,6 @@ def functions():
         return cases
     cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
     cases["take"] = ({"jax": numbered_in_int64, "tensorflow": flattened_on_host}[BACKEND], 0)
-    if BACKEND == "torch":
-        rows = np.arange(16, dtype="float32").reshape(1, 4, 4, 1)
-        cases |= {
-            "average_pool": (
-                lambda: ops.average_pool(rows, 3, 2, "same"),
-                np.float32([[[[5], [6.5]], [[11], [12.5]]]]),
-            ),
-            "pad": (lambda: ops.pad(np.arange(2.0), ((2, 0),), mode="symmetric"), [1.0, 0.0, 0.0, 1.0]),
-        }
     if BACKEND == "jax":
         import jax
 
