@@ -337,7 +337,10 @@ def _train(runner: Any, job: Job, is_plain: bool) -> Steps:
     initial, steps = values_of(model.variables), []
     with context:
         model.optimizer.build(model.trainable_variables)
-        for x, y, sample_weight in batches:
+        for batch in batches:
+            x, y, sample_weight = keras.tree.map_structure(
+                lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch
+            )
 
             def loss(x: Any = x, y: Any = y, sample_weight: Any = sample_weight) -> Any:
                 outputs = model(x, training=True)
@@ -413,6 +416,7 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
     import keras
 
     from kerasdp.data.sources import ArraySource
+    from kerasdp.keras_compat.layers import all_layers
     from kerasdp.keras_compat.models import own_steps
     from kerasdp.keras_compat.numerics import same_on_all_backends
     from kerasdp.portability.portable import portable
@@ -432,6 +436,9 @@ def _prepared(runner: Any, job: Job, is_plain: bool) -> tuple[Any, list[Any], co
     rows = [np.arange(number * job.batch_size, (number + 1) * job.batch_size) for number in range(job.steps)]
     rows = [each % source.num_samples for each in rows]
     batches = [(source.inputs(each), *source.targets(each)) for each in rows]
+    if not all(layer.built for layer in all_layers(model)):
+        with runner.scope():
+            model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, str(leaf.dtype)), batches[0][0]))
     portable(model)
     stack = contextlib.ExitStack()
     for context in (contextlib.nullcontext() if is_plain else same_on_all_backends(), portable_draws(UNNAMED)):

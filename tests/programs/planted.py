@@ -72,6 +72,18 @@ def text(fault=""):
 
 
 MODELS = {"dense": dense, "conv": conv, "text": text}
+# Of tests/real_code: models that nobody here wrote, in which there is no fault.
+CLEAN = [
+    "wide_and_deep", "deep_and_cross", "tab_transformer", "gated_residual_nets", "neural_forest",
+    "graph_convolution", "graph_attention", "message_passing", "knowledge_graph", "point_net", "point_segmentation",
+    "deep_sets", "multiple_instances", "siamese_net", "triplets_in_compute_loss", "two_views_loss_function",
+    "supervised_contrastive", "distillation", "layer_with_state", "branches_that_share_weights",
+    "transfer_with_frozen_base", "weights_made_by_a_net", "denoising_autoencoder",
+    "variational_autoencoder_add_loss", "unet_denoiser", "pixel_cnn", "radiance_field", "normalizing_flow",
+    "vector_quantized_autoencoder", "diffusion_in_compute_loss",
+]  # fmt: skip
+# Likewise, of KerasHub, for faults.
+OF_HUB = ["hub Bert", "hub Gemma"]
 
 
 def scaled(original, *args, **kwargs):
@@ -130,6 +142,16 @@ FAULTS = {
         ("text", "ops", "einsum", rounded),
     ]
 } | {
+    f"{model}, {name} {how.__name__}": (model, (module, name, how), expected)
+    for model, module, name, how, expected in [
+        ("hub Bert", "ops", "einsum", scaled, "einsum"), ("hub Bert", "ops", "einsum", half_stopped, "einsum"),
+        ("hub Bert", "nn", "layer_normalization", scaled, "layer_normalization"),
+        ("hub Bert", "nn", "softmax", half_stopped, "softmax"), ("hub Bert", "ops", "gelu", half_stopped, "gelu"),
+        ("hub Bert", "numpy", "take", scaled, "take"), ("hub Gemma", "ops", "einsum", half_stopped, "einsum"),
+        ("hub Gemma", "numpy", "sin", scaled, "sin"), ("hub Gemma", "ops", "rsqrt", scaled, "rsqrt"),
+        ("hub Gemma", "nn", "softmax", scaled, "softmax"),
+    ]
+} | {
     "batch norm's momentum": built("dense", "moving_mean"), "batch norm's epsilon": built("dense", "BatchNorm"),
     "dropout's rate": built("dense", "dropout"), "a slope": built("dense", "leaky_relu"),
     "an initializer": built("dense", "dense_1/kernel"), "a bias' initializer": built("dense", "dense_2/bias"),
@@ -180,6 +202,21 @@ def spoiled(fault):
         yield
 
 
+def job_of(model, fault):
+    """What is trained: a model of this file, or one of tests/real_code."""
+    if model in MODELS:
+        return Job(build_model=functools.partial(build, model, fault), data=data(model), steps=2, batch_size=BATCH)
+    import keras
+
+    from tests.real_code import cases, train
+
+    ready = cases.load_cases()[model].make(np.random.RandomState(0))
+    loss = ready.loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = train.make_optimizer("sgd", cases.OTHER_STEPS.get(model, cases.Steps()))
+    ready.model.compile(**{"optimizer": optimizer, "loss": loss} | ready.compile)
+    return Job(build_model=lambda: ready.model, data=(ready.x, ready.y), steps=1, batch_size=cases.BATCH)
+
+
 def work(runner, names, alone, is_faulty):
     import keras
 
@@ -189,7 +226,8 @@ def work(runner, names, alone, is_faulty):
     for name in names:
         keras.utils.clear_session()  # so that names begin anew
         model = FAULTS[name][0] if name in FAULTS else name
-        job = Job(build_model=functools.partial(build, model, name), data=data(model), steps=2, batch_size=BATCH)
+        with runner.scope():
+            job = job_of(model, name)
         with spoiled(name if is_faulty else ""):
             found[name] = _call_alone(runner, job, False, alone[name]) if alone else _train(runner, job, False)
     return found
