@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from keras.src import backend
 
 
 def by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
@@ -14,8 +15,6 @@ def by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
     Keras has some ten passes over the inputs, of which Inductor (2.13) makes loops with strides: a small U-Net took
     1.3 times as long as the same net in PyTorch.
     """
-    import torch
-
     axis, kind = layer.axis % len(inputs.shape), keras.backend.result_type(inputs.dtype, "float32")
     if axis == 0 or len(inputs.shape) < 3:
         return original(layer, inputs)
@@ -23,9 +22,10 @@ def by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
         None if weight is None else ops.cast(weight, kind)
         for weight in (layer.gamma if layer.scale else None, layer.beta if layer.center else None)
     )
-    x = torch.movedim(ops.cast(inputs, kind), axis, 1)
-    outputs = torch.nn.functional.group_norm(x, layer.groups, gamma, beta, layer.epsilon)
-    return ops.cast(torch.movedim(outputs, 1, axis), layer.compute_dtype)
+    x = ops.moveaxis(ops.cast(inputs, kind), axis, 1)
+    functional: Any = getattr(backend, "ops", backend).nn.tnn  # torch.nn.functional, in Keras 3.15 and 3.16
+    outputs = functional.group_norm(x, layer.groups, gamma, beta, layer.epsilon)
+    return ops.cast(ops.moveaxis(outputs, 1, axis), layer.compute_dtype)
 
 
 def without_padding(

@@ -10,7 +10,7 @@ import numpy as np
 
 from kerasdp.errors import UserError
 from kerasdp.parity.divergence import Tolerance, difference, tolerance_for
-from kerasdp.parity.program import DRAWN, issue, program_of, run_program, shows
+from kerasdp.parity.program import DRAWN, program_of, run_program, shows, versions_of
 from kerasdp.parity.trace import Job, Way, call_in, values_of
 
 if TYPE_CHECKING:
@@ -110,9 +110,26 @@ class Finding:
             f"{self.ways[0]}, {_some(self.received, self.expected)} on {self.ways[1]}"
         )
 
+    def issue(self) -> str:
+        """Returns the text for an issue upstream, in Markdown: the program, what it prints, and the versions."""
+        call: Any = self.call
+        value = "gradient" if self.what == "gradient" else "value"
+        types = ", ".join(sorted({str(array.dtype) for array in call.inputs}))
+        names = " and ".join(way.backend for way in self.ways)
+        lines = [
+            f"# {call.function.removeprefix('keras.')}: the {value} of {types} differs between {names}",
+            "",
+            f"The largest difference is {self.difference:.1e} of the largest number, beyond round-off.",
+            "",
+            *("```python", self.program.rstrip(), "```", ""),
+        ]
+        for way, output in zip(self.ways, self.printed):
+            lines += [f"With `KERAS_BACKEND={way.backend}`, {versions_of(way)}:", "", "```", output, "```", ""]
+        return "\n".join(lines)
+
     def write(self, folder: str) -> list[str]:
         """Writes `program.py` and, if it shows the difference, `issue.md`; returns their paths."""
-        texts = {"program.py": self.program, "issue.md": issue(self) if self.is_shown else ""}
+        texts = {"program.py": self.program, "issue.md": self.issue() if self.is_shown else ""}
         os.makedirs(folder, exist_ok=True)
         paths = {os.path.join(folder, name): text for name, text in texts.items() if text}
         for path, text in paths.items():

@@ -13,7 +13,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from kerasdp.keras_compat.operations import Call
-    from kerasdp.parity.bisect import Finding
     from kerasdp.parity.trace import Way
 
 # The most numbers of an array that are written into a program.
@@ -144,25 +143,7 @@ def shows(printed: tuple[str, str], difference: float) -> bool | None:
     return not np.allclose(sums[0], sums[1], rtol=allowed, atol=allowed, equal_nan=True)
 
 
-def issue(finding: "Finding") -> str:
-    """Returns the text for an issue upstream, in Markdown: the program, what it prints, and the versions."""
-    first, second = finding.ways
-    call: Any = finding.call
-    of_call = "gradient" if finding.what == "gradient" else "value"
-    kinds = sorted({str(array.dtype) for array in call.inputs})
-    lines = [
-        f"# {call.function.removeprefix('keras.')}: another {of_call} of {', '.join(kinds)} with {second} than {first}",
-        "",
-        f"The largest difference is {finding.difference:.1e} of the largest number, beyond round-off.",
-        "",
-        *("```python", finding.program.rstrip(), "```", ""),
-    ]
-    for way, output in zip(finding.ways, finding.printed):
-        lines += [f"With `KERAS_BACKEND={way.backend}`, {_versions(way)}:", "", "```", output, "```", ""]
-    return "\n".join(lines)
-
-
-def _versions(way: "Way") -> str:
+def versions_of(way: "Way") -> str:
     """Returns the versions of what computes a way, in words."""
     code = (
         "import importlib.metadata, sys, keras\n"

@@ -141,6 +141,7 @@ def _call_elsewhere(job: Job, way: Way, function: Callable[..., Any], *args: Any
     """Does what `call_in` does, with the Python of another environment."""
     with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:  # which nobody else can read or write
         with open(os.path.join(folder, "asked"), "wb") as file:
+            pickle.dump([path for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))], file)
             pickle.dump((job, dataclasses.replace(way, python=""), function, args), file)
         words = "import sys; from kerasdp.parity.trace import answer; answer(*sys.argv[1:])"
         try:
@@ -166,7 +167,9 @@ def answer(folder: str, same: str) -> None:
     if same != _same():
         raise UserError(f"expected an environment with {same}. Received: {_same()}")
     with open(os.path.join(folder, "asked"), "rb") as file:
-        job, way, function, args = pickle.load(file)  # of the process that started this one
+        # Of the process that started this one; its modules come behind those of this environment.
+        sys.path.extend(pickle.load(file))
+        job, way, function, args = pickle.load(file)
     result = call_in(job, way, function, *args)
     with open(os.path.join(folder, "answer"), "wb") as file:
         pickle.dump(result, file)

@@ -1,15 +1,20 @@
 """The operation that two backends compute differently is named, and nothing is where nothing differs."""
 
+import dataclasses
+import functools
 import importlib.util
 import json
+import pathlib
 import pickle
+import sys
 
 import numpy as np
 import pytest
 
+from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.operations import Array, Call, aligned
 from kerasdp.parity import Way
-from kerasdp.parity.bisect import Alone, Finding, Step, Steps, _findings, _of_gradients
+from kerasdp.parity.bisect import Alone, Finding, Step, Steps, _findings, _of_gradients, bisect
 from kerasdp.parity.divergence import tolerance_for
 from kerasdp.parity.program import DRAWN, program_of, run_program, shows
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
@@ -114,8 +119,58 @@ def test_the_program_runs_with_keras_alone(what, how):
         assert f"{(X @ X.T)[1, 1]:.0f}." in printed[0]
 
 
+def test_an_issue_is_written_of_what_keras_alone_shows(tmp_path):
+    shown = Finding(
+        ways=WAYS, what="gradient", name="tanh", step=0, expected=X, received=2 * X, difference=0.5, call=call(),
+        program="print(1)", printed=("one", "other"), is_shown=True,
+    )  # fmt: skip
+    paths = shown.write(tmp_path / "found")
+    assert [path.rpartition("/")[2] for path in paths] == ["program.py", "issue.md"]
+    text = pathlib.Path(paths[1]).read_text()
+    assert text.startswith("# ops.tanh: the gradient of float64 differs between ")
+    assert all(part in text for part in ("print(1)", "one", "other", f"`KERAS_BACKEND={WAYS[0].backend}`, keras 3."))
+    assert len(dataclasses.replace(shown, is_shown=False).write(tmp_path / "found")) == 1
+
+
+def test_another_environment_is_asked(tmp_path):
+    """Here the same Python, started anew; one without kerasdp, or none, is told in a line."""
+    data = X.repeat(4, 0), np.zeros((8, 1))
+    choices = {"steps": 1, "batch_size": 8}
+    there = dataclasses.replace(WAYS[0], python=sys.executable)
+    assert bisect(net, data, (WAYS[0], there), **choices) is None
+    with pytest.raises(UserError, match="cannot run .*nowhere"):
+        bisect(net, data, (WAYS[0], dataclasses.replace(there, python=str(tmp_path / "nowhere"))), **choices)
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho 'No module named kerasdp' >&2; exit 1\n")
+    bare.chmod(0o700)
+    with pytest.raises(RunError, match="of .*python: No module named kerasdp"):
+        bisect(net, data, (WAYS[0], dataclasses.replace(there, python=str(bare))), **choices)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])
+def test_the_operation_that_mixes_samples_is_named(backend):
+    data = np.random.RandomState(0).rand(16, 3), np.zeros((16, 1))
+    ways = tuple(Way(backend=backend, num_devices=count, precision="float64") for count in (1, 2))
+    found = bisect(functools.partial(net, mixes=True), data, ways)
+    assert (found.what, found.name) == ("operation", "max") and "test_bisect.py" in str(found)
+    assert bisect(net, data, ways) is None
+    with pytest.raises(UserError, match="expected ways of one device"):
+        bisect(net, data, ways[::-1])
+
+
+def net(mixes=False):
+    import keras
+
+    layers = [keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization()]
+    if mixes:
+        layers.append(keras.layers.Lambda(lambda x: x - keras.ops.max(x, axis=0)))
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
 def traced(backend, file, *arguments):
-    result_of(run(PROGRAMS / "planted.py", backend, file, *arguments, backend=backend, timeout=900))
+    result_of(run(PROGRAMS / "planted.py", backend, file, *arguments, backend=backend, timeout=3000))
     with open(file, "rb") as found:
         return pickle.load(found)  # of the program's own making
 
