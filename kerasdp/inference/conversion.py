@@ -17,6 +17,7 @@ import numpy as np
 from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import saved_merged
+from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.launch import launch
@@ -108,14 +109,16 @@ def convert(model: keras.Model, path: str, kind: str) -> tuple[np.ndarray, np.nd
         file = os.path.join(folder, "model.keras")
         export(model, file)
         plain = keras.saving.load_model(file, compile=False)  # with Keras' layers instead of the kit's
-        outputs = keras.ops.convert_to_numpy(plain(inputs, training=False))
+        with same_on_all_backends():  # as it was trained, which on torch is not as Keras has it
+            outputs = keras.ops.convert_to_numpy(plain(inputs, training=False))
         if folder_of := os.path.dirname(path.rstrip("/")):
             os.makedirs(folder_of, exist_ok=True)
         if kind == "keras":
             shutil.copyfile(file, path)
         else:
             try:
-                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+                quiet = contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore")
+                with quiet[0], quiet[1], same_on_all_backends():
                     plain.export(path, format=kind, verbose=False)
             except Exception as error:  # converters raise anything
                 line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -243,8 +243,12 @@ def _exact_resize(
     is_usual = not antialias and None not in (images.shape[axis] for axis in axes)
     is_usual &= not (choices.get("crop_to_aspect_ratio") or choices.get("pad_to_aspect_ratio"))
     is_other = interpolation == "bicubic" or (interpolation == "bilinear" and _is_float64(images))
-    if not (is_usual and is_other and _is_float(images)):
+    if not (is_usual and is_other):
         return original(images, size, interpolation, antialias, **choices)
+    if not _is_float(images):
+        kind = keras.backend.standardize_dtype(images.dtype)
+        resized = _exact_resize(original, ops.cast(images, "float32"), size, interpolation, antialias, **choices)
+        return ops.saturate_cast(ops.round(resized), kind)
     for axis, length in zip(axes, size):
         matrix = _interpolation(images.shape[axis], int(length), interpolation == "bicubic")
         matrix = ops.convert_to_tensor(matrix.astype(keras.backend.standardize_dtype(images.dtype)))

@@ -16,16 +16,17 @@ def by_groups(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
     1.3 times as long as the same net in PyTorch.
     """
     axis, kind = layer.axis % len(inputs.shape), keras.backend.result_type(inputs.dtype, "float32")
-    if axis == 0 or len(inputs.shape) < 3:
+    if type(layer) is not keras.layers.GroupNormalization or axis == 0 or len(inputs.shape) < 3:
         return original(layer, inputs)
     gamma, beta = (
         None if weight is None else ops.cast(weight, kind)
         for weight in (layer.gamma if layer.scale else None, layer.beta if layer.center else None)
     )
     x = ops.moveaxis(ops.cast(inputs, kind), axis, 1)
-    functional: Any = getattr(backend, "ops", backend).nn.tnn  # torch.nn.functional, in Keras 3.15 and 3.16
-    outputs = functional.group_norm(x, layer.groups, gamma, beta, layer.epsilon)
-    return ops.cast(ops.moveaxis(outputs, 1, axis), layer.compute_dtype)
+    torch: Any = getattr(backend, "ops", backend).nn.torch  # of Keras 3.15 and 3.16
+    # Not `torch.nn.functional.group_norm`, which refuses groups of one number.
+    outputs = torch.group_norm(x, layer.groups, gamma, beta, layer.epsilon)
+    return ops.cast(ops.cast(ops.moveaxis(outputs, 1, axis), inputs.dtype), layer.compute_dtype)
 
 
 def without_padding(
@@ -37,9 +38,12 @@ def without_padding(
     Where `"same"` pads more on one side than on the other, Keras repeats the numbers at the border, and counts them
     once more (3.15: of 0 to 15 in four rows, 3 x 3, in steps of 2, it gives 6.67 for 6.5).
     """
+    inputs = ops.convert_to_tensor(inputs)
     rank = len(inputs.shape) - 2
-    sizes = (pool_size,) * rank if isinstance(pool_size, int) else tuple(pool_size)
-    steps = sizes if strides is None else (strides,) * rank if isinstance(strides, int) else tuple(strides)
+    sizes, steps = (
+        tuple(each) if isinstance(each, (tuple, list)) else (int(each),) * rank
+        for each in (pool_size, pool_size if strides is None else strides)
+    )
     is_last = (data_format or keras.config.image_data_format()) == "channels_last"
     lengths = tuple(inputs.shape[1:-1] if is_last else inputs.shape[2:])
     if padding != "same" or None in lengths:
@@ -63,11 +67,14 @@ def mirrored(
 ) -> Any:
     """Returns an array with padding; with `"symmetric"` of its own numbers, mirrored at its border.
 
-    There Keras repeats the number at the border, which is the same for a width of 1 alone.
+    There Keras repeats the number at the border, which is the same for a width of 1 alone. One width for all axes it
+    takes for that of the last.
     """
-    if mode != "symmetric" or all(max(widths) <= 1 for widths in pad_width):
-        return original(x, pad_width, mode=mode, **values)
     x = ops.convert_to_tensor(x)
+    if len(pad_width) == 1:
+        pad_width = [tuple(pad_width[0]) * (2 // len(pad_width[0]))] * len(x.shape)
+    if mode != "symmetric":
+        return original(x, pad_width, mode=mode, **values)
     for axis, (before, after) in enumerate(pad_width):
         if before or after:
             places = np.pad(np.arange(x.shape[axis]), (before, after), mode="symmetric")

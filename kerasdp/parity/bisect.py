@@ -10,7 +10,7 @@ import numpy as np
 
 from kerasdp.errors import UserError
 from kerasdp.parity.divergence import Tolerance, difference, tolerance_for
-from kerasdp.parity.program import DRAWN, program_of, run_program, shows, versions_of
+from kerasdp.parity.program import DRAWN, program_of, run_program, shows, types_in, versions_of
 from kerasdp.parity.trace import Job, Way, call_in, values_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What single operations may differ by in float64, and beside that for each difference of their inputs. A number that
 # has been float32 on its way is 3e-8 off.
 _OPERATION, _CONDITION = 1e-8, 100.0
-# Below this share of the largest gradient a number is round-off, as that of a bias before a batch norm.
+# Below this share of the largest gradient a number is round-off, as that of a bias before a batch norm; in float64.
 _NOTHING = 1e-9
 
 
@@ -114,12 +114,14 @@ class Finding:
         """Returns the text for an issue upstream, in Markdown: the program, what it prints, and the versions."""
         call: Any = self.call
         value = "gradient" if self.what == "gradient" else "value"
-        types = ", ".join(sorted({str(array.dtype) for array in call.inputs}))
-        names = " and ".join(way.backend for way in self.ways)
+        types = ", ".join(sorted({kind for output in self.printed for kind in types_in(output)}))
+        backends = sorted({way.backend for way in self.ways})
+        names = f"between {' and '.join(backends)}" if len(backends) > 1 else f"between two versions, on {backends[0]}"
+        apart = f"The largest difference is {self.difference:.1e} of the largest number, beyond round-off."
         lines = [
-            f"# {call.function.removeprefix('keras.')}: the {value} of {types} differs between {names}",
+            f"# {call.function.removeprefix('keras.')}: the {value} ({types}) differs {names}",
             "",
-            f"The largest difference is {self.difference:.1e} of the largest number, beyond round-off.",
+            apart if np.isfinite(self.difference) else "Types, shapes or numbers that are not finite differ.",
             "",
             *("```python", self.program.rstrip(), "```", ""),
         ]
@@ -182,7 +184,8 @@ def bisect(
             f"Received: {ways[0]} and {ways[1]}"
         )
     expected, received = (call_in(job, way, _train, is_plain) for way in ways)
-    tolerance = tolerance or tolerance_for(ways[0].precision, expected.optimizer)
+    tolerances = [tolerance_for(way.precision, expected.optimizer) for way in ways]
+    tolerance = tolerance or max(tolerances, key=lambda each: each.start)
     found = next(_findings(ways, expected, received, tolerance), None)
     if found is None or found.what not in ("operation", "gradient") or (found.call and not found.call.arguments):
         return found
@@ -195,17 +198,25 @@ def bisect(
         found = dataclasses.replace(found, program=program_of(found.call, "output", how, found.difference))
     if not found.program:
         return found
-    printed = run_program(found.program, ways[0]), run_program(found.program, ways[1])
+    printed = run_program(found.program, ways[0], job.device), run_program(found.program, ways[1], job.device)
     return dataclasses.replace(found, printed=printed, is_shown=shows(printed, found.difference))
 
 
 def _of_devices(ways: tuple[Way, Way], call: "Call", same: "Call") -> Finding:
-    pairs = zip(call.outputs, same.outputs)
-    value, other = next((pair for pair in pairs if difference(*pair) > 0), (call.outputs[0], same.outputs[0]))
+    """Returns what differs, of the rows that the first replica has, which are the first of all."""
+    pairs = [(_rows_like(value, other), other) for value, other in zip(call.outputs, same.outputs)]
+    value, other = next((pair for pair in pairs if difference(*pair) > 0), pairs[0])
     return Finding(
         ways=ways, what="operation", name=call.name, step=0, expected=value, received=other,
         difference=difference(value, other), call=call,
     )  # fmt: skip
+
+
+def _rows_like(whole: np.ndarray, shard: np.ndarray) -> np.ndarray:
+    axes = [axis for axis, sizes in enumerate(zip(whole.shape, shard.shape)) if sizes[0] > sizes[1]]
+    if whole.ndim != shard.ndim or len(axes) != 1:
+        return whole
+    return np.take(whole, np.arange(shard.shape[axes[0]]), axis=axes[0])
 
 
 def _mixing(runner: Any, job: Job) -> "list[tuple[Call, Call]]":
@@ -231,18 +242,21 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
             ways=ways, what=what, name=name, step=step, expected=one, received=other, difference=apart, **more
         )
 
+    is_one_type = ways[0].precision == ways[1].precision
+    apart_of = _apart if is_one_type else difference
+    nothing = max(_NOTHING, 0.01 * tolerance.kinks)
     for name, value in expected.initial.items():
         other = received.initial.get(name, np.empty(0))
-        if (apart := difference(value, other)) > 0:
+        if (apart := difference(value, other)) > (0 if is_one_type else tolerance.start):
             yield found("initial weights", name, None, value, other, apart)
     before, allowed = (expected.initial, received.initial), 0.0
     for number, (one, two) in enumerate(zip(expected.steps, received.steps)):
         passed_on: list[Finding] = []  # by operations that got other inputs: of account if the step comes to differ
         allowed = max(allowed, tolerance.of_outputs(number))
         for call, same in aligned(one.calls, two.calls):
-            before_it = max((_apart(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
+            before_it = max((apart_of(*pair) for pair in zip(call.inputs, same.inputs)), default=0.0)
             for value, other in zip(call.outputs, same.outputs):
-                apart, own = _apart(value, other), _of_operation(tolerance, value)
+                apart, own = apart_of(value, other), _of_operation(tolerance, value)
                 if own > _of_operation(tolerance) and apart <= own:  # code that computes in float32, also in float64
                     allowed = max(allowed, _CONDITION * own * bool(apart))
                 elif call.inputs and before_it < allowed and apart > own + _CONDITION * before_it:
@@ -259,13 +273,13 @@ def _findings(ways: tuple[Way, Way], expected: Steps, received: Steps, tolerance
         for name, gradient in reversed(one.gradients.items()):
             other = two.gradients.get(name, np.empty(0))
             apart = difference(gradient, other)
-            if apart == np.inf or (apart > allowed and np.abs(gradient - other).max() > _NOTHING * scale):
+            if apart == np.inf or (apart > allowed and np.abs(gradient - other).max() > nothing * scale):
                 yield from (*passed_on, found("gradient", name, number, gradient, other, apart))
         for name, value in one.after.items():
             other = two.after.get(name, np.empty(0))
             learned = one.gradients.get(name)
             if value.shape == other.shape and learned is not None:  # what is but round-off proves nothing
-                counts = np.abs(learned) > _NOTHING * scale
+                counts = np.abs(learned) > nothing * scale
                 value, other = np.where(counts, value, 0), np.where(counts, other, 0)
             moved = _moved(before[0].get(name), value)
             if (apart := difference(value, other) / moved) > allowed:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _MOST = 24
 # From here on a relative difference is no round-off of float32.
 _SHOWN_IN_FLOAT32 = 1e-4
+# Of a sum, relative to what is added.
+_ROUND_OFF = {"float64": 1e-9, "float32": 1e-6, "float16": 1e-2, "bfloat16": 5e-2}
+_SECONDS = 300
 
 
 # Ways to draw floating-point numbers, as they are written: some differences show with ties and zeros alone.
@@ -63,7 +66,7 @@ def program_of(call: "Call", what: str, how: str, difference: float) -> str:
     lines = [
         "# Run it with KERAS_BACKEND=torch, jax and tensorflow.",
         *(['import os; os.environ["JAX_ENABLE_X64"] = "1"  # jax has no float64 otherwise'] if is_exact else []),
-        "import numpy as np, keras" + ("" if all(map(_is_finite, arrays)) else "; from numpy import inf, nan"),
+        "import numpy as np, keras; from numpy import inf, nan",
         "from keras import ops",
         f'keras.config.set_floatx("{_floatx(arrays)}"); random = np.random.default_rng(0)',
     ]
@@ -83,8 +86,12 @@ def program_of(call: "Call", what: str, how: str, difference: float) -> str:
     return "\n".join(lines).replace("NAMES", names).replace("KIND", kind) + "\n"
 
 
-# The last line that a program prints: of each tensor a sum with weights, by which two backends are compared.
-_PRINT_SUMS = 'print("sums", [str(float(weighted(ops.cast(each, "KIND")))) for each in y])'
+# The last line that a program prints: of each tensor a sum with weights, by which two backends are compared, and one
+# of what is added.
+_PRINT_SUMS = (
+    'print("sums", [[str(float(f(ops.cast(each, "KIND")))) for f in (weighted, lambda y: ops.sum(ops.abs(y)))] '
+    "for each in y])"
+)
 _WEIGHTED = (
     "weighted = lambda y: ops.sum(ops.reshape(y, (-1,)) * ops.cast(np.cos(np.arange(np.prod(y.shape))), y.dtype)); "
     "some = lambda y: ops.convert_to_numpy(y).ravel()[:8]"
@@ -109,15 +116,26 @@ _PRINT_GRADIENTS = [
 ]
 
 
-def run_program(program: str, way: "Way") -> str:
+def run_program(program: str, way: "Way", device: str = "cpu") -> str:
     """Runs a program with the backend of a way, in its environment; returns what it printed, or its error."""
     env = os.environ | {"KERAS_BACKEND": way.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if device == "cpu":  # a GPU may multiply float32 in TF32
+        env |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:
         path = os.path.join(folder, "program.py")
         with open(path, "w") as file:
             file.write(program)
-        done = subprocess.run([way.python or sys.executable, path], env=env, capture_output=True, text=True)
+        words = [way.python or sys.executable, path]
+        try:
+            done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"it has not ended after {_SECONDS} s"
     return (done.stdout if done.returncode == 0 else done.stderr[-1000:]).strip()
+
+
+def types_in(printed: str) -> list[str]:
+    """Returns the types of the tensors that a program printed."""
+    return re.findall(r"\('(\w+)', ", printed)
 
 
 def shows(printed: tuple[str, str], difference: float) -> bool | None:
@@ -133,14 +151,16 @@ def shows(printed: tuple[str, str], difference: float) -> bool | None:
     sums = []
     for text in printed:
         try:
-            sums.append([float(each) for each in json.loads(text.rpartition("sums ")[2].replace("'", '"'))])
+            sums.append(np.array(json.loads(text.rpartition("sums ")[2].replace("'", '"')), float).reshape(-1, 2))
         except (ValueError, TypeError):
             return None
-    types = [re.findall(r"\('(\w+)', ", text) for text in printed]
+    types = [types_in(text) for text in printed]
     if types[0] != types[1]:
         return True if difference == np.inf else None
-    allowed = 1e-9 if set(types[0]) == {"float64"} else 1e-5
-    return not np.allclose(sums[0], sums[1], rtol=allowed, atol=allowed, equal_nan=True)
+    allowed = max((_ROUND_OFF.get(kind, 1e-6) for kind in types[0]), default=0.0)
+    apart, added = np.abs(sums[0][:, 0] - sums[1][:, 0]), np.maximum(sums[0][:, 1], sums[1][:, 1])
+    is_same = (apart <= allowed * added) | (np.isnan(sums[0][:, 0]) & np.isnan(sums[1][:, 0]))
+    return not is_same.all()
 
 
 def versions_of(way: "Way") -> str:
@@ -153,10 +173,6 @@ def versions_of(way: "Way") -> str:
     env = os.environ | {"KERAS_BACKEND": way.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([way.python or sys.executable, "-c", code], env=env, capture_output=True, text=True)
     return done.stdout.strip().rpartition("\n")[2]
-
-
-def _is_finite(array: np.ndarray) -> bool:
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _floatx(arrays: list[np.ndarray]) -> str:

@@ -5,8 +5,10 @@ import dataclasses
 import json
 import os
 import pickle
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -141,7 +143,7 @@ def _call_elsewhere(job: Job, way: Way, function: Callable[..., Any], *args: Any
     """Does what `call_in` does, with the Python of another environment."""
     with tempfile.TemporaryDirectory(prefix="kerasdp-") as folder:  # which nobody else can read or write
         with open(os.path.join(folder, "asked"), "wb") as file:
-            pickle.dump([path for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))], file)
+            pickle.dump([path for path in sys.path if not _is_of_python(path)], file)
             pickle.dump((job, dataclasses.replace(way, python=""), function, args), file)
         words = "import sys; from kerasdp.parity.trace import answer; answer(*sys.argv[1:])"
         try:
@@ -153,6 +155,13 @@ def _call_elsewhere(job: Job, way: Way, function: Callable[..., Any], *args: Any
             raise RunError(f"{way}: {last.removeprefix('kerasdp.errors.')}")
         with open(os.path.join(folder, "answer"), "rb") as file:
             return pickle.load(file)  # of the process started above
+
+
+def _is_of_python(path: str) -> bool:
+    """Returns whether a folder belongs to this environment, and not to the program that runs in it."""
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    own += [site.getusersitepackages()]
+    return path.endswith(".zip") or any(path == folder or path.startswith(folder + os.sep) for folder in own)
 
 
 def _same() -> str:

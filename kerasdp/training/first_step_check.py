@@ -46,6 +46,7 @@ from kerasdp.runtime.model_cache import ModelCache
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6
 _LAST = 10**9
+_MOST_WEIGHTS = 10**8
 _were_asked_for_draws: ModelCache[bool] = ModelCache()
 _WITH_KERAS = "use keras.random with a keras.random.SeedGenerator that the layer holds"
 
@@ -131,10 +132,11 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
 def _mixing_operation(model: keras.Model, strategy: Strategy, reader: Reader, with_loss: bool) -> str:
     """Returns which operation of Keras is the first to give something else for a shard of rows, in words.
 
-    The same on all ranks; empty where none is to blame: with stages, or where code calls none.
+    The same on all ranks; empty where none is to blame: with stages, or where code calls none; and of large models,
+    of which all weights would be copied.
     """
     found = ""
-    if strategy.stages is None:
+    if strategy.stages is None and model.count_params() < _MOST_WEIGHTS:
         pairs = mixing_operations(model, strategy, reader.sample(4 * strategy.num_replicas - 1), with_loss)
         found = next((f", in {call}" for call, _ in pairs), "")
     return next(filter(None, strategy.processes.all_gather_object(found)), "")

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import pathlib
 import pickle
+import re
 import sys
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_the_program_runs_with_keras_alone(what, how):
     assert len(text.splitlines()) <= 20 and "kerasdp" not in text
     printed = tuple(run_program(text, way) for way in WAYS)
     assert printed[0].startswith(f"{WAYS[0].backend} [('float32'") and shows(printed, 1e-3) is False, printed
-    others = printed[0].replace("float32", "float64"), printed[0].replace(".", "9."), "Traceback"
+    others = printed[0].replace("float32", "float64"), re.sub(r"\[\['(-?)", r"[['\g<1>9", printed[0]), "Traceback"
     assert [shows((printed[0], other), 1e-3) for other in others] == [None, True, None]
     assert shows((printed[0], others[0]), np.inf) is True
     if how == "given":
@@ -122,12 +123,12 @@ def test_the_program_runs_with_keras_alone(what, how):
 def test_an_issue_is_written_of_what_keras_alone_shows(tmp_path):
     shown = Finding(
         ways=WAYS, what="gradient", name="tanh", step=0, expected=X, received=2 * X, difference=0.5, call=call(),
-        program="print(1)", printed=("one", "other"), is_shown=True,
+        program="print(1)", printed=("torch [('float64', one)]", "jax [('float64', other)]"), is_shown=True,
     )  # fmt: skip
     paths = shown.write(tmp_path / "found")
     assert [path.rpartition("/")[2] for path in paths] == ["program.py", "issue.md"]
     text = pathlib.Path(paths[1]).read_text()
-    assert text.startswith("# ops.tanh: the gradient of float64 differs between ")
+    assert text.startswith("# ops.tanh: the gradient (float64) differs between ")
     assert all(part in text for part in ("print(1)", "one", "other", f"`KERAS_BACKEND={WAYS[0].backend}`, keras 3."))
     assert len(dataclasses.replace(shown, is_shown=False).write(tmp_path / "found")) == 1
 
@@ -158,12 +159,22 @@ def test_the_operation_that_mixes_samples_is_named(backend):
         bisect(net, data, ways[::-1])
 
 
-def net(mixes=False):
+def test_two_precisions_are_compared():
+    data = np.random.RandomState(0).rand(16, 3), np.zeros((16, 1))
+    ways = WAYS[0], dataclasses.replace(WAYS[0], precision="float32")
+    assert bisect(net, data, ways) is None and bisect(net, data, ways[::-1]) is None
+    found = bisect(functools.partial(net, rounds=True), data, ways)
+    assert (found.what, found.name) == ("operation", "floor")
+
+
+def net(mixes=False, rounds=False):
     import keras
 
     layers = [keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization()]
     if mixes:
         layers.append(keras.layers.Lambda(lambda x: x - keras.ops.max(x, axis=0)))
+    if rounds:  # of numbers that are whole in float32 alone
+        layers.append(keras.layers.Lambda(lambda x: x + keras.ops.floor(keras.ops.ones_like(x) * (1 - 1e-9))))
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
@@ -173,6 +184,11 @@ def traced(backend, file, *arguments):
     result_of(run(PROGRAMS / "planted.py", backend, file, *arguments, backend=backend, timeout=3000))
     with open(file, "rb") as found:
         return pickle.load(found)  # of the program's own making
+
+
+def is_named(found, model, function, expected):
+    """Whether a finding names the operation, or of a fault in what builds a model the layer, weight or optimizer."""
+    return found.name == expected if function else expected in f"{found.name} {found.call} {found.what}"
 
 
 PAIRS = [pair for pair in (("torch", "jax"), ("jax", "tensorflow")) if set(pair) <= set(BACKENDS)]
@@ -217,7 +233,7 @@ def test_planted_faults_are_named(pair, tmp_path):
     missed = {
         name: str(findings[name])
         for name in faults
-        if (found := findings[name]) is None or FAULTS[name][2] not in f"{found.name} {found.call} {found.what}"
+        if (found := findings[name]) is None or not is_named(found, *FAULTS[name])
     }
     print(f"{len(faults)} faults in {len(models)} models, missed: {json.dumps(missed, indent=1)}")
     assert len(missed) <= 0.05 * len(faults), missed
@@ -228,6 +244,5 @@ def test_planted_faults_are_named(pair, tmp_path):
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="two backends")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_nothing_is_found_in_models_of_other_people(pair, tmp_path):
-    assert len(CLEAN) >= 30
     findings = found_in(pair, CLEAN, [], tmp_path)
     assert not any(findings.values()), {name: str(found) for name, found in findings.items() if found}

@@ -104,6 +104,7 @@ def test_recurrent_layers_that_multiply_their_inputs_first(monkeypatch, kind, ar
     ("shape", "options"),
     [
         ((2, 4, 5, 6), {"groups": 3}), ((2, 6, 5), {"groups": 2, "axis": 1}), ((2, 4, 3, 4, 6), {"groups": -1}),
+        ((1, 1, 1, 4), {"groups": -1}),
         ((2, 4, 6), {"groups": 6, "scale": False}), ((2, 4, 6), {"groups": 1, "center": False, "dtype": "float16"}),
     ],
 )  # fmt: skip
@@ -141,6 +142,25 @@ def test_average_pools_count_no_padding(shape, size, steps, data_format):
     with numerics.same_on_all_backends():
         received = keras.ops.average_pool(x.astype("float32"), size, steps, "same", data_format)
     np.testing.assert_allclose(array(received).reshape(expected.shape), expected, rtol=1e-5)
+
+
+@ON_TORCH
+@pytest.mark.parametrize("widths", [2, (2,), ((1, 0), (3, 2)), ((1, 1), (1, 1))])
+@pytest.mark.parametrize("mode", ["symmetric", "constant"])
+@pytest.mark.parametrize("kind", ["float32", "int32", "uint8"])
+def test_padding_as_numpy(widths, mode, kind):
+    x = np.arange(6).reshape(2, 3).astype(kind)
+    with numerics.same_on_all_backends():
+        received = keras.ops.pad(x, widths, mode=mode)
+    np.testing.assert_array_equal(array(received), np.pad(x, widths, mode=mode))
+
+
+@ON_TORCH
+def test_whole_numbers_are_resized_cubically_as_others():
+    x = np.random.RandomState(0).randint(0, 256, (1, 5, 6, 3)).astype("uint8")
+    with numerics.same_on_all_backends():
+        whole, exact = (keras.ops.image.resize(each, (9, 7), "bicubic") for each in (x, x.astype("float32")))
+    np.testing.assert_array_equal(array(whole), np.clip(np.round(array(exact)), 0, 255).astype("uint8"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
