@@ -460,7 +460,7 @@ def work(runner: Any, job: Any, names: list[str], is_plain: bool) -> dict[str, A
     return found
 
 
-def missing(names: "set[str]") -> list[str]:
+def missing(names: set[str]) -> list[str]:
     """Returns functions and layers of the installed Keras that no case calls."""
     import keras
 

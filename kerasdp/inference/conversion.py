@@ -117,8 +117,10 @@ def convert(model: keras.Model, path: str, kind: str) -> tuple[np.ndarray, np.nd
             shutil.copyfile(file, path)
         else:
             try:
-                quiet = contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore")
-                with quiet[0], quiet[1], same_on_all_backends():
+                with (
+                    contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"),
+                    same_on_all_backends(),
+                ):  # fmt: skip
                     plain.export(path, format=kind, verbose=False)
             except Exception as error:  # converters raise anything
                 line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

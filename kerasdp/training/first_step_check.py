@@ -98,8 +98,8 @@ def check_first_step(
         raise UserError(
             f"{model.name} computes something else for some samples of a batch than for all of it, first in {name} "
             f"({text}, of {num_rows} samples){operation}: {_reason(model, name)}; train on one device, with "
-            "--backend=jax and "
-            "--strategy=data, which computes the whole batch as one program, or, all the same, with --check=off"
+            "--backend=jax and --strategy=data, which computes the whole batch as one program, or, all the same, with "
+            "--check=off"
         )
     row_axes_of(model).checked |= {"outputs", "loss"} if with_loss else {"outputs"}
 

@@ -126,7 +126,7 @@ def test_group_normalization_by_pytorch(shape, options):
 )
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
 def test_average_pools_count_no_padding(shape, size, steps, data_format):
-    """By the sums of windows over numbers and over ones, both padded with zeros at the end."""
+    """Each is the mean of those numbers of the array that are in its window."""
     rank = len(shape) - 2
     x = np.random.RandomState(0).rand(*shape)
     sizes, strides = (np.broadcast_to(size if each is None else each, rank) for each in (size, steps))
