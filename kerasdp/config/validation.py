@@ -186,10 +186,10 @@ def _check_sharing(config: Any) -> None:
             f"--fit_into: chooses for the devices of one machine. Received: --hosts={config.hosts}; with --dry_run, "
             "and a size as 24GB, it prints what there is to choose"
         )
-    if config.shard != "none" and config.host_range[1] > 1 and config.backend != "torch":
+    if config.shard != "none" and config.host_range[1] > 1 and config.backend == "tensorflow":
         raise UserError(
-            f"--shard={config.shard}: there for the devices of one machine, but for --backend=torch. Received: "
-            f"--hosts={config.hosts}, of which none could read the parts of the others; leave out one of them"
+            f"--shard={config.shard}: there for the devices of one machine on tensorflow. Received: "
+            f"--hosts={config.hosts}; leave out one of them, or use --backend=torch or jax"
         )
     if config.shard != "none" and config.reduce is not None:
         raise UserError(

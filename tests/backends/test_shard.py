@@ -206,8 +206,8 @@ def test_what_is_refused(backend, case):
             "one of those, or --shard=optimizer",
         ),
         (
-            {"backend": "jax", "hosts": "2"},
-            "there for the devices of one machine, but for --backend=torch. Received: --hosts=2",
+            {"backend": "tensorflow", "shard": "optimizer", "hosts": "2"},
+            "there for the devices of one machine on tensorflow. Received: --hosts=2",
         ),
         ({"backend": "torch", "reduce": "host"}, "not together with --reduce=host"),
         ({"backend": "jax", "strategy": "pipeline"}, "not together with --strategy=pipeline; leave out one of them"),
@@ -215,6 +215,7 @@ def test_what_is_refused(backend, case):
     ],
 )
 def test_where_it_is_not_there(settings, words):
+    settings = {"shard": "weights", "device": "cpu", "verbose": 0} | settings
     with pytest.raises(kerasdp.UserError) as raised:
-        kerasdp.launch(lambda runner: None, shard="weights", device="cpu", verbose=0, **settings)
-    assert str(raised.value).startswith(f"--shard=weights: {words}")
+        kerasdp.launch(lambda runner: None, **settings)
+    assert str(raised.value).startswith(f"--shard={settings['shard']}: {words}")

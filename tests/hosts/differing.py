@@ -7,6 +7,7 @@ from tests.helpers import BACKENDS
 
 _ON_TORCH = tuple(name for name in ("torch",) if name in BACKENDS)
 _NOT_ON_JAX = tuple(name for name in ("torch", "tensorflow") if name in BACKENDS)
+_NOT_ON_TENSORFLOW = tuple(name for name in ("torch", "jax") if name in BACKENDS)
 _NEXT = dict(zip(BACKENDS, [*BACKENDS[1:], BACKENDS[0]], strict=True))
 
 
@@ -63,7 +64,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "data_on_device": Differs("on"),
     "remat": Differs("dense*"),
     "fit_into": Alone("it chooses for the devices of one machine"),
-    "shard": Differs("weights", {"shard": "optimizer"}, _ON_TORCH),
+    "shard": Differs("weights", {"shard": "optimizer"}, _NOT_ON_TENSORFLOW),
     "batch_size": Differs(32),
     "accumulate": Differs(2, backends=_ON_TORCH),
     "epochs": Differs(2),

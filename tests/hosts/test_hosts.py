@@ -49,6 +49,21 @@ def test_two_processes_learn_what_one_does(backend):
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+@pytest.mark.parametrize("backend", [name for name in ("torch", "jax") if name in BACKENDS])
+def test_two_processes_hold_parts(backend, shard, tmp_path):
+    """Of two devices each. Another backend resumes with one device what they have saved, and they what that has."""
+    settings = {"model": "lenet", "optimizer": "adam", "precision": "float64"}
+    of_run = {"workdir": str(tmp_path), "resume": True}
+    other = BACKENDS[BACKENDS.index(backend) - 1]
+    expected = alone(backend=backend, epochs=3, **settings)
+    results_of(started(2, backend=backend, shard=shard, epochs=1, **settings, **of_run))
+    alone(backend=other, epochs=2, **settings, **of_run)
+    found = results_of(started(2, backend=backend, shard=shard, epochs=3, **settings, **of_run))[0]
+    assert len(found["losses"]) == 12 and max(differences(found, expected)) < 1e-12
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_by_itself_between_two_of_both(backend):
     """It waits for nobody, and its error is nobody else's."""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
-from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, shardings_over
+from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
 from kerasdp.backends.jax.train_step import Shards, bytes_kept, make_step_functions
 from kerasdp.backends.steps import all_variables, held_in_words
 from kerasdp.config import Config
@@ -51,7 +51,7 @@ class DataParallel(JaxStrategy):
         from kerasdp.keras_compat.settings import place_variables_by
 
         if self.processes.num_processes > 1:
-            place_variables_by(put_rows)
+            place_variables_by(put_whole)
         names, is_cut = self._device_names(), self.config.shard == "weights"
 
         class Parts(keras.distribution.DataParallel):
@@ -125,6 +125,23 @@ class DataParallel(JaxStrategy):
         if axis is None:
             return self.replicated
         return NamedSharding(self.replicated.mesh, PartitionSpec(*[None] * axis, "batch"))
+
+    def gather_variables(self, model: "keras.Model") -> None:
+        """Gives each process the whole of what the devices of several hosts hold in parts: it could read no other."""
+        from kerasdp.keras_compat.layers import set_raw_values
+
+        variables = all_variables(model)
+        set_raw_values(variables, map(self._readable, variables))
+
+    def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
+        """See `Strategy`."""
+        return [take(whole) if take else None for whole in map(self._readable, variables)]
+
+    def _readable(self, variable: "keras.Variable") -> jax.Array:
+        """Returns a variable's value, whole on each device if parts of it are on other hosts."""
+        value = variable.value
+        is_here = value.is_fully_addressable or value.is_fully_replicated
+        return value if is_here else jax.device_put(value, self.replicated)
 
     def description(self, model: "keras.Model") -> str:
         """Says how many bytes of all variables a device holds, if it does not hold all."""

@@ -353,6 +353,11 @@ def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
     return jax.make_array_from_process_local_data(sharding, rows)
 
 
+def put_whole(array: np.ndarray, sharding: NamedSharding) -> Tensor:
+    """Brings an array to the devices, of which all processes have a copy: the whole, or to each device its part."""
+    return jax.make_array_from_process_local_data(sharding, array, array.shape)
+
+
 def put_each(arrays: list[np.ndarray], shardings: list[NamedSharding]) -> list[Tensor]:
     """Does `put_rows` with each array: in one call of JAX, if that can be, which takes half as long as one for each."""
     if all(sharding.is_fully_addressable for sharding in shardings):

@@ -144,7 +144,7 @@ def _state_of(model: "keras.Model", step: str, shards: Shards) -> ModelState:
     are_cut = set(map(id, all_slots))
 
     def sharding_of(variable: "keras.Variable") -> NamedSharding:
-        if id(variable) in are_cut:
+        if shards.what == "weights" or id(variable) in are_cut:
             return shards.part_of(variable.shape)
         found = variable.value.sharding
         return found if isinstance(found, NamedSharding) else shards.replicated
