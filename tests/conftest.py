@@ -64,9 +64,19 @@ def messages_with_flags():
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `unit` what stands in files that start no programs: what new releases can be tested with quickly."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as `unit` what stands in files that start no programs: what new releases can be tested with quickly.
+
+    And as `proof` the cases that are not `short`.
+    """
     for item in items:
         starts = any(hasattr(item.module, name) for name in ("run", "start", "train_resumable", "Run", "on_hosts"))
         if not starts and not item.nodeid.startswith("tests/parity/"):  # which trains in processes of its own
             item.add_marker("unit")
+    are_all = len(BACKENDS) == 3 and not any("::" in argument for argument in config.args)
+    for test, mark in {item.function: mark for item in items if (mark := item.get_closest_marker("short"))}.items():
+        cases = {item.callspec.id: item for item in items if item.function is test}
+        if are_all and (unknown := set(mark.args) - set(cases)):
+            raise pytest.UsageError(f"{test.__name__}: no cases {unknown}: there are {list(cases)}")
+        for name in set(cases) - set(mark.args):
+            cases[name].add_marker("proof")

@@ -2,11 +2,10 @@
 
 import pytest
 
-from tests.helpers import PROGRAMS, all_but, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 
 @pytest.mark.proof
-@all_but("jax", "tensorflow")
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_losses_are_the_same(backend, count):
     found = result_of(run(PROGRAMS / "deterministic.py", backend, count))

@@ -69,6 +69,7 @@ def platforms_of(found):
             yield program["name"], platform, facts
 
 
+@pytest.mark.proof
 @each
 def test_nothing_but_arithmetic_in_the_precision_that_was_asked_for(case):
     seen = collections.Counter()
@@ -158,6 +159,7 @@ def test_with_cut_weights_devices_send_activations():
     assert whole / 2 < sent["all-gather"] + sent["all-reduce"] < 2 * whole
 
 
+@pytest.mark.proof
 def test_pipelines_send_the_gradients_once_for_each_micro_batch():
     found = of(PIPELINE)
     # Two programs a stage: the first micro-batch's begins the sum. Each is called with two pipelines side by side.

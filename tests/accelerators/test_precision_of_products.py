@@ -43,6 +43,7 @@ def test_torch(choices, convolutions, matrices, _, monkeypatch):
         torch.backends.cudnn.benchmark = False
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("tensorflow" not in BACKENDS, reason="tensorflow is not installed")
 @pytest.mark.parametrize(("choices", "_", "__", "expected"), CHOICES)
 def test_tensorflow(choices, _, __, expected, monkeypatch):

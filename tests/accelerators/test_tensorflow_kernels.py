@@ -70,6 +70,7 @@ def test_what_gpus_cannot_sum_is_refused():
                              "int64": "int64", "float64": "float64"}  # fmt: skip
 
 
+@pytest.mark.proof
 def test_what_is_not_deterministic_is_refused():
     """Operations without a deterministic kernel on GPUs are named before the first step."""
     found = result_of(run(PROGRAMS / "tensorflow_deterministic.py", "refused", backend="tensorflow"))

@@ -68,6 +68,7 @@ def quick():
     return dict(zip(QUICK, results, strict=True)), warnings
 
 
+@pytest.mark.proof
 def test_steps_are_the_devices_alone(quick):
     """Dropout, float16 with a loss that is scaled: no number is on the CPU, or read from there."""
     found, _ = quick

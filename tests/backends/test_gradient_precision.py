@@ -8,6 +8,7 @@ from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 WAYS = [pytest.param(name, marks=[pytest.mark.proof] * (name != "torch")) for name in BACKENDS if name != "jax"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_in_bfloat16(name):
     whole, half = (

@@ -22,6 +22,7 @@ def results(tmp_path_factory):
     return lambda case=FEW[0]: trained(FEW if case in FEW else OTHERS)
 
 
+@pytest.mark.proof
 @each_case
 def test_learns_as_on_one_device(results, case):
     expected, received = (results(case)[strategy][case]["numbers"] for strategy in ("data", "tensor"))

@@ -10,8 +10,6 @@ import kerasdp
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 CASES = ("blocks", "conv", "attention", "lstm", "tied", "own")
-# In the default suite; the others are proofs.
-USUAL = {("torch", 2): ("blocks",), ("jax", 1): ("blocks",)}
 XLA_SAVES = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
@@ -27,15 +25,10 @@ def outcome(backend, num_devices, remat, case, shard="none"):
     return trained(backend, num_devices, remat, cases, shard)[case]
 
 
-@pytest.mark.parametrize(
-    ("backend", "num_devices", "case"),
-    [
-        pytest.param(backend, num, case, marks=[pytest.mark.proof] * (case not in USUAL.get((backend, num), ())))
-        for backend in BACKENDS
-        for num in (1, 2, 4)
-        for case in CASES
-    ],
-)
+@pytest.mark.short("torch-1-blocks")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_learns_the_same(backend, num_devices, case):
     """Losses of 20 steps in float64, an uneven batch among them; with torch bit by bit, as the gradients are."""
     kept, again = (outcome(backend, num_devices, remat, case) for remat in ("none", "on"))

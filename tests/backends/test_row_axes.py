@@ -90,6 +90,7 @@ kerasdp.launch(train, backend="jax", num_devices=1, device="cpu", verbose=0)
 """
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("jax" not in BACKENDS, reason="jax is not installed")
 def test_a_layer_is_asked_for_its_draws_without_compiling_its_operations():
     """On a GPU each that is compiled by itself takes as long as half a second."""

@@ -50,6 +50,7 @@ def pair(way, part, learned):
     return learned((BACKENDS[0], 1), part), learned(way, part)
 
 
+@pytest.mark.short("lenet-torch-2", "lenet-jax-2")
 @in_each_way("lenet")
 def test_initial_weights_are_bit_equal(pair):
     expected, received = (result["initial"] for result in pair)

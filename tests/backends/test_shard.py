@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kerasdp
-from tests.helpers import BACKENDS, PROGRAMS, all_but, assert_same, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 CASES = {
     "jax": ("tied", "own", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
@@ -21,7 +21,7 @@ SHARDS = {
 BLOCKS = ("attention", "vit", "lstm")  # layers that hold layers
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
 # In the default suite; the others are proofs.
-USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
+USUAL = {("torch", "weights", 2): ("tied", "frozen")}
 
 
 def cases_of(backend, shard):
@@ -103,7 +103,7 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
                 assert found["living"] <= 1.03 * held + 2 * 64 * 48 * 8
 
 
-@all_but("torch", "tensorflow")
+@pytest.mark.proof
 def test_the_plan_counts_the_bytes_that_a_device_holds(backend):
     def train(runner):
         import keras
@@ -159,15 +159,10 @@ REFUSALS = {
 }
 
 
+@pytest.mark.short("torch-reading")
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [
-        pytest.param(backend, case, marks=[pytest.mark.proof] * ((backend, case) not in usual))
-        for usual in [(("torch", "reading"), ("tensorflow", "nadam"))]
-        for backend, cases in REFUSALS.items()
-        if backend in BACKENDS
-        for case in cases
-    ],
+    [(backend, case) for backend, cases in REFUSALS.items() if backend in BACKENDS for case in cases],
 )
 def test_what_is_refused(backend, case):
     def train(runner):

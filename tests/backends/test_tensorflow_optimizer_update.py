@@ -5,6 +5,7 @@ import pytest
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("tensorflow" not in BACKENDS, reason="the update is TensorFlow's")
 def test_one_operation_updates_as_keras_does():
     results = result_of(run(PROGRAMS / "optimizer_update.py", backend="tensorflow"))

@@ -11,10 +11,11 @@ from tests.helpers import BACKENDS, PROGRAMS, ROOT, run
 MODELS = ["convnet", "resnet18", "gpt", "segmentation", "bert", "vit", "llama", "tagger", "unet", "efficientnet"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("backend", "model"),
     [
-        pytest.param(name, model, marks=[] if (name, model) == (BACKENDS[0], "convnet") else pytest.mark.proof)
+        (name, model)
         for name in BACKENDS
         for model in MODELS
         if name != "tensorflow" or model not in ("llama", "tagger", "unet", "efficientnet")

@@ -110,6 +110,7 @@ def test_a_run_that_is_killed_starts_again(undisturbed, tmp_path):
     assert files_of_run(tmp_path / "run") == (losses, rows)
 
 
+@pytest.mark.proof
 def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
     """Resumed as it was there is nothing to do, and nothing is lost; then it resumes to the end."""
     for choices in ({"max_steps": STOP}, {"max_steps": STOP, "resume": True}, {"resume": True}):
@@ -127,6 +128,7 @@ def test_a_run_that_max_steps_ended_within_an_epoch(undisturbed, tmp_path):
     assert report.stat().st_mtime_ns == written
 
 
+@pytest.mark.proof
 def test_another_precision_resumes(undisturbed, stopped, tmp_path):
     """The scale of the loss, which float32 has not, begins anew."""
     name = BACKENDS[0]
@@ -140,6 +142,7 @@ def test_another_precision_resumes(undisturbed, stopped, tmp_path):
     assert any(key.startswith("loss_scale/") for key in newest.arrays)
 
 
+@pytest.mark.proof
 def test_a_signal_in_a_validation(undisturbed, tmp_path):
     """It comes with the second batch of it, and does not wait for the others."""
     done = train_resumable(tmp_path / "run", *SINGLE, trouble="signal in validation", at_step=20)
@@ -197,6 +200,7 @@ def test_a_full_disk_costs_the_files_not_the_training(tmp_path):
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 
+@pytest.mark.proof
 def test_a_workdir_that_vanishes(tmp_path):
     done = train_resumable(tmp_path / "run", *SINGLE, trouble="remove", at_step=STOP)
     assert len(result_of(done)["history"]["loss"]) == 4

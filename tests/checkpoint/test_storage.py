@@ -189,6 +189,7 @@ def test_a_second_fit_has_a_place_of_its_own():
     assert Config(workdir="runs/a", checkpoint_every="never").checkpoints_of_fit(1) is None
 
 
+@pytest.mark.proof
 def test_a_run_resumes_from_a_url_in_another_workdir(tmp_path):
     """Where nothing but the checkpoints is left. On another backend: test_object_store.py."""
     name, url = BACKENDS[0], f"file://{tmp_path}/place"

@@ -77,7 +77,8 @@ def test_seeds_and_epochs_have_orders_of_their_own():
     assert (one == other).sum() < 10  # one is expected
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, pytest.param(6, marks=pytest.mark.proof)])
+@pytest.mark.short("2", "3", "4")
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
 def test_all_orders_of_a_few_samples_are_equally_likely(size):
     num_seeds = 40 * max(24, math.factorial(size))
     found = collections.Counter(tuple(shuffled(size, seed)) for seed in range(num_seeds))
@@ -85,6 +86,7 @@ def test_all_orders_of_a_few_samples_are_equally_likely(size):
     assert stats.chisquare(list(found.values())).pvalue > UNLIKELY
 
 
+@pytest.mark.short("100")
 @pytest.mark.parametrize("size", [7, 100])
 def test_each_sample_is_equally_likely_at_each_place(size):
     orders = np.array([shuffled(size, 11, epoch) for epoch in range(2000)])

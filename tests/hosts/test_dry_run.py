@@ -17,13 +17,13 @@ from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
 
 # Of a message through the sockets of torch's virtual devices.
 HEAD = 16
-QUICK = (BACKENDS[0], 2, "convnet", "sync")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("backend", "count", "model", "batch_norm"),
     [
-        pytest.param(name, count, *case, marks=[] if (name, count, *case) == QUICK else pytest.mark.proof)
+        (name, count, *case)
         for name in BACKENDS
         for count in (2, 4)
         for case in (("convnet", "sync"), ("convnet", "replica"), ("lenet", "sync"), ("resnet18", "sync"))

@@ -65,6 +65,7 @@ def assert_learned(results, expected, tolerance):
         assert np.median(bytes_a_step) < most_bytes(result, len(results)) * size
 
 
+@pytest.mark.proof
 def test_two_hosts_learn_what_one_process_learns():
     results = in_hosts(2, PROGRAM, num_devices=2, model="lenet")
     assert_learned(results, in_one_process(PROGRAM, num_devices=1, model="lenet"), 1e-5)

@@ -141,6 +141,7 @@ def line_of(layer):
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", TABLES)
 def test_layers_with_kernels(name, models):
     found = [

@@ -41,6 +41,7 @@ def test_convnet_is_the_guides():
     assert layers["dropout"].rate == 0.5
 
 
+@pytest.mark.proof
 def test_resnet50():
     model = build_model(Config(model="resnet50"), (128, 128, 3), 1000)
     assert model.count_params() == 25557032 + 53120
@@ -52,6 +53,7 @@ def test_the_toy():
     assert model.count_params() == 10 * 10 + 10 + 10 * 5 + 5
 
 
+@pytest.mark.short("mlp", "lenet", "convnet", "resnet18")
 @pytest.mark.parametrize("name", MODELS)
 def test_images_are_scaled_inside(name):
     model = build_model(Config(model=name), (32, 32, 3), 4)

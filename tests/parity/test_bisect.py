@@ -105,6 +105,7 @@ def test_the_gradient_is_that_of_the_last_operation_that_differs():
     assert found.name == "tanh" and "np.array([[0.0, 1.0, 2.0]" in found.program  # drawn inputs do not show it
 
 
+@pytest.mark.short("output-given")
 @pytest.mark.parametrize(("what", "how"), [("output", "given"), ("gradient", "normal"), ("gradient", "ties")])
 def test_the_program_runs_with_keras_alone(what, how):
     given = call("matmul", inputs=(X, X.T), outputs=())
@@ -120,6 +121,7 @@ def test_the_program_runs_with_keras_alone(what, how):
         assert f"{(X @ X.T)[1, 1]:.0f}." in printed[0]
 
 
+@pytest.mark.proof
 def test_an_issue_is_written_of_what_keras_alone_shows(tmp_path):
     shown = Finding(
         ways=WAYS, what="gradient", name="tanh", step=0, expected=X, received=2 * X, difference=0.5, call=call(),
@@ -133,6 +135,7 @@ def test_an_issue_is_written_of_what_keras_alone_shows(tmp_path):
     assert len(dataclasses.replace(shown, is_shown=False).write(tmp_path / "found")) == 1
 
 
+@pytest.mark.proof
 def test_another_environment_is_asked(tmp_path):
     """Here the same Python, started anew; one without kerasdp, or none, is told in a line."""
     data = X.repeat(4, 0), np.zeros((8, 1))
@@ -148,6 +151,7 @@ def test_another_environment_is_asked(tmp_path):
         bisect(net, data, (WAYS[0], dataclasses.replace(there, python=str(bare))), **choices)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "jax"])
 def test_the_operation_that_mixes_samples_is_named(backend):
     data = np.random.RandomState(0).rand(16, 3), np.zeros((16, 1))
@@ -159,6 +163,7 @@ def test_the_operation_that_mixes_samples_is_named(backend):
         bisect(net, data, ways[::-1])
 
 
+@pytest.mark.proof
 def test_two_precisions_are_compared():
     data = np.random.RandomState(0).rand(16, 3), np.zeros((16, 1))
     ways = WAYS[0], dataclasses.replace(WAYS[0], precision="float32")

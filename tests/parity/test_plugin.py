@@ -65,6 +65,7 @@ def test_a_missing_backend_is_skipped_by_name(tmp_path):
     assert sys.executable and "1 skipped" in done.stdout
 
 
+@pytest.mark.short("--parity-devices=two")
 @pytest.mark.parametrize("option", ["--parity-backends=theano", "--parity-devices=two"])
 def test_wrong_options(option, tmp_path):
     (tmp_path / "test_mine.py").write_text(TESTS % "none")

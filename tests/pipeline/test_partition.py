@@ -43,6 +43,7 @@ def assert_cut_is_right(model, stages, inputs):
     assert sum(stage.share for stage in stages) == pytest.approx(1)
 
 
+@pytest.mark.proof
 def test_every_cut_in_two_and_many_in_four():
     model = small()
     x = keras.ops.convert_to_tensor(np.random.RandomState(0).rand(2, 8, 8, 3).astype("float32"))
@@ -60,6 +61,7 @@ def test_every_cut_in_two_and_many_in_four():
         assert_cut_is_right(model, stages, [x])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "size", "num_stages"),
     [

@@ -8,6 +8,7 @@ from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 pytestmark = pytest.mark.skipif("tensorflow" not in BACKENDS, reason="of TensorFlow's pipelines")
 
 
+@pytest.mark.proof
 def test_stages_are_built_once_and_work_in_the_order_of_their_schedule():
     two, six, one_by_one, frozen = result_of(run(PROGRAMS / "tensorflow_stages.py", backend="tensorflow"))
     assert two["calls"] == six["calls"] == one_by_one["calls"]  # by micro-batch: three times as many

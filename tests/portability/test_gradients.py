@@ -3,8 +3,9 @@
 import functools
 
 import numpy as np
+import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 WORDS = (
     "expected <lambda> to return a scalar, as keras.ops.mean(...). Received: shape (5, 1)",
@@ -20,7 +21,7 @@ def found(backend):
     return result_of(run(PROGRAMS / "gradients.py", backend=backend))
 
 
-@all_but("tensorflow")
+@pytest.mark.short("torch")
 def test_gradients(backend):
     received, expected = found(backend), found(BACKENDS[0])
     for name, values in expected.items():
@@ -34,7 +35,7 @@ def test_gradients(backend):
     assert all(words in error for words, error in zip(WORDS, received["errors"], strict=True))
 
 
-@all_but("tensorflow")
+@pytest.mark.short("torch")
 def test_keras_alone_trains_a_portable_step(backend):
     """On jax the decorator finds what Keras would forget."""
     received = result_of(run(PROGRAMS / "portable_step.py", backend=backend))

@@ -42,6 +42,7 @@ def judge(name, weights):
             assert distance["beyond"] < MOST_BEYOND, (name, weight)
 
 
+@pytest.mark.proof
 def test_every_class_is_listed():
     found = compared()
     assert not found["unlisted"], "new in Keras, or gone: see tests/programs/keras_layers.py"

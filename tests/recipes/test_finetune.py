@@ -18,7 +18,7 @@ from kerasdp.keras_compat.layers import frozen_weights
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
 from tests.programs import finetune
 
-USUAL = {("torch", 1): ("plain",), ("torch", 2): ("together",), ("jax", 2): ("frozen",)}
+USUAL = {("torch", 1): ("plain",)}
 
 
 def is_there(backend, count, case):

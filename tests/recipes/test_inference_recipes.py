@@ -87,6 +87,7 @@ def test_an_evaluation_counts_each_sample_once(backend, count, trained, tmp_path
     assert done.stdout.startswith(f"accuracy {found['accuracy']:.4f}, loss {found['loss']:.4f} | 360 samples (digits,")
 
 
+@pytest.mark.proof
 def test_wrong_use_is_one_line(trained, images, tmp_path):
     model = f"--checkpoint={trained(BACKENDS[0])}"
     np.save(tmp_path / "wide.npy", np.zeros((4, 28, 30, 1), "uint8"))

@@ -79,14 +79,10 @@ def test_the_default_command_learns(backend, count, epochs, least, tmp_path):
 
 
 # One for each backend, and no deep net.
-SHORT_FLAGFILES = [file for file in FLAGFILES if "resnet" not in file.stem][: len(BACKENDS)]
 
 
-@pytest.mark.parametrize(
-    ("file",),
-    some_of([(file,) for file in FLAGFILES], [(file,) for file in SHORT_FLAGFILES]),
-    ids=lambda file: file.stem,
-)
+@pytest.mark.short("lenet_fashion_2gpus")
+@pytest.mark.parametrize("file", FLAGFILES, ids=lambda file: file.stem)
 def test_flagfiles_run(file, idx_folder, tmp_path):
     """Each named run, shortened, on small files; the backends take turns."""
     # The deep one where nothing is compiled, with few samples.
@@ -127,6 +123,7 @@ def test_parity(tmp_path):
 PRECISIONS = [(name, precision) for precision in ("bfloat16", "float16", "float64") for name in BACKENDS]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("backend", "precision"),
     some_of(PRECISIONS, [("torch", "bfloat16")]),

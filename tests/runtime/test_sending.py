@@ -16,7 +16,7 @@ import pytest
 from kerasdp.errors import UserError
 from kerasdp.runtime.sending import sent
 from kerasdp.runtime.workers import call_in_new_process
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 LOSSES = [1.523931, 1.517146]  # of callers.py, on any backend and number of devices
 lock = threading.Lock()
@@ -30,13 +30,13 @@ def trained(done):
     assert lines == ["the top of the script", "trained by the chief"]
 
 
-@all_but("jax", "tensorflow")
+@pytest.mark.proof
 def test_a_script_without_a_guard(backend, tmp_path):
     done = run(PROGRAMS / "callers.py", backend, 2, tmp_path, backend=backend)
     trained(done)
 
 
-@all_but("torch", "tensorflow")
+@pytest.mark.proof
 def test_in_a_process_that_may_be_restarted(backend, tmp_path):
     done = run(PROGRAMS / "callers.py", backend, 2, tmp_path / "run", 1, backend=backend)
     trained(done)

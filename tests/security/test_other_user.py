@@ -122,7 +122,7 @@ def test_processes_that_mpirun_starts_meet_nobody_else(backend):
         assert len(meet(run, hosts[0])) == 40
 
 
-@all_but("torch", "tensorflow")
+@pytest.mark.proof
 def test_another_user_cannot_take_the_meeting_place_before(backend):
     """Of a job whose number he knows: he was where its processes met the last time."""
     with netns.network(1) as hosts, Run(hosts, backend) as run:

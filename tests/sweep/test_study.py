@@ -28,9 +28,8 @@ def recipe(*flags, backend, **settings):
     return run("recipes/sweep.py", f"--backend={backend}", *SHORT, *flags, backend=backend, **settings)
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != BACKENDS[0])) for name in BACKENDS]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sweep_that_is_killed_continues(backend, tmp_path):
     """Killed in the second of two runs: the first is not trained again, the second continues at its next step."""
     flags = (f"--backend={backend}", *SHORT, "--sweep=seed=1,2", f"--workdir={tmp_path}/sweep")
@@ -136,6 +135,7 @@ def picks(found):
     return [(trial.number, trial.state.name, trial.params, trial.value) for trial in found.trials]
 
 
+@pytest.mark.short("grid")
 @pytest.mark.parametrize(("space", "num_trials", "total"), [(SPACE, 14, 14), (GRID, None, 6)], ids=["search", "grid"])
 def test_a_sweep_that_is_stopped_anywhere_picks_what_it_would_have_picked(space, num_trials, total, trained, tmp_path):
     """In the middle of a run, before its values are picked, and after the first one; the total stays."""

@@ -31,7 +31,7 @@ REFUSED = {
 }
 QUICK = {
     "torch": (*ALIKE, *REFUSED),
-    "jax": ("data_that_draws", "frozen_by_callback", "stateful", "method_of_task", "optimizer_made_before_launch"),
+    "jax": ("data_that_draws", "method_of_task", "optimizer_made_before_launch"),
     "tensorflow": ("only_predicts", "train_on_batch", "own_loop"),
 }
 

@@ -25,11 +25,13 @@ def compare(backend, names):
         assert of_run[case] == approximately(expected), case
 
 
+@pytest.mark.short("torch")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_events_logs_and_results_are_those_of_keras(backend):
     compare(backend, QUICK[backend])
 
 
+@pytest.mark.proof
 def test_weights_and_their_averages_part_after_a_training():
     results = [result_of(run(PROGRAMS / "events.py", name, "again", backend=name)) for name in ("torch", "jax")]
     assert results[1] == approximately(results[0])

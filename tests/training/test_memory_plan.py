@@ -87,7 +87,7 @@ def test_weights_in_parts_where_a_batch_cannot_be_cut():
     np.testing.assert_allclose(result_of(planned), expected, rtol=1e-12)
 
 
-@all_but("jax", "tensorflow")
+@pytest.mark.proof
 def test_some_of_the_blocks(backend):
     """What is counted for a part of the blocks, from two counts, is what is counted of it."""
     found = result_of(done(backend, model="gpt", blocks=4, rows=8, print="each"))

@@ -15,10 +15,7 @@ CASES = (
     "maml", "style", "dqn", "actor_critic", "scaled",
 )  # fmt: skip
 # In the default suite; the others, and other numbers of devices, are proofs.
-USUAL = {
-    ("torch", 2): ("supervised", "wgan", "momentum_contrast", "maml", "style"),
-    ("jax", 2): ("supervised", "wgan", "momentum_contrast"),
-}
+USUAL = {("torch", 2): ("supervised", "wgan", "momentum_contrast", "maml", "style")}
 WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
 
 
@@ -60,6 +57,7 @@ def test_compiled_on_torch(count):
         np.testing.assert_allclose(numbers(received), numbers(outcome(BACKENDS[0], 1, case)), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere steps are compiled anyway")
 def test_one_graph_for_all_steps():
     """But for the first, which tells whether there can be one; it changes float64 variables without axes, too."""
@@ -158,7 +156,7 @@ REFUSED = {
 }
 
 
-@all_but("tensorflow")
+@all_but("jax", "tensorflow")
 def test_what_a_step_cannot_do(backend):
     received = result_of(run(PROGRAMS / "loops_refused.py", backend, 2, backend=backend))
     one_process = {"other_arrays": "gave ", "parted": "gave "}

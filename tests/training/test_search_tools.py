@@ -18,6 +18,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("tool", "place", "backend"), WAYS)
 def test_a_search(tool, place, backend, tmp_path):
     # keras_tuner builds a model before the first run, which on jax gets a process of its own: not one that is forked.
