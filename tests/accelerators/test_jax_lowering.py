@@ -86,6 +86,7 @@ def test_nothing_but_arithmetic_in_the_precision_that_was_asked_for(case):
     assert set(seen) == {f"{kind} {kind}: HIGHEST HIGHEST"}
 
 
+@pytest.mark.proof
 @each
 def test_state_is_donated_and_split_as_planned(case):
     found = of(case)
@@ -150,6 +151,7 @@ def test_devices_send_the_gradients_and_little_else(case):
     assert sent["all-reduce"] == most["all-reduce"] and sent["all-gather"] == most["all-gather"]
 
 
+@pytest.mark.proof
 def test_with_cut_weights_devices_send_activations():
     found = of(TENSOR)
     sent = sent_by(found)

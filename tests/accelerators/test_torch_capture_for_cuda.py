@@ -108,6 +108,7 @@ def test_a_run_on_the_cpu_after_one_on_a_gpu():
     assert result_of(run("-c", BOTH)) == [["gpu", "cuda:0"], ["cpu", "cpu"]]
 
 
+@pytest.mark.proof
 def test_batches_are_sent_without_a_wait(quick):
     """Of data that stay on the device, the numbers of the rows."""
     found, _ = quick

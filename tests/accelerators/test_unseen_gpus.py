@@ -37,6 +37,7 @@ def train(backend, driver, *flags, **variables):
     )  # fmt: skip
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
 )

@@ -83,6 +83,7 @@ def by_jax(is_own, groups=1):
 NATIVE = functools.partial(by_torch, is_native=True)
 
 
+@pytest.mark.short("by_torch", "compute1", "compute4")
 @pytest.mark.parametrize("compute", [by_torch, NATIVE, by_tensorflow, by_jax, functools.partial(by_jax, groups=3)])
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):

@@ -34,6 +34,7 @@ def test_learns_as_on_one_device(results, case):
         assert_same(one, other, 1e-5)
 
 
+@pytest.mark.proof
 @each_case
 def test_last_axes_are_cut_where_they_divide(results, case):
     for name, shape, part, slots in results(case)["tensor"][case]["places"]:

@@ -24,6 +24,7 @@ def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
                 assert own[kind] == pytest.approx(values, rel=relative, abs=absolute), (name, kind)
 
 
+@pytest.mark.proof
 @all_but("torch", "jax")
 def test_losses_of_probabilities_zeros_and_masks(backend):
     assert_same_numbers(backend, {}, "probabilities", "zeros", "masked_and_weighted")

@@ -5,26 +5,21 @@ import pytest
 
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
-IN_SHORT = [("jax", 1)]
 CASES = [(name, count) for name in BACKENDS if name != "torch" for count in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [pytest.param(*case, marks=[] if case in IN_SHORT else pytest.mark.proof) for case in CASES]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("name", "count"), CASES)
 def test_several_steps_a_call_learn_the_same(name, count, tmp_path):
-    """24 steps in 3 epochs, the last batch of each smaller; of the proofs also 10 of them, and the rest resumed."""
+    """24 steps in 3 epochs, the last batch of each smaller; also 10 of them, and the rest resumed."""
 
     def train(steps, end, folder):
         return result_of(run(PROGRAMS / "several_steps.py", name, count, steps, end, tmp_path / folder, backend=name))
 
     single, several = train(1, 0, "single"), train(3, 0, "several")
-    others = [several]
-    if (name, count) not in IN_SHORT:
-        stopped = train(3, 10, "resumed")  # ends within what would be a call
-        assert stopped["steps"] == list(range(1, 11))
-        others.append(train(3, 0, "resumed"))
-    for other in others:
+    stopped = train(3, 10, "resumed")  # ends within what would be a call
+    assert stopped["steps"] == list(range(1, 11))
+    for other in (several, train(3, 0, "resumed")):
         assert other["steps"] == single["steps"] == list(range(1, 25))
         assert min(other["speeds"] + single["speeds"]) > 0
         np.testing.assert_allclose(other["losses"], single["losses"], rtol=2e-5)

@@ -159,7 +159,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.short("torch-reading")
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("backend", "case"),
     [(backend, case) for backend, cases in REFUSALS.items() if backend in BACKENDS for case in cases],

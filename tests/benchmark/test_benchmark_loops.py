@@ -55,6 +55,7 @@ def test_devices_send_the_gradients_and_no_outputs(backend, flags):
         assert least <= program["bytes_a_step"] <= 1.01 * least
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
 )

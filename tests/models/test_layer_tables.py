@@ -179,6 +179,7 @@ def follow(model, layer):
 NORM, POOL = "BatchNormalization", "GlobalAveragePooling2D"
 
 
+@pytest.mark.proof
 def test_what_follows_in_lenet_and_the_convnet(models):
     lenet = {name: follow(models["lenet"], models["lenet"].get_layer(name)) for name in ("conv1", "conv2", "dense1")}
     assert lenet == {

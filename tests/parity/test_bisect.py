@@ -105,7 +105,7 @@ def test_the_gradient_is_that_of_the_last_operation_that_differs():
     assert found.name == "tanh" and "np.array([[0.0, 1.0, 2.0]" in found.program  # drawn inputs do not show it
 
 
-@pytest.mark.short("output-given")
+@pytest.mark.proof
 @pytest.mark.parametrize(("what", "how"), [("output", "given"), ("gradient", "normal"), ("gradient", "ties")])
 def test_the_program_runs_with_keras_alone(what, how):
     given = call("matmul", inputs=(X, X.T), outputs=())

@@ -67,6 +67,7 @@ each_way = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.proof
 @each_way
 @pytest.mark.parametrize("name", keras_layers.LAYERS)
 def test_weights_are_bit_equal_on_all_backends(name, names):

@@ -38,6 +38,7 @@ def test_published_vectors(counter, key, expected):
     assert tuple(int(numbers(word).view("uint32")[0]) for word in received) == expected
 
 
+@pytest.mark.proof
 def test_bits_are_fair_and_independent():
     drawn = numbers(random_numbers.bits((4096, 64), 7)).view("uint32")
     ones = np.unpackbits(drawn.view("uint8").reshape(4096, -1), axis=1, bitorder="little").reshape(-1, 32)

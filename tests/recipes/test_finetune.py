@@ -69,6 +69,7 @@ def resumed(backend, count, *runs):
     return [found[case] for case in cases]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "backend", [BACKENDS[0], *(pytest.param(name, marks=pytest.mark.proof) for name in BACKENDS[1:])]
 )

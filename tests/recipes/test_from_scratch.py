@@ -51,6 +51,7 @@ def trained(tmp_path_factory):
     return losses_in(workdir), json.loads((workdir / "report.json").read_text())["final"]["val_accuracy"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(BACKENDS[0], 2)]))
 def test_the_losses_of_the_main_recipe(backend, count, trained, tmp_path):
     done = follow(f"--gpus={count}", *DIGITS, f"--workdir={tmp_path}", backend=backend)

@@ -22,6 +22,7 @@ SAID = {
 }
 
 
+@pytest.mark.short("torch-2")
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

@@ -264,6 +264,7 @@ def test_a_full_disk_is_a_line_before_anything_starts(monkeypatch, tmp_path):
     assert os.stat(tmp_path / "rank-0").st_blocks * 512 >= heartbeat.NUM_BYTES
 
 
+@pytest.mark.proof
 def test_what_others_fork_from_the_server_gets_signals():
     """From Python 3.14 on the processes of a `multiprocessing.Pool` come from it."""
     workers.run_workers(of_rank, (("one",),), names=["rank 0"], preload=["kerasdp.errors"])

@@ -100,6 +100,7 @@ def start_by_mpirun(run, rank):
     return run.start_as(rank, run.hosts[0], settings, **of_mpirun(rank))
 
 
+@pytest.mark.proof
 @all_but("jax", "tensorflow")
 def test_processes_that_mpirun_starts_meet_nobody_else(backend):
     """Without KERASDP_SECRET: another user knocks before process 1 comes, and in the middle of the training."""

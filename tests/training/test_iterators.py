@@ -44,6 +44,7 @@ def assert_trained_as_read(stopped, resumed, folder, names):
     return found, said
 
 
+@pytest.mark.proof
 def test_stopped_and_resumed_on_another_number_of_devices(tmp_path):
     found, said = assert_trained_as_read((BACKENDS[0], 2), (BACKENDS[0], 1), tmp_path, FEW)
     assert len(found["py_dataset_with_threads"]) == STEPS * EPOCHS

@@ -22,6 +22,7 @@ def begin(backend, count, folder):
     return found
 
 
+@pytest.mark.proof
 @all_but("torch", "tensorflow")
 def test_a_run_begins_and_resumes_at_once(backend, tmp_path):
     found = begin(backend, 1, tmp_path)

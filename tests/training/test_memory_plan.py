@@ -106,6 +106,7 @@ def test_nothing_fits():
     assert "--fit_into=50KB: nothing fits; the least is" in refused.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
 def test_an_optimizer_that_sees_whole_weights():
     flags = ["--backend=torch", "--gpus=2", "--model=lenet", "--batch_size=8", "--device=cpu", "--fit_into=24GB"]

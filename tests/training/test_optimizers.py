@@ -44,6 +44,7 @@ def assert_embeddings_learn_the_same(backend, fields, *names):
             np.testing.assert_allclose(weight, other, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.proof
 @all_but("torch", "jax")
 def test_embeddings_learn_the_same_on_each_backend(backend):
     """Gradients of an embedding: squared by RMSprop, clipped by their common norm with SGD."""

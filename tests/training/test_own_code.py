@@ -30,6 +30,7 @@ def assert_all_equal(numbers):
         np.testing.assert_allclose(received, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "case", ["recompiled", "plain", "layer_made_before", "own_train_step", "add_loss", "batches", "own_batch_norm"]
 )
@@ -47,6 +48,7 @@ def test_a_loss_that_keeps_a_variable_is_refused_where_it_would_be_lost(outcomes
     assert_all_equal(numbers_of(outcomes, "own_loss"))
 
 
+@pytest.mark.short("2-torch")
 @all_but("tensorflow")
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_keras_imported_at_the_top(backend, count):

@@ -107,14 +107,8 @@ def test_two_hosts(backend):
 MOVES = (("torch", 1, "jax", 2), ("jax", 1, "tensorflow", 2), ("tensorflow", 2, "torch", 1), ("torch", 1, "torch", 2))
 
 
-@pytest.mark.parametrize(
-    "move",
-    [
-        pytest.param(move, marks=[pytest.mark.proof] * (move != MOVES[-1]))
-        for move in MOVES
-        if {move[0], move[2]} <= set(BACKENDS)
-    ],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("move", [move for move in MOVES if {move[0], move[2]} <= set(BACKENDS)])
 def test_resumes(move, tmp_path):
     """Stopped within the second epoch, between a step of the critic and one of the generator; resumed elsewhere."""
     workdir = {"workdir": str(tmp_path / "run"), "log_every": 1}

@@ -25,10 +25,7 @@ ALIKE = (
     "clipped",
 )
 # They compile for long, and are proofs.
-APART = (
-    *(("tensorflow", case) for case in ALIKE if case != "custom_step"),
-    *(("jax", case) for case in ALIKE if case not in ("custom_step", "gan")),
-)
+APART = [("jax", case) for case in ALIKE if case not in ("custom_step", "gan")]
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
@@ -40,8 +37,6 @@ REFUSED = {
     "largest_output": "than with all of it, first in the change of metric largest/value",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }
-# In the default suite; torch refuses all of them there.
-REFUSED_ON_TENSORFLOW = ("queue", "contrastive")
 NOT_ON_JAX = ("foreign_numbers", "largest_output", "clipped")  # in another form there
 NATIVE_ON_JAX = ("custom_step", "gan", "vae")
 USUAL = (("torch", 2), ("jax", 2))
@@ -49,8 +44,7 @@ OTHERS = (("torch", 1), ("torch", 4), ("jax", 1), ("jax", 4), ("tensorflow", 1),
 
 
 def is_proof(backend, count, case):
-    usual = REFUSED_ON_TENSORFLOW if backend == "tensorflow" and case in REFUSED else (case,)
-    return (backend, count) not in USUAL or (backend, case) in APART or case not in usual
+    return (backend, count) not in USUAL or (backend, case) in APART
 
 
 def each_way(cases):
@@ -98,14 +92,14 @@ def test_trains_as_on_one_device(backend, count, case):
 
 
 NATIVE = {"torch": ALIKE, "jax": NATIVE_ON_JAX, "tensorflow": ALIKE}
-NATIVE_OTHERS = [pytest.param(name, n, NATIVE[name], marks=pytest.mark.proof) for name in BACKENDS for n in (1, 2, 4)]
 
 
-@pytest.mark.skipif("torch" not in BACKENDS, reason="in short on torch")
-@pytest.mark.parametrize(("backend", "count", "cases"), [("torch", 2, NATIVE_ON_JAX), *NATIVE_OTHERS])
-def test_in_the_form_of_each_backend(backend, count, cases):
+@pytest.mark.proof
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_the_form_of_each_backend(backend, count):
     """The same steps by `backward`, a GradientTape, or as functions of a state."""
-    cases = tuple(case for case in cases if case not in ("clipped", "several_steps_a_call"))
+    cases = tuple(case for case in NATIVE[backend] if case not in ("clipped", "several_steps_a_call"))
     received = outcomes(backend, count, cases, OWN_STEPS="native")
     for case in cases:
         own, expected = received[case], outcome(BACKENDS[0], 1, case)

@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests import proofs
 from tests.helpers import ROOT, environment
 
@@ -56,6 +58,7 @@ def record(folder, *flags):
     return {row.file: row for row in proofs.read(folder / "docs" / "proofs.md")[1]}, done
 
 
+@pytest.mark.proof
 def test_runs_are_written_down_as_they_were(tmp_path):
     """One that passes; then ones that fail, skip, fail at the end, end early, are partial: they keep what was there."""
     (tmp_path / "docs").mkdir()
