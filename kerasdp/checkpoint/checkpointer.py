@@ -73,7 +73,7 @@ def resume(
     if processes.rank == 0:  # which alone holds the first row of a batch
         training_state.check_identity(saved.state["identity"], identity)
         files.set_aside(folder, path)
-    without = training_state.frozen(model) if "the frozen weights" in identity else {}
+    without = training_state.frozen(model) if training_state.FROZEN in identity else {}
     training_state.restore(model, saved.arrays, ("model", "optimizer", "loss_scale", "optimizers"), without)
     return saved
 
@@ -270,7 +270,7 @@ class Checkpointer:
         if self.config.checkpoint_weights == "all":
             return {}
         read = self._read if self._reads_together else None
-        if training_state.digest_of_frozen(self.model, read) != self.identity["the frozen weights"]:
+        if training_state.digest_of_frozen(self.model, read) != self.identity[training_state.FROZEN]:
             raise UserError(
                 f"--checkpoint_weights=trained: frozen weights of {self.model.name}, which no checkpoint holds, have "
                 "changed, or others were frozen, since the training began; leave it out"

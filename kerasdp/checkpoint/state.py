@@ -32,7 +32,8 @@ from kerasdp.portability.portable import batch_norms
 # `kerasdp.backends.base.Strategy.read`.
 Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]]
 # Of what is in the identity of a run as a digest.
-_DIGESTS = ("model", "first batch of the data", "the weights that train", "the frozen weights")
+FROZEN = "the frozen weights"
+_DIGESTS = ("model", "first batch of the data", "the weights that train", FROZEN)
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
 
@@ -144,7 +145,7 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
         names = sorted(name for name, variable in named(model, "model") if variable.trainable and name not in held)
         found["the weights that train"] = _digest(map(_as_bytes, names))
     if config.checkpoint_weights != "all":
-        found |= {"--checkpoint_weights": config.checkpoint_weights, "the frozen weights": digest_of_frozen(model)}
+        found |= {"--checkpoint_weights": config.checkpoint_weights, FROZEN: digest_of_frozen(model)}
     return found
 
 
@@ -158,8 +159,8 @@ def _optimizer_in_words(optimizer: Any) -> tuple[Any, Any]:
     return words, float(np.float32(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
-def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises `UserError` if two identities differ, with the first difference."""
+def difference_of(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """Returns the first difference between two identities, in words; "" if there is none."""
     absent = {"--checkpoint_weights": "all", "the weights that train": "of all"}
     saved, own = absent | saved, absent | own
     for name in dict.fromkeys((*saved, *own)):
@@ -168,17 +169,23 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
             if name == "--learning_rate" and None in (expected, received):  # the optimizer's
                 expected, received = (_rate_in_words(each.get("learning rate")) for each in (saved, own))
             kind = "the digest " if name in _DIGESTS else ""
-            if name == "the frozen weights":
-                raise UserError(
-                    "--resume: the frozen weights, which no checkpoint of this run holds, are not those that it began "
-                    f"with: expected the digest {expected}. Received: {received}; begin with the same file, preset or "
-                    "seed"
-                )
-            raise UserError(
-                f"--resume: this run differs from the one in the workdir in {name}: expected {kind}{expected!s:.300}. "
-                f"Received: {received!s:.300}; backend, devices and precision may change, this may not; a new run can "
-                "begin with its weights, which recipes/export.py writes"
-            )
+            return f"{name}: expected {kind}{expected!s:.300}. Received: {received!s:.300}"
+    return ""
+
+
+def check_identity(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises `UserError` if two identities differ, with the first difference."""
+    found = difference_of(saved, own)
+    if found.startswith(FROZEN):
+        raise UserError(
+            "--resume: the frozen weights, which no checkpoint of this run holds, are not those that it began "
+            f"with{found.removeprefix(FROZEN)}; begin with the same file, preset or seed"
+        )
+    if found:
+        raise UserError(
+            f"--resume: this run differs from the one in the workdir in {found}; backend, devices and precision may "
+            "change, this may not; a new run can begin with its weights, which recipes/export.py writes"
+        )
 
 
 def _rate_in_words(rate: Any) -> str:

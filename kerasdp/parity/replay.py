@@ -214,7 +214,11 @@ def replay(
         else:
             choices["checkpoint_every"] = "never"
         config = Config(**choices, verbose=0)
-        found = launch(functools.partial(_replayed, train, step, num_blamed), config)
+        if (identity := saved.get("identity")) is None:
+            report.warn(
+                f"no checkpoint of {request.checkpoint} says what it trained: nothing tells if this is the same"
+            )
+        found = launch(functools.partial(_replayed, train, step, num_blamed, identity), config)
     if found is None:
         raise UserError(f"--step: {request.checkpoint} has no step {step}: it ended before")
     return Replayed(run=request.checkpoint, step=step, begun=begun, **found)
@@ -224,7 +228,7 @@ def _begun(run: str, step: int) -> tuple[int, str, dict[str, Any]]:
     """Returns the step of the newest checkpoint before a step (0: none), its path, and what the run was at that step.
 
     A run may have been resumed with other choices: those of the step stand in the next checkpoint, or, if there is
-    none, in config.json.
+    none, in config.json; what it trained stands in the newest checkpoint before.
 
     Raises:
         UserError: if there is no run that can be used.
@@ -253,7 +257,7 @@ def _begun(run: str, step: int) -> tuple[int, str, dict[str, Any]]:
             report.warn(f"{error}; trying the one before it")
             continue
         if path not in newer:
-            return number[path], path, known or state
+            return number[path], path, {"identity": state.get("identity")} | (known or state)
         known = state
     if known is None:
         raise UserError(f"--checkpoint: expected the --workdir of a run. Received: {run!r}")
@@ -286,8 +290,11 @@ class _Done(BaseException):
     """Leaves the training after the step."""
 
 
-def _replayed(train: Callable[[Any], Any], step: int, num_blamed: int, runner: Any) -> dict[str, Any] | None:
+def _replayed(
+    train: Callable[[Any], Any], step: int, num_blamed: int, identity: dict[str, Any] | None, runner: Any
+) -> dict[str, Any] | None:
     """Runs in every worker; returns what was found of the step, None if the training ended before it."""
+    runner.state.expected_identity = identity
     recorder = _Recorder(runner.state, step, num_blamed)
     runner.state.observe(recorder)
     with contextlib.suppress(_Done):

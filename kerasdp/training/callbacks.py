@@ -73,11 +73,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state, self._strategy, self._reader = state, strategy, reader
         self._trained = model
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
-        identity: dict[str, Any] = {}
+        identity = self._identity(config, model) if checkpoints or state.expected_identity is not None else {}
         found = newest(processes, checkpoints) if checkpoints and config.resume else None
-        if checkpoints:
-            rows = None if strategy.stages is None else strategy.stages.micro_batch_rows(model)
-            identity = training_state.identity(config, model, reader, rows)
         self.resumed = None
         if checkpoints and found is not None:
             self.resumed = resume(processes, model, identity, checkpoints, found)
@@ -94,6 +91,23 @@ class RunCallbacks(keras.callbacks.CallbackList):
             steps=state.num_batches,
             verbose=0,
         )
+
+    def _identity(self, config: Config, model: keras.Model) -> dict[str, Any]:
+        """Returns what must be the same for a run to resume.
+
+        Raises:
+            UserError: if it is not that of the run which is trained again.
+        """
+        stages, is_chief = self._strategy.stages, self._strategy.processes.rank == 0
+        expected = self.state.expected_identity if is_chief else None
+        rows = None if stages is None else stages.micro_batch_rows(model)
+        identity = training_state.identity(config, model, self._reader, rows)
+        if expected is not None and (difference := training_state.difference_of(expected, identity)):
+            raise UserError(
+                f"replay: what `train` trains differs from the run in {difference}; copy recipes/replay.py, and let "
+                "`train` be the function that trained the run"
+            )
+        return identity
 
     def _make_recorder(self, facts: report.Facts, folder: str | None, verbose: bool) -> Recorder:
         strategy = self._strategy

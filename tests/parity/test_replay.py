@@ -1,5 +1,6 @@
 """A step of a run is trained again as it was, and the samples that made its loss are named."""
 
+import functools
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ from kerasdp.checkpoint import files
 from kerasdp.checkpoint.files import Checkpoint
 from kerasdp.config import Config, Request
 from kerasdp.errors import UserError
+from kerasdp.launch import launch
 from kerasdp.parity import Replayed, Share, replay
 from kerasdp.parity.replay import _begun
 from tests.helpers import BACKENDS, PROGRAMS, result_of, run
@@ -84,6 +86,30 @@ def test_what_is_told_and_written(tmp_path):
     assert [path.rpartition("/")[2] for path in paths] == ["replay.json", "replay.safetensors", "samples.png"]
     facts = json.loads((tmp_path / "new" / "replay.json").read_text())
     assert facts["samples"] == [7, 9, 4] and facts["shares"] == [{"sample": 9, "loss": 0.4, "gradient": 0.9}]
+
+
+def train(units, runner):
+    import keras
+
+    with runner.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+        model.layers[0].trainable = False
+        model.compile("adam", "mse")
+    runner.fit(model, np.arange(36.0).reshape(12, 3), np.arange(12.0), batch_size=4, epochs=2)
+
+
+def test_a_run_whose_checkpoints_hold_no_frozen_weights(tmp_path):
+    """From its beginning and from a checkpoint. What trains something else is refused, wherever it begins."""
+    choices = {"workdir": str(tmp_path), "checkpoint_every": "2", "checkpoint_weights": "trained", "log_every": 1}
+    launch(functools.partial(train, 4), backend=BACKENDS[0], num_devices=1, device="cpu", verbose=0, **choices)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    for step, begun in ((1, 0), (6, 4)):
+        found = replay(functools.partial(train, 4), Request(checkpoint=str(tmp_path)), step)
+        assert (found.begun, found.loss) == (begun, losses[step - 1])
+        with pytest.raises(
+            UserError, match="replay: what `train` trains differs from the run in model: expected the d"
+        ):
+            replay(functools.partial(train, 5), Request(checkpoint=str(tmp_path)), step)
 
 
 @pytest.mark.proof
