@@ -76,11 +76,11 @@ class ArraySource:
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `Source`."""
-        return take_rows(self._inputs, indices)
+        return in_floatx(take_rows(self._inputs, indices))
 
     def targets(self, indices: np.ndarray) -> tuple[Any, Any]:
         """See `Source`."""
-        return take_rows(self._targets, indices), take_rows(self._sample_weight, indices)
+        return in_floatx((take_rows(self._targets, indices), take_rows(self._sample_weight, indices)))
 
 
 class _SparseRows:
@@ -231,7 +231,7 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
 
 
 def as_arrays(structure: Any) -> Any:
-    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, as in `keras.Model.fit`."""
+    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type."""
 
     def as_array(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, _SparseRows):
@@ -246,9 +246,17 @@ def as_arrays(structure: Any) -> Any:
             )
         if type(leaf).__name__ == "Series" and array.ndim == 1:  # of pandas or polars: a column, as in Keras
             array = array[:, None]
-        return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+        return in_floatx(array) if array.dtype == np.float64 else array
 
     return keras.tree.map_structure(as_array, structure)
+
+
+def in_floatx(structure: Any) -> Any:
+    """Returns the arrays of a structure, those of floating-point numbers in Keras' float type, as `keras.Model.fit`."""
+    floatx = keras.config.floatx()
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None or leaf.dtype.kind != "f" else leaf.astype(floatx, copy=False), structure
+    )
 
 
 def is_of_arrays(x: Any) -> bool:

@@ -205,6 +205,26 @@ def test_arrays_of_unequal_length():
             ArraySource(*arrays)
 
 
+@pytest.mark.parametrize("floatx", ["float32", "float64"])
+def test_numbers_come_in_the_float_type_of_keras(floatx):
+    """As from Keras' own adapter of arrays: also those of 16 bits, and in a run of float64 those of 32."""
+    import keras
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    before = keras.config.floatx()
+    keras.config.set_floatx(floatx)
+    try:
+        arrays = [np.arange(6).reshape(3, 2).astype(kind) for kind in ("float16", "float32", "float64", "int8")]
+        x, y, weight = dict(enumerate(arrays)), arrays[0], arrays[1][:, 0]
+        source, rows = ArraySource(x, y, weight), np.arange(3)
+        found = source.inputs(rows), *source.targets(rows)
+        expected = next(ArrayDataAdapter(x, y, sample_weight=weight, batch_size=3).get_numpy_iterator())
+    finally:
+        keras.config.set_floatx(before)
+    types = [[leaf.dtype for leaf in keras.tree.flatten(each)] for each in (found, expected)]
+    assert types[0] == types[1] and types[0][0] == floatx
+
+
 def test_rows_of_sparse_matrices_become_dense():
     sparse = pytest.importorskip("scipy.sparse")  # comes with jax
     dense = np.arange(12.0).reshape(4, 3) % 5
