@@ -53,9 +53,7 @@ def found_for(case, cases=QUICK, **options):
     return lowered(*texts, **options)[cases.index(case)]
 
 
-each = pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE)], ids=name_of
-)
+each = pytest.mark.parametrize("case", [*QUICK, *MORE], ids=name_of)
 
 
 def of(case):
@@ -136,9 +134,10 @@ def most_for_data(case, model):
     return {"all-reduce": model["gradients"] + 8 + 4 * channels, "all-gather": 4 * 2 * 4 * channels}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "case",
-    [DATA, *(pytest.param(case, marks=pytest.mark.proof) for case in MORE
+    [DATA, *(case for case in MORE
              if case["strategy"] == "data" and case["model"] in ("mlp", "lenet", "gpt", "pooling", "lstm")
              and "accumulate" not in case)],
     ids=name_of,

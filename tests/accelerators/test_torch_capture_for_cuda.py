@@ -118,6 +118,7 @@ def test_batches_are_sent_without_a_wait(quick):
     assert_sent(found["half"]["batches"], [(2, 8 * (image + label)), *whole])
 
 
+@pytest.mark.proof
 def test_what_stays_on_the_cpu_is_named(quick):
     """Random numbers, which the device would draw otherwise."""
     found, warnings = quick

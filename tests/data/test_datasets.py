@@ -149,6 +149,7 @@ def bomb():
     return picture.getvalue()
 
 
+@pytest.mark.short("bomb.png", "broken.ppm", "half.gif")
 @pytest.mark.parametrize(
     "kind", ["bomb.png", "broken.ppm", "huge.ppm", "truncated.png", "chunk.png", "half.gif", "no.bmp"]
 )

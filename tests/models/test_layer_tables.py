@@ -210,6 +210,7 @@ def blocks(name, count):
             yield f"stage{stage}_block{block}", width, block == 1
 
 
+@pytest.mark.proof
 def test_blocks_of_resnet18(models):
     """conv-BN-ReLU-conv-BN, plus the shortcut, ReLU."""
     model = models["resnet18"]

@@ -79,6 +79,7 @@ def test_weights_are_bit_equal_on_all_backends(name, names):
             assert [weight["digest"] for weight in received] == [weight["digest"] for weight in expected]
 
 
+@pytest.mark.proof
 @each_way
 def test_models_are_bit_equal_however_they_are_built(names):
     results = [found["models"] for found in (compared(), *others(names=names))]

@@ -31,6 +31,7 @@ def test_a_scripts_error_is_a_line(call, words):
     assert (done.returncode, done.stderr) == (1, f"error: {words}\n")
 
 
+@pytest.mark.proof
 def test_ctrl_c_in_a_script_is_a_line():
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # or a job is deaf
     done = ended(heard + "kerasdp.launch(lambda runner: signal.raise_signal(signal.SIGINT), verbose=0)")

@@ -24,8 +24,6 @@ ALIKE = (
     "neighbours",
     "clipped",
 )
-# They compile for long, and are proofs.
-APART = [("jax", case) for case in ALIKE if case not in ("custom_step", "gan")]
 # On jax the whole batch is one program: nothing has to be refused there.
 REFUSED = {
     "queue": "train_step of Queue does something else with a batch that is split over the devices than with all of it, "
@@ -39,21 +37,17 @@ REFUSED = {
 }
 NOT_ON_JAX = ("foreign_numbers", "largest_output", "clipped")  # in another form there
 NATIVE_ON_JAX = ("custom_step", "gan", "vae")
-USUAL = (("torch", 2), ("jax", 2))
-OTHERS = (("torch", 1), ("torch", 4), ("jax", 1), ("jax", 4), ("tensorflow", 1), ("tensorflow", 2), ("tensorflow", 4))
-
-
-def is_proof(backend, count, case):
-    return (backend, count) not in USUAL or (backend, case) in APART
+USUAL = ("torch", 2)
 
 
 def each_way(cases):
-    """Backends, device counts and cases; with the uncommon numbers of devices a proof."""
+    """Backends, device counts and cases; the others compile for long, and are proofs."""
     found = [
-        pytest.param(backend, count, case, marks=[pytest.mark.proof] * is_proof(backend, count, case))
-        for backend, count in (*USUAL, *OTHERS)
+        pytest.param(backend, count, case, marks=[pytest.mark.proof] * ((backend, count) != USUAL))
+        for backend in BACKENDS
+        for count in (1, 2, 4)
         for case in cases
-        if backend in BACKENDS and not (backend == "jax" and case in NOT_ON_JAX)
+        if not (backend == "jax" and case in NOT_ON_JAX)
     ]
     return pytest.mark.parametrize(("backend", "count", "case"), found)
 
@@ -65,9 +59,9 @@ def outcomes(backend, count, cases, **env):
 
 def outcome(backend, count, case):
     """What a case gave; most of them share a process."""
-    shared = [name for name in (*ALIKE, *REFUSED) if not is_proof(backend, 2, name) and name != "clipped"]
-    shared = tuple(name for name in shared if backend != "jax" or name not in NOT_ON_JAX)
-    return outcomes(backend, count, shared if case in shared else (case,))[case]
+    is_apart = backend != "torch" or case == "clipped"
+    shared = tuple(name for name in (*ALIKE, *REFUSED) if name != "clipped")
+    return outcomes(backend, count, (case,) if is_apart else shared)[case]
 
 
 def numbers(result):
