@@ -4,7 +4,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -167,7 +167,11 @@ class Checkpointer:
 
     def keep_metrics(self) -> None:
         """Keeps the training metrics. Call before an evaluation, which resets them."""
-        self._train_metrics = training_state.gather(self.model, ("metrics",))
+        known = training_state.variables_of(self.model, ("metrics",))
+        values: Iterable[Any] = map(training_state.to_numpy, known.values())
+        if self.config.shard != "none":
+            values = self._read(self.model, list(known.values()), training_state.to_numpy)
+        self._train_metrics = dict(zip(known, values))
 
     def after_test_step(self) -> None:
         """Ends the run if a signal has come; a resumed one starts with the validation."""

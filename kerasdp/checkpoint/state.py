@@ -31,8 +31,8 @@ from kerasdp.portability.portable import batch_norms
 
 # `kerasdp.backends.base.Strategy.read`.
 Read = Callable[[keras.Model, list[Any], Callable[[Any], Any] | None], list[Any]]
-# Of what is in the identity of a run as a digest.
-FROZEN = "the frozen weights"
+# Of what is in the identity of a run, and those that are digests.
+MICRO_BATCH_ROWS, FROZEN = "rows that a batch norm sees", "the frozen weights"
 _DIGESTS = ("model", "first batch of the data", "the weights that train", FROZEN)
 # What two runs must have in common for one to resume the other.
 _FLAGS = ("dataset", "seed", "batch_norm", "optimizer", "learning_rate", "lr_base_batch", "kernel_initializer")
@@ -118,7 +118,9 @@ def to_numpy(variable: Any) -> np.ndarray:
     return array if array.dtype.kind in "fiub" else array.astype("float32")  # bfloat16 is a type of its own
 
 
-def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: int | None = None) -> dict[str, Any]:
+def identity(
+    config: Config, model: keras.Model, reader: Any, micro_batch_rows: int | None = None, read: Read | None = None
+) -> dict[str, Any]:
     """Returns what must be the same for a run to resume: choices, model, optimizer, data, in words or as digests.
 
     Args:
@@ -126,6 +128,7 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
         model: built and compiled.
         reader: of the training data, as in `kerasdp.data.feed`.
         micro_batch_rows: that a layer sees, if neither the global batch nor a replica's part of it.
+        read: where weights are held in parts.
     """
     batch = reader.first()
     # Rank 0 computes it: it holds the first row whatever the number of processes.
@@ -140,12 +143,12 @@ def identity(config: Config, model: keras.Model, reader: Any, micro_batch_rows: 
         for where, other in names_in(model).optimizers:
             found[f"{where} of the model"] = list(_optimizer_in_words(other))
     if micro_batch_rows is not None and batch_norms(model):
-        found["rows that a batch norm sees"] = micro_batch_rows
+        found[MICRO_BATCH_ROWS] = micro_batch_rows
     if held := frozen(model):
         names = sorted(name for name, variable in named(model, "model") if variable.trainable and name not in held)
         found["the weights that train"] = _digest(map(_as_bytes, names))
     if config.checkpoint_weights != "all":
-        found |= {"--checkpoint_weights": config.checkpoint_weights, FROZEN: digest_of_frozen(model)}
+        found |= {"--checkpoint_weights": config.checkpoint_weights, FROZEN: digest_of_frozen(model, read)}
     return found
 
 

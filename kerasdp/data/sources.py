@@ -71,8 +71,10 @@ class ArraySource:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the inputs."""
-        return sum(leaf.nbytes for leaf in keras.tree.flatten(self._inputs))
+        """Returns the bytes of the inputs, in the types of batches."""
+        return sum(
+            math.prod(leaf.shape) * _type_of_rows(leaf.dtype).itemsize for leaf in keras.tree.flatten(self._inputs)
+        )
 
     def inputs(self, indices: np.ndarray) -> Any:
         """See `Source`."""
@@ -231,7 +233,7 @@ def list_images(folder: str) -> tuple[list[str], np.ndarray, list[str]]:
 
 
 def as_arrays(structure: Any) -> Any:
-    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type."""
+    """Returns the structure with NumPy arrays as leaves; float64 becomes Keras' float type, the others by batches."""
 
     def as_array(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, _SparseRows):
@@ -253,10 +255,14 @@ def as_arrays(structure: Any) -> Any:
 
 def in_floatx(structure: Any) -> Any:
     """Returns the arrays of a structure, those of floating-point numbers in Keras' float type, as `keras.Model.fit`."""
-    floatx = keras.config.floatx()
     return keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None or leaf.dtype.kind != "f" else leaf.astype(floatx, copy=False), structure
+        lambda leaf: leaf if leaf is None else leaf.astype(_type_of_rows(leaf.dtype), copy=False), structure
     )
+
+
+def _type_of_rows(dtype: np.dtype) -> np.dtype:
+    """Returns the type of a batch of numbers of some type; bfloat16 is of no kind that NumPy has."""
+    return np.dtype(keras.config.floatx()) if "float" in dtype.name else dtype
 
 
 def is_of_arrays(x: Any) -> bool:

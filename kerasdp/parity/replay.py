@@ -214,14 +214,31 @@ def replay(
         else:
             choices["checkpoint_every"] = "never"
         config = Config(**choices, verbose=0)
-        if (identity := saved.get("identity")) is None:
-            report.warn(
-                f"no checkpoint of {request.checkpoint} says what it trained: nothing tells if this is the same"
-            )
+        identity = _identity(saved, request.checkpoint)
         found = launch(functools.partial(_replayed, train, step, num_blamed, identity), config)
     if found is None:
         raise UserError(f"--step: {request.checkpoint} has no step {step}: it ended before")
     return Replayed(run=request.checkpoint, step=step, begun=begun, **found)
+
+
+def _identity(saved: dict[str, Any], run: str) -> dict[str, Any] | None:
+    """Returns what the run's checkpoints say of what it trained; None, with a warning, if there is none.
+
+    Raises:
+        UserError: if a replay, which trains whole batches, cannot be the same.
+    """
+    from kerasdp.checkpoint.state import MICRO_BATCH_ROWS
+
+    identity = saved.get("identity")
+    if not isinstance(identity, dict):
+        report.warn(f"no checkpoint of {run} says what it trained: nothing tells if this is the same")
+        return None
+    if rows := identity.get(MICRO_BATCH_ROWS):
+        raise UserError(
+            f"replay: the batch norms of {run} saw {rows} rows at a time (a pipeline, or --accumulate); a replay "
+            "trains whole batches"
+        )
+    return identity
 
 
 def _begun(run: str, step: int) -> tuple[int, str, dict[str, Any]]:
@@ -257,7 +274,7 @@ def _begun(run: str, step: int) -> tuple[int, str, dict[str, Any]]:
             report.warn(f"{error}; trying the one before it")
             continue
         if path not in newer:
-            return number[path], path, {"identity": state.get("identity")} | (known or state)
+            return number[path], path, (known or state) | {"identity": state.get("identity")}
         known = state
     if known is None:
         raise UserError(f"--checkpoint: expected the --workdir of a run. Received: {run!r}")

@@ -52,6 +52,11 @@ class Devices:
         return self.count // (self.cluster.num_processes if self.cluster else 1)
 
     @property
+    def of_machine(self) -> int:
+        """Returns how many of them belong to this machine."""
+        return self.of_process * (self.cluster.local_processes if self.cluster else 1)
+
+    @property
     def is_accelerator(self) -> bool:
         """Returns whether the devices have memory and arithmetic of their own, as GPUs and TPUs."""
         return self.kind != "cpu"

@@ -73,7 +73,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state, self._strategy, self._reader = state, strategy, reader
         self._trained = model
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
-        identity = self._identity(config, model) if checkpoints or state.expected_identity is not None else {}
+        identity = self._identity(config, model, fit) if checkpoints or state.expected_identity is not None else {}
         found = newest(processes, checkpoints) if checkpoints and config.resume else None
         self.resumed = None
         if checkpoints and found is not None:
@@ -92,7 +92,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
             verbose=0,
         )
 
-    def _identity(self, config: Config, model: keras.Model) -> dict[str, Any]:
+    def _identity(self, config: Config, model: keras.Model, fit: int) -> dict[str, Any]:
         """Returns what must be the same for a run to resume.
 
         Raises:
@@ -101,11 +101,14 @@ class RunCallbacks(keras.callbacks.CallbackList):
         stages, is_chief = self._strategy.stages, self._strategy.processes.rank == 0
         expected = self.state.expected_identity if is_chief else None
         rows = None if stages is None else stages.micro_batch_rows(model)
-        identity = training_state.identity(config, model, self._reader, rows)
+        read = self._strategy.read if config.shard != "none" else None
+        identity = training_state.identity(config, model, self._reader, rows, read)
+        if expected is not None and fit > 1:
+            raise UserError("--step: the first fit of the run ended before, and a replay is of that")
         if expected is not None and (difference := training_state.difference_of(expected, identity)):
             raise UserError(
-                f"replay: what `train` trains differs from the run in {difference}; copy recipes/replay.py, and let "
-                "`train` be the function that trained the run"
+                f"replay: what is trained differs from the run in {difference}; name the same choices, or copy "
+                "recipes/replay.py, and let `train` be the function that trained the run"
             )
         return identity
 
@@ -286,11 +289,12 @@ def _checked(
             "BackupAndRestore puts back weights and epoch alone, on one process; leave it out, and use a workdir and "
             "--resume"
         )
-    for callback in callbacks if several and config.strategy == "pipeline" else ():
+    in_parts = several and (config.strategy == "pipeline" or config.shard != "none")
+    for callback in callbacks if in_parts else ():
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
             raise UserError(
-                "ModelCheckpoint(save_freq=...) saves within an epoch, when a process of a pipeline knows the weights "
-                "of its own stages alone; use --checkpoint_every"
+                "ModelCheckpoint(save_freq=...) saves within an epoch, when a process knows its own part of the "
+                "weights alone (--strategy=pipeline, --shard); use --checkpoint_every"
             )
     return callbacks
 

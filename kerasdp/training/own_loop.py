@@ -245,6 +245,11 @@ class Step:
             raise UserError(
                 f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
             )
+        if config.shard != "none" and config.host_range[1] > 1:
+            raise UserError(
+                f"the step {self.__name__}: after a loop with --shard={config.shard} on several machines none could "
+                "read the weights; use fit, with a train_step of your own, or leave out --shard"
+            )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
             with self._explaining(), _saying_that_it_was_a_trial():

@@ -270,7 +270,7 @@ class Runner:
             activations = count_activations(model, reader, self.strategy, config.remat)
         if activations is not None:
             need = needed(model, activations, config, count)["total"]
-            there = bytes_of_device(str(config.backend), self.devices.kind, count // config.host_range[1])
+            there = bytes_of_device(str(config.backend), self.devices.kind, self.devices.of_machine)
             if self.config.verbose == 2 or (there is not None and need > there / 2):
                 self._say(f"a step needs {size(need)} of each device{f', of {size(there)}' if there else ''}")
 

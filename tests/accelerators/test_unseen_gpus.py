@@ -38,9 +38,6 @@ def train(backend, driver, *flags, **variables):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
-)
 def test_the_first_command_on_a_machine_with_gpus(backend, driver):
     done = train(backend, driver, "--gpus=2")
     assert (done.returncode, done.stdout) == (2, "")

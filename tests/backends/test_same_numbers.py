@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 
 @functools.cache
@@ -25,7 +25,6 @@ def assert_same_numbers(backend, ways, *cases, relative=1e-5, absolute=1e-6):
 
 
 @pytest.mark.proof
-@all_but("torch", "jax")
 def test_losses_of_probabilities_zeros_and_masks(backend):
     assert_same_numbers(backend, {}, "probabilities", "zeros", "masked_and_weighted")
 

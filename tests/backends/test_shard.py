@@ -21,7 +21,7 @@ SHARDS = {
 BLOCKS = ("attention", "vit", "lstm")  # layers that hold layers
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
 # In the default suite; the others are proofs.
-USUAL = {("torch", "weights", 2): ("tied", "frozen")}
+USUAL = {("jax", "weights", 2): ("tied",), ("torch", "weights", 2): ("tied", "frozen")}
 
 
 def cases_of(backend, shard):

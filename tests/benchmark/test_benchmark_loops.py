@@ -56,9 +56,6 @@ def test_devices_send_the_gradients_and_no_outputs(backend, flags):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=[pytest.mark.proof] * (name != "jax")) for name in BACKENDS]
-)
 def test_bytes_are_counted(backend):
     """What is known beforehand: the sum of 1,000 numbers and a gathering of 10 from each of two devices."""
     done = run(PROGRAMS / "benchmark_traffic.py", backend)

@@ -107,7 +107,7 @@ def test_a_run_whose_checkpoints_hold_no_frozen_weights(tmp_path):
         found = replay(functools.partial(train, 4), Request(checkpoint=str(tmp_path)), step)
         assert (found.begun, found.loss) == (begun, losses[step - 1])
         with pytest.raises(
-            UserError, match="replay: what `train` trains differs from the run in model: expected the d"
+            UserError, match="replay: what is trained differs from the run in model: expected the digest"
         ):
             replay(functools.partial(train, 5), Request(checkpoint=str(tmp_path)), step)
 

@@ -18,7 +18,7 @@ from kerasdp.keras_compat.layers import frozen_weights
 from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
 from tests.programs import finetune
 
-USUAL = {("torch", 1): ("plain",)}
+USUAL = {(BACKENDS[0], 1): ("plain",)}
 
 
 def is_there(backend, count, case):
@@ -70,9 +70,6 @@ def resumed(backend, count, *runs):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    "backend", [BACKENDS[0], *(pytest.param(name, marks=pytest.mark.proof) for name in BACKENDS[1:])]
-)
 def test_checkpoints_hold_what_trains_alone(backend, tmp_path):
     """They are small, are resumed elsewhere, and refused with other frozen weights, or others that train."""
     own = {"workdir": str(tmp_path / "own"), "checkpoint_weights": "trained", "optimizer": "SGD"}

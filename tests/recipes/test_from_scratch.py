@@ -11,7 +11,7 @@ import pytest
 
 from kerasdp.errors import UserError
 from tests.helpers import BACKENDS, ROOT, run
-from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2, some_of
+from tests.recipes.test_recipes import NINE, assert_one_line_and_exit_code_2
 
 # 1,437 digits in twice 15 batches of 96, the last one of 93, which divides neither by two nor by four.
 DIGITS = ("--dataset=digits", "--batch_size=96", "--epochs=2", "--learning_rate=0.03")
@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("backend", "count"), some_of(NINE, [(BACKENDS[0], 2)]))
+@pytest.mark.parametrize(("backend", "count"), NINE)
 def test_the_losses_of_the_main_recipe(backend, count, trained, tmp_path):
     done = follow(f"--gpus={count}", *DIGITS, f"--workdir={tmp_path}", backend=backend)
     assert done.returncode == 0, done.stderr

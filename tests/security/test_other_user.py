@@ -101,7 +101,6 @@ def start_by_mpirun(run, rank):
 
 
 @pytest.mark.proof
-@all_but("jax", "tensorflow")
 def test_processes_that_mpirun_starts_meet_nobody_else(backend):
     """Without KERASDP_SECRET: another user knocks before process 1 comes, and in the middle of the training."""
     with netns.network(1) as hosts, Run(hosts, backend) as run:

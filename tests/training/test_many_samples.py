@@ -3,7 +3,7 @@
 import pytest
 
 from kerasdp.data.sampling import Order
-from tests.helpers import PROGRAMS, all_but, result_of, run
+from tests.helpers import PROGRAMS, result_of, run
 
 FEW, MANY = 10**4, 10**9
 BATCH, STEPS = 64, 3
@@ -23,7 +23,6 @@ def begin(backend, count, folder):
 
 
 @pytest.mark.proof
-@all_but("torch", "tensorflow")
 def test_a_run_begins_and_resumes_at_once(backend, tmp_path):
     found = begin(backend, 1, tmp_path)
     for name in ("new", "resumed"):

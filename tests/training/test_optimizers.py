@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, all_but, result_of, run
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 
 @pytest.mark.skipif("tensorflow" not in BACKENDS, reason="others take Keras' update as it is")
@@ -45,7 +45,6 @@ def assert_embeddings_learn_the_same(backend, fields, *names):
 
 
 @pytest.mark.proof
-@all_but("torch", "jax")
 def test_embeddings_learn_the_same_on_each_backend(backend):
     """Gradients of an embedding: squared by RMSprop, clipped by their common norm with SGD."""
     assert_embeddings_learn_the_same(backend, {"num_devices": 1}, *FEW)

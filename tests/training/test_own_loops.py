@@ -15,7 +15,7 @@ CASES = (
     "maml", "style", "dqn", "actor_critic", "scaled",
 )  # fmt: skip
 # In the default suite; the others, and other numbers of devices, are proofs.
-USUAL = {("torch", 2): ("supervised", "wgan", "momentum_contrast", "maml", "style")}
+USUAL = {(BACKENDS[0], 2): ("supervised", "wgan", "momentum_contrast", "maml", "style")}
 WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
 
 
@@ -26,7 +26,7 @@ def outcomes(backend, count, cases, settings="{}"):
 
 def outcome(backend, count, case):
     """What a case gave; those of the default suite share a process, and so do the proofs."""
-    usual = USUAL.get((backend, count), USUAL["torch", 2])
+    usual = USUAL.get((backend, count), USUAL[BACKENDS[0], 2])
     return outcomes(backend, count, tuple(name for name in CASES if (name in usual) == (case in usual)))[case]
 
 

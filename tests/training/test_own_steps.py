@@ -37,7 +37,7 @@ REFUSED = {
 }
 NOT_ON_JAX = ("foreign_numbers", "largest_output", "clipped")  # in another form there
 NATIVE_ON_JAX = ("custom_step", "gan", "vae")
-USUAL = ("torch", 2)
+USUAL = (BACKENDS[0], 2)
 
 
 def each_way(cases):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
 from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
 from kerasdp.backends.jax.train_step import Shards, bytes_kept, make_step_functions
-from kerasdp.backends.steps import all_variables, held_in_words
+from kerasdp.backends.steps import all_variables, held_in_words, variables_of_own_step
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
 from kerasdp.portability.replica_context import ReplicaContext
@@ -130,7 +130,7 @@ class DataParallel(JaxStrategy):
         """Gives each process the whole of what the devices of several hosts hold in parts: it could read no other."""
         from kerasdp.keras_compat.layers import set_raw_values
 
-        variables = all_variables(model)
+        variables = variables_of_own_step(model)
         set_raw_values(variables, map(self._readable, variables))
 
     def read(self, model: "keras.Model", variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:

@@ -354,7 +354,7 @@ def put_rows(rows: np.ndarray, sharding: NamedSharding) -> Tensor:
 
 
 def put_whole(array: np.ndarray, sharding: NamedSharding) -> Tensor:
-    """Brings an array to the devices, of which all processes have a copy: the whole, or to each device its part."""
+    """Brings an array that every process has to the devices: to each the whole, or its part."""
     return jax.make_array_from_process_local_data(sharding, array, array.shape)
 
 

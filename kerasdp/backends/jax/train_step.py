@@ -55,7 +55,7 @@ class ModelState:
 
             given = map(own, values)
             lists = tuple(list(itertools.islice(given, size)) for size in self._sizes)
-            self._keep(jax.device_put(lists, self.shardings))
+            self.give(jax.device_put(lists, self.shardings))  # none is kept as it was before
         return self._last
 
     def give(self, values: Any) -> None:
