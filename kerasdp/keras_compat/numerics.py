@@ -188,7 +188,10 @@ def _of_negative(x: Any) -> Any:
 
 
 def _whole_at_bounds(original: Callable[..., Any], x: Any, x_min: Any, x_max: Any) -> Any:
-    """Returns a `clip` whose gradient is 1 where a number is exactly a bound."""
+    """Returns a `clip` whose gradient is 1 where a number is exactly a bound.
+
+    JAX (0.10) gives a half; so does torch from 2.14 on, where 2.13 gives 1.
+    """
     x = ops.convert_to_tensor(x)  # of a variable: JAX (0.10) takes none for a tensor while it traces
     clipped = original(x, x_min, x_max)
     if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(clipped.dtype)):
@@ -557,6 +560,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
     },
     "torch": {
         ("numpy", "take"): _rows_of_table,
+        ("numpy", "clip"): _whole_at_bounds,
         ("nn", "sparse_categorical_crossentropy"): sparse_of_rows,
         ("nn", "dot_product_attention"): _zeros_where_all_is_masked,
         ("image", "resize"): _exact_resize,

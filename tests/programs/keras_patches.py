@@ -7,11 +7,13 @@ On the backend of KERAS_BACKEND. Prints, by name: [without, with, right].
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 
 import keras
 import numpy as np
 from keras import ops
+from packaging.version import Version
 
 from kerasdp.keras_compat import models, optimizers, settings
 from kerasdp.keras_compat.layers import adapters_as_asked, set_raw_value
@@ -131,6 +133,7 @@ def functions():
         mask = ops.convert_to_tensor(np.array([[[[True, False], [False, False]]]]))
         return ops.dot_product_attention(query, query, value, mask=mask)
 
+    at_bounds = (lambda: gradient(lambda x: ops.clip(x, 0.0, 1.0), np.float32([0, 1])), [1.0, 1])
     cases = {"attention": (attention, [[[[0.0, 1, 2, 3]], [[0.0, 0, 0, 0]]]])}
     if BACKEND != "tensorflow":
         cases["take in bfloat16"] = (rows_in_bfloat16, [[0.0], [1000.0]])
@@ -153,6 +156,8 @@ def functions():
         )
         cases["copies of a convolution's image"] = (functools.partial(copies, ops.conv), 0)
         cases["copies of its transpose's"] = (functools.partial(copies, ops.conv_transpose), 0)
+        if Version(importlib.metadata.version("torch")) >= Version("2.14"):
+            cases["clip"] = at_bounds
         return cases
     cases["argmax"] = (lambda: ops.argmax(np.array([-0.0, 0.0], "float32"), axis=0), 0)
     cases["take"] = ({"jax": numbered_in_int64, "tensorflow": flattened_on_host}[BACKEND], 0)
@@ -174,7 +179,7 @@ def functions():
             "multiply in bfloat16": (of_smaller(ops.multiply), [1000.0]),
             "broadcast_to in bfloat16": (of_smaller(lambda many, x: ops.broadcast_to(x, many.shape)), [1000.0]),
             "classes by place": (logits_made_one_hot, 0),
-            "clip": (lambda: gradient(lambda x: ops.clip(x, 0.0, 1.0), np.float32([0, 1])), [1.0, 1]),
+            "clip": at_bounds,
             "absolute": (lambda: gradient(ops.absolute, np.float32([0])), [0.0]),
             "abs": (lambda: gradient(ops.abs, np.float32([0])), [0.0]),
             "leaky_relu": (lambda: gradient(ops.leaky_relu, np.float32([0])), [np.float32(0.2)]),
