@@ -245,7 +245,9 @@ class Step:
             raise UserError(
                 f"the step {self.__name__}: a step of one's own trains with --strategy=data and without --accumulate"
             )
-        if config.shard != "none" and config.host_range[1] > 1:
+        # One program of several processes; where each has its own, --shard is refused with a step of one's own anyway.
+        is_one_program = not strategy.splits_batches and strategy.processes.num_processes > 1
+        if config.shard != "none" and is_one_program:
             raise UserError(
                 f"the step {self.__name__}: after a loop with --shard={config.shard} on several machines none could "
                 "read the weights; use fit, with a train_step of your own, or leave out --shard"
