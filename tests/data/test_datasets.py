@@ -215,7 +215,9 @@ def test_numbers_come_in_the_float_type_of_keras(floatx):
     before = keras.config.floatx()
     keras.config.set_floatx(floatx)
     try:
-        arrays = [np.arange(6).reshape(3, 2).astype(kind) for kind in ("float16", "float32", "float64", "int8")]
+        bfloat16 = pytest.importorskip("ml_dtypes").bfloat16  # comes with jax
+        kinds = ("float16", "float32", "float64", "int8", bfloat16)
+        arrays = [np.arange(6).reshape(3, 2).astype(kind) for kind in kinds]
         x, y, weight = dict(enumerate(arrays)), arrays[0], arrays[1][:, 0]
         source, rows = ArraySource(x, y, weight), np.arange(3)
         found = source.inputs(rows), *source.targets(rows)
