@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -53,6 +54,7 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
         extra = ["--step=2"]
     words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]
     words = [word.replace("--flagfile=", f"--flagfile={ROOT}/") for word in words]
+    words = [word.replace("/of/another/venv/bin/python", sys.executable) for word in words]
     done = run(*words, *extra, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
