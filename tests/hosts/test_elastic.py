@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, environment
-from tests.hosts.together import free_port
+from tests.helpers import BACKENDS, ROOT, environment, finish
+from tests.hosts.together import free_port, started
 
 pytestmark = [
     pytest.mark.proof,
@@ -68,3 +68,26 @@ def test_machines_leave_and_join(tmp_path):
     assert difference < 1e-9
     assert replica_batches(outputs[0]) == [30, 30]  # those of the first and the last start; alone it has no replicas
     assert "has left" in outputs[0] and outputs[0].count("resumes after step") == 2
+
+
+GONE = "where all meet, has left; start all again, with resume=True"
+
+
+@pytest.mark.parametrize(
+    ("signaled", "codes", "words"),
+    [
+        (1, [0, 99], ["1 processes", "stopped by SIGTERM after step"]),  # the first one trains to the end alone
+        (0, [99, 1], ["stopped by SIGTERM after step", GONE]),
+        (None, [1, 1], ["ValueError: bad luck"] * 2),  # of the second one, and then of the first, which is the last
+    ],
+)
+def test_a_machine_goes_that_is_asked_to_or_fails(signaled, codes, words, tmp_path):
+    settings = {"backend": "torch", "hosts": "1:3", "num_devices": 1, "workdir": str(tmp_path), "verbose": 2}
+    fails = {"fails": True} if signaled is None else {}
+    machines = started(2, model="lenet", epochs=60, log_every=1, **settings, **fails)
+    if signaled is not None:
+        wait_for(tmp_path, 6, machines[0])
+        machines[signaled].send_signal(signal.SIGTERM)
+    for machine, code, word in zip(machines, codes, words, strict=True):
+        done = finish(machine, 240)
+        assert done.returncode == code and word in done.stdout + done.stderr, done.stdout + done.stderr

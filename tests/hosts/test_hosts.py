@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, environment
+from tests.helpers import BACKENDS, ROOT, environment, finish
 from tests.hosts import netns
 from tests.hosts.together import PROGRAM, alone, results_of, started
 
@@ -49,11 +49,12 @@ def test_two_processes_learn_what_one_does(backend):
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("frozen", [{}, {"frozen": True, "checkpoint_weights": "trained"}], ids=["all", "frozen"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 @pytest.mark.parametrize("backend", [name for name in ("torch", "jax") if name in BACKENDS])
-def test_two_processes_hold_parts(backend, shard, tmp_path):
+def test_two_processes_hold_parts(backend, shard, frozen, tmp_path):
     """Of two devices each. Another backend resumes with one device what they have saved, and they what that has."""
-    settings = {"model": "lenet", "optimizer": "adam", "precision": "float64"}
+    settings = {"model": "lenet", "optimizer": "adam", "precision": "float64"} | frozen
     of_run = {"workdir": str(tmp_path), "resume": True}
     other = BACKENDS[BACKENDS.index(backend) - 1]
     expected = alone(backend=backend, epochs=3, **settings)
@@ -61,6 +62,15 @@ def test_two_processes_hold_parts(backend, shard, tmp_path):
     alone(backend=other, epochs=2, **settings, **of_run)
     found = results_of(started(2, backend=backend, shard=shard, epochs=3, **settings, **of_run))[0]
     assert len(found["losses"]) == 12 and max(differences(found, expected)) < 1e-12
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", [name for name in ("torch", "jax") if name in BACKENDS])
+def test_a_loop_of_ones_own_that_would_hold_parts_is_refused(backend):
+    """On both processes, in words: torch anywhere, jax on several machines."""
+    for process in started(2, backend=backend, shard="weights", own_step=True, num_devices=1):
+        done = finish(process, 200)
+        assert done.returncode == 2 and "--shard" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.proof

@@ -4,7 +4,10 @@ python hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
     num_samples, epochs: of the training
     compile: arguments of `Model.compile`
     signal: that the last process sends itself behind step 5
+    fails: the last process raises an error behind step 5
     drift: the last process changes one of its weights at the end of training
+    frozen: the first layer with weights is, and a metric has 4,096 numbers
+    own_step: trains with a loop of its own instead
     only_gather: trains nothing; gathers the number of each replica instead
 """
 
@@ -20,7 +23,7 @@ import numpy as np
 
 import kerasdp
 
-OWN = ("num_samples", "compile", "signal", "drift", "only_gather")
+OWN = ("num_samples", "compile", "signal", "fails", "drift", "frozen", "own_step", "only_gather")
 # Of `struct tcp_info` in linux/tcp.h: bytes of data, without headers.
 BYTES_SENT = slice(200, 208)
 
@@ -67,6 +70,24 @@ def gather(runner):
     return {"rows": found, "slopes": [float(each) for each in slopes]}
 
 
+def loop(runner):
+    """Returns the losses of a loop of its own."""
+    import keras
+
+    with runner.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
+        optimizer = keras.optimizers.Adam()
+
+    @runner.step
+    def step(x):
+        weights = model.trainable_variables
+        loss, gradients = kerasdp.value_and_grad(lambda: keras.ops.mean(model(x)), weights)()
+        optimizer.apply(gradients, weights)
+        return loss
+
+    return [float(step(batch)) for batch in runner.batches(np.ones((20, 4)))]
+
+
 def train(settings, runner):
     import keras
     from learn_classes import StepLosses
@@ -76,10 +97,14 @@ def train(settings, runner):
     x, y = data.train.inputs(np.arange(rows)), data.train.targets(np.arange(rows))[0]
     with runner.scope():
         model = kerasdp.build_model(runner.config, data.input_shape, data.num_classes)
+        metrics = ["accuracy"]
+        if "frozen" in settings:
+            next(layer for layer in model.layers if layer.weights).trainable = False
+            metrics.append(keras.metrics.MeanIoU(64, sparse_y_pred=False))
         model.compile(
             kerasdp.make_optimizer(runner.config),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            metrics=metrics,
             **settings.get("compile", {}),
         )
     losses, sent = StepLosses(runner), []
@@ -97,6 +122,8 @@ def train(settings, runner):
         def on_train_batch_end(self, batch, logs=None):
             if is_last and len(sent) == 5 and "signal" in settings:
                 os.kill(os.getpid(), settings["signal"])
+            if is_last and len(sent) == 5 and "fails" in settings:
+                raise ValueError("bad luck")
 
     history = runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[losses, Steps()])
     digest = hashlib.sha256()
@@ -118,7 +145,8 @@ def main():
     fields = {name: value for name, value in settings.items() if name not in OWN}
     fields = {"backend": "tensorflow", "device": "cpu", "verbose": 0, "batch_size": 61, "epochs": 2} | fields
     try:
-        function = gather if "only_gather" in settings else functools.partial(train, settings)
+        function = functools.partial(train, settings)
+        function = gather if "only_gather" in settings else loop if "own_step" in settings else function
         result = kerasdp.launch(function, kerasdp.Config(**fields))
     except kerasdp.RunError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ import hmac
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kerasdp import errors
@@ -36,7 +37,7 @@ from kerasdp.runtime.addresses import SECONDS_TO_JOIN
 from kerasdp.runtime.cluster import worker_cluster
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.door import secret
-from kerasdp.runtime.outcome import Place
+from kerasdp.runtime.outcome import Outcome, Place
 from kerasdp.runtime.sending import not_run_again, sent
 from kerasdp.runtime.workers import begin_worker
 
@@ -45,8 +46,10 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_SEE_ANOTHER_END = 10 * _SECONDS_BETWEEN_LOOKS
 # A machine that is silent for 3 times 3 s is gone (it would be 3 times 5 s); after the fewest have come, others may for
 # 5 s more (it would be 30 s). How often a machine may go, where nobody says.
-_OF_ELASTIC_HOSTS = {"keep_alive_interval": 3, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
+_SECONDS_BETWEEN_SIGNS, _NUM_SIGNS, _SECONDS_FOR_OTHERS = 3, 3, 5
 _NUM_RESTARTS = 100
+# What an error says that comes of another machine's end: Gloo has no class of its own for it (torch 2.13).
+_OF_ANOTHER = re.compile("gloo|connection|time[d]? ?out", re.IGNORECASE)
 _RENDEZVOUS = "kerasdp"
 
 
@@ -55,17 +58,19 @@ def start_elastic_workers(
 ) -> Any:
     """Calls `worker(devices, settings, train)` in a process for each device; returns what the first one returned.
 
-    When a machine comes or goes, the processes of all start again, from the last checkpoint.
+    When a machine comes or goes, the processes of all start again, from the last checkpoint. A machine goes that gets a
+    signal, or on which `train` raises an error that is not of another machine's end: it would be raised again.
 
     Raises:
         UserError: if `train` refers to something that cannot be sent to other processes.
-        RunError: the error of the first worker that failed, when no restart is left.
+        RunError: the error of the first worker that failed, when this machine goes or no restart is left; the machine
+            has left where all meet.
     """
     # Otherwise a restarted group reads the addresses of the dead one and hangs (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # It logs every failure with its whole traceback; the one that matters is raised here.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register(_RENDEZVOUS, _make_handler)
     temporary = tempfile.TemporaryDirectory(prefix="kerasdp-", ignore_cleanup_errors=True)
     with sent(train) as train, not_run_again(), temporary as folder:
@@ -78,9 +83,14 @@ def start_elastic_workers(
             signals.leave_as(error.get_first_failure()[1].exitcode)
             raise _first_error(folder, error, devices.of_process) from None
         except SignalException as error:  # the agent has ended the workers
+            if isinstance(error, _Leaving) and error.outcome is not None:
+                raise error.outcome.as_error("a process of this machine") from None
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+        except RendezvousConnectionError as error:
+            meets = f"the machine at {devices.cluster and devices.cluster.coordinator}, where all meet"
+            raise errors.WorkerError(f"{meets}, has left; start all again, with --resume") from error
         except RendezvousError as error:  # those that do not come, or whose secret is another
             raise errors.UserError(f"--hosts={settings.hosts}: {error or 'too few have come'}") from error
 
@@ -91,7 +101,7 @@ def _launch_config(devices: Devices, settings: Config, folder: str) -> LaunchCon
     return LaunchConfig(
         rdzv_backend=_RENDEZVOUS,
         rdzv_endpoint=cluster.coordinator,
-        rdzv_configs={"is_host": cluster.process == 0, "join_timeout": int(SECONDS_TO_JOIN), **_OF_ELASTIC_HOSTS},
+        rdzv_configs={"is_host": cluster.process == 0, "folder": folder, "of_process": devices.of_process},
         local_addr=addresses.own_address(cluster.address, settings.interface),
         min_nodes=cluster.fewest or 1,
         max_nodes=cluster.num_processes,
@@ -141,6 +151,36 @@ def _opened(signed: bytes) -> bytes:
     return signed[size:]
 
 
+class _Leaving(SignalException):
+    """This machine meets the others no more: as if by a signal, after which torch (2.13) lets these meet again."""
+
+    def __init__(self, outcome: Outcome | None, number: int):
+        super().__init__("", signal.Signals(number))
+        self.outcome = outcome
+
+
+class _Meeting(DynamicRendezvousHandler):
+    """Where this machine meets the others, before the first start of its processes and after each of their ends."""
+
+    places: tuple[Place, ...] = ()
+
+    def next_rendezvous(self) -> Any:
+        """See `RendezvousHandler`."""
+        ended = (outcome.read(place) for place in self.places)
+        failed = sorted((each for each in ended if each is not None and each.frames), key=lambda each: each.time)
+        if (number := signals.noted()) is not None:
+            saved = (each for each in failed if isinstance(each.error, errors.PreemptedError))
+            raise _Leaving(next(saved, None), number)
+        others = (errors.DeviceError, errors.WorkerError, errors.PreemptedError)
+        own = (each for each in failed if not each.is_echo and not isinstance(each.error, others))
+        if (first := next(own, None)) is not None:
+            raise _Leaving(first, signal.SIGTERM)
+        try:
+            return super().next_rendezvous()
+        except SystemExit:  # of a signal that came meanwhile, when there was no process to pass it on to
+            raise _Leaving(None, signals.noted() or signal.SIGTERM) from None
+
+
 def _make_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     host, _, port = params.endpoint.rpartition(":")
     is_host = bool(params.get_as_bool("is_host"))
@@ -154,8 +194,17 @@ def _make_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
             timeout=datetime.timedelta(seconds=SECONDS_TO_JOIN), **options,
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:  # torch's DistNetworkError, after its time-out
-        raise RendezvousConnectionError(str(error)) from error
-    return create_handler(store, _SignedBackend(store, params.run_id), params)
+        raise RendezvousError(str(error)) from error
+    timeout = RendezvousTimeout(
+        join=datetime.timedelta(seconds=SECONDS_TO_JOIN), last_call=datetime.timedelta(seconds=_SECONDS_FOR_OTHERS)
+    )
+    found: _Meeting = _Meeting.from_backend(
+        params.run_id, store, _SignedBackend(store, params.run_id), params.min_nodes, params.max_nodes,
+        params.local_addr, timeout, _SECONDS_BETWEEN_SIGNS, _NUM_SIGNS,
+    )  # fmt: skip
+    folder, number = params.get("folder"), params.get("of_process")
+    found.places = tuple(Place(folder, rank, number) for rank in range(number))
+    return found
 
 
 def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, settings: Config, *args: Any) -> Any:
@@ -180,8 +229,10 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
             outcome.write_error(end)
         raise
     except Exception as error:
-        outcome.write_error(error)
-        if not isinstance(error, errors.RunError):
+        is_ours = isinstance(error, errors.RunError)
+        is_anothers = isinstance(error, dist.DistError) or _OF_ANOTHER.search(str(error)) is not None
+        outcome.write_error(error, is_echo=is_anothers and not is_ours)
+        if not is_ours:
             # Maybe because another rank was killed, which records nothing: the launcher is to see that one's end first.
             time.sleep(_SECONDS_TO_SEE_ANOTHER_END)
         # The process group is not left in order: that would wait for ranks that wait for this one. Nor by the error,

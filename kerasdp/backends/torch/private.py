@@ -106,14 +106,15 @@ def mark_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def leave_process_group() -> None:
-    """Leaves the process group of the run, once no CUDA graph holds a message of its.
+    """Leaves the process group of the run, if there is one, once no CUDA graph holds a message of its.
 
     Torch 2.13: `torch._inductor.cudagraph_trees`, if it was ever imported; NCCL waits for graphs that hold its kernels.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # one device alone, as the last machine of several may be, has none
+        dist.destroy_process_group()
 
 
 def all_gather_functional(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
