@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from kerasdp.backends.parts import CutVariables
 from kerasdp.backends.tensorflow import collectives
-from kerasdp.backends.tensorflow.xla import compiled
+from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.config import Config
 from kerasdp.sharding import part_of, part_shape
 
@@ -85,4 +85,4 @@ class Parts(CutVariables):
                 whole = tf.concat(each, self.axes[id(weight)])
                 tf.raw_ops.AssignVariableOp(resource=raw_value(weight).handle, value=whole)
 
-        compiled(write)(by_replica)
+        compiled_on_gpus(write)(by_replica)

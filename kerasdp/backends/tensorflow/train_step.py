@@ -12,7 +12,7 @@ from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.parts import Parts
-from kerasdp.backends.tensorflow.xla import compiled
+from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import wrapped
@@ -202,10 +202,9 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
 def update_at_once(
     optimizer: Any, variables: list[Any], update: Callable[[], None], parts: Parts | None = None
 ) -> None:
-    """Runs `update` as one compiled operation on this replica's copies of the variables.
+    """Runs `update` on this replica's copies of the variables, on GPUs as one compiled operation.
 
-    Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled, and its
-    small operations, eight a weight, take several times as long as the arithmetic where weights are small.
+    Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled.
 
     Args:
         optimizer: that `update` calls.
@@ -244,7 +243,7 @@ def update_at_once(
                 tf.raw_ops.AssignVariableOp(resource=handle, value=new)
         return [new for _, new in changed]
 
-    own = compiled(compute)()
+    own = compiled_on_gpus(compute)()
     if parts is not None and own:
         parts.take([variable for variable, _ in changed], own)
 
