@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import kerasdp
-from kerasdp.backends.tensorflow import collectives, data_parallel
+from kerasdp.backends.tensorflow import collectives, data_parallel, xla
 from kerasdp.backends.tensorflow.devices import make_deterministic
 from kerasdp.runtime.devices import Devices
 
@@ -22,6 +22,7 @@ from kerasdp.runtime.devices import Devices
 def as_on_gpus() -> None:
     """Does what the kit does for `deterministic=True` where there are GPUs."""
     make_deterministic()
+    xla.has_gpus = lambda: True
     make = data_parallel.DataParallel.__init__
 
     def init(strategy, devices, config):

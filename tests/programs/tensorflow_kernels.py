@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_callbacks
 
 import kerasdp
-from kerasdp.backends.tensorflow import data_parallel, devices, pipeline_parallel
+from kerasdp.backends.tensorflow import data_parallel, devices, pipeline_parallel, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 
 SGD = "sgd(learning_rate=0.01, momentum=0.9)"
@@ -101,6 +101,7 @@ def as_on_gpus(watch: Watch) -> None:
     make, names = tf.config.set_logical_device_configuration, devices.device_names
     tf.config.set_logical_device_configuration = lambda cpu, parts: make(cpu, [*parts, parts[0]])
     tf.distribute.ReductionToOneDevice = lambda *_: None
+    xla.has_gpus = lambda: True
 
     def device_names(chosen):
         found = names(chosen)

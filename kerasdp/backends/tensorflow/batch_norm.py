@@ -6,8 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from kerasdp.backends.tensorflow import xla
 from kerasdp.backends.tensorflow.collectives import sum_gradients
-from kerasdp.backends.tensorflow.xla import compiled_on_gpus, has_gpus
+from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 
 # So many numbers are added up one after the other.
 _AT_A_TIME = 1024
@@ -29,7 +30,7 @@ def normalize(
     of 28x28 are wrong by 3e-6 to 8e-6; here by 1e-7 to 4e-7.
     """
     is_alone = gather is None and num_rows is None
-    if is_alone and has_gpus() and _has_kernel(x, axis):
+    if is_alone and xla.has_gpus() and _has_kernel(x, axis):
         return _by_kernel(x, scale, offset, epsilon)
     wide = x if x.dtype in (tf.float32, tf.float64) else tf.cast(x, tf.float32)
     channels = x.shape[axis]
@@ -152,7 +153,7 @@ def _together(statistics: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, ...]:
 @compiled_on_gpus
 def _moved(x: tf.Tensor, mean: tf.Tensor, factor: tf.Tensor, offset: tf.Tensor, axis: int) -> tf.Tensor:
     """Returns `(x - mean) * factor + offset`."""
-    if not _has_kernel(x, axis) or has_gpus():
+    if not _has_kernel(x, axis) or xla.has_gpus():
         mean, factor, offset = _along(axis, x, mean, factor, offset)
         return (x - mean) * factor + offset
 
