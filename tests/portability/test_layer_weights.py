@@ -8,6 +8,8 @@ import pytest
 from tests import helpers
 from tests.programs import keras_layers
 
+pytestmark = pytest.mark.proof  # in short, on models: test_initial_weights.py
+
 # Sines of the backend.
 NOT_BIT_EQUAL = {"STFTSpectrogram"}
 # Both are drawn with fixed seeds: it does not fail by chance.
@@ -42,7 +44,6 @@ def judge(name, weights):
             assert distance["beyond"] < MOST_BEYOND, (name, weight)
 
 
-@pytest.mark.proof
 def test_every_class_is_listed():
     found = compared()
     assert not found["unlisted"], "new in Keras, or gone: see tests/programs/keras_layers.py"
@@ -61,13 +62,9 @@ def test_most_layers_draw_at_random():
     assert len(drawn) >= 30
 
 
-# On jax each layer is compiled.
-each_way = pytest.mark.parametrize(
-    "names", [helpers.BACKENDS[2:], pytest.param(helpers.BACKENDS[1:2], marks=pytest.mark.proof)], ids=str
-)
+each_way = pytest.mark.parametrize("names", [helpers.BACKENDS[2:], helpers.BACKENDS[1:2]], ids=str)
 
 
-@pytest.mark.proof
 @each_way
 @pytest.mark.parametrize("name", keras_layers.LAYERS)
 def test_weights_are_bit_equal_on_all_backends(name, names):
@@ -79,7 +76,6 @@ def test_weights_are_bit_equal_on_all_backends(name, names):
             assert [weight["digest"] for weight in received] == [weight["digest"] for weight in expected]
 
 
-@pytest.mark.proof
 @each_way
 def test_models_are_bit_equal_however_they_are_built(names):
     results = [found["models"] for found in (compared(), *others(names=names))]
@@ -90,7 +86,6 @@ def test_models_are_bit_equal_however_they_are_built(names):
             assert digests == expected, how
 
 
-@pytest.mark.proof
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="KerasHub is not installed")
 def test_layers_of_keras_hub():
     expected = compared("keras_hub_layers")
