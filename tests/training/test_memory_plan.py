@@ -48,7 +48,8 @@ def test_what_is_counted_is_what_it_takes(backend, model, rows, remat):
     """Of a batch: with jax in XLA's program of a step; else what twice the rows add to a process' peak.
 
     TensorFlow's convolutions take memory of their own on CPUs, of the convnet half of what it keeps. With layers that
-    are computed once more XLA on CPUs holds some of the next ones, too, and TensorFlow frees them while it computes.
+    are computed once more XLA on CPUs holds some of the next ones, too, TensorFlow frees them while it computes, and
+    torch some of their gradients: of those of the largest one all are counted (seen: 1.13 and, elsewhere, 1.17).
     """
     case = {"model": model, "remat": remat}
     counted, measured = result_of(done(backend, **case, rows=rows, print="count"))
@@ -57,7 +58,8 @@ def test_what_is_counted_is_what_it_takes(backend, model, rows, remat):
         measured = (peaks[1] - peaks[0]) / 2
     print(f"{backend} {model}, --remat={remat}: counted {counted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB")
     known = {("tensorflow", "convnet", "none"): (0.6, 1.15), ("jax", "gpt", "blocks"): (0.6, 1.15),
-             ("tensorflow", "gpt", "blocks"): (0.85, 1.5), ("jax", "gpt", HALF): (0.6, 1.15)}  # fmt: skip
+             ("tensorflow", "gpt", "blocks"): (0.85, 1.5), ("jax", "gpt", HALF): (0.6, 1.15),
+             ("torch", "gpt", "blocks"): (0.85, 1.2)}  # fmt: skip
     least, most = known.get((backend, model, remat), (0.85, 1.15))
     assert least <= counted / measured <= most
 
