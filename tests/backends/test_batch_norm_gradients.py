@@ -7,6 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
+
 EPSILON = 1e-3
 RANDOM = np.random.RandomState(0)
 X, WEIGHTS = 3 + RANDOM.randn(6, 4, 5), RANDOM.randn(6, 4, 5)
@@ -204,3 +206,11 @@ def test_replicas_have_the_statistics_and_gradients_of_the_whole(start, num_rows
     ]:
         whole = whole.detach().numpy() if isinstance(whole, torch.Tensor) else whole
         np.testing.assert_allclose(received, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.proof
+@pytest.mark.skipif("tensorflow" not in BACKENDS, reason="the graph is TensorFlow's")
+def test_a_deep_net_is_traced_in_time_that_grows_with_its_depth(tmp_path):
+    """Not with its square: what TensorFlow looks through for variables is a batch norm, not all layers before it."""
+    longest = result_of(run(PROGRAMS / "walks.py", tmp_path, backend="tensorflow"))
+    assert longest["6"] == longest["2"] < 100

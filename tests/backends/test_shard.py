@@ -152,8 +152,8 @@ REFUSALS = {
         "adafactor": "Adafactor looks at all numbers of a weight",
         "reading": "is held in parts by the devices between two steps",
         "own": "knows the steps of fit, evaluate and predict",
-        "nadam": "expects an optimizer and constraints of Keras whose update it can compile, not Nadam; use --backend",
-        "eager": "expects a compiled step, not run_eagerly=True; use --backend=jax",
+        "nadam": "an optimizer and constraints of Keras that can update all weights at once, not Nadam; use --backend",
+        "eager": "expects a step that is a graph, not run_eagerly=True; use --backend=jax",
         "sums": "expects gradients that are clipped by norms in each step, not after gradient_accumulation_steps",
     },
 }

@@ -74,17 +74,18 @@ GONE = "where all meet, has left; start all again, with resume=True"
 
 
 @pytest.mark.parametrize(
-    ("signaled", "codes", "words"),
+    ("signaled", "fails", "codes", "words"),
     [
-        (1, [0, 99], ["1 processes", "stopped by SIGTERM after step"]),  # the first one trains to the end alone
-        (0, [99, 1], ["stopped by SIGTERM after step", GONE]),
-        (None, [1, 1], ["ValueError: bad luck"] * 2),  # of the second one, and then of the first, which is the last
+        (1, None, [0, 99], ["1 processes", "stopped by SIGTERM after step"]),  # the first one trains to the end alone
+        (0, None, [99, 1], ["stopped by SIGTERM after step", GONE]),
+        # Of the second one, and then of the first, which is the last.
+        (None, "own", [1, 1], ["ValueError: bad luck"] * 2),
+        (None, "memory", [1, 1], ["a device has too little memory"] * 2),
     ],
 )
-def test_a_machine_goes_that_is_asked_to_or_fails(signaled, codes, words, tmp_path):
+def test_a_machine_goes_that_is_asked_to_or_fails(signaled, fails, codes, words, tmp_path):
     settings = {"backend": "torch", "hosts": "1:3", "num_devices": 1, "workdir": str(tmp_path), "verbose": 2}
-    fails = {"fails": True} if signaled is None else {}
-    machines = started(2, model="lenet", epochs=60, log_every=1, **settings, **fails)
+    machines = started(2, model="lenet", epochs=60, log_every=1, **settings, **({"fails": fails} if fails else {}))
     if signaled is not None:
         wait_for(tmp_path, 6, machines[0])
         machines[signaled].send_signal(signal.SIGTERM)

@@ -4,7 +4,7 @@ python hosts.py SETTINGS: fields of kerasdp.Config as JSON, and
     num_samples, epochs: of the training
     compile: arguments of `Model.compile`
     signal: that the last process sends itself behind step 5
-    fails: the last process raises an error behind step 5
+    fails: the last process raises an error behind step 5; "memory": it has too little
     drift: the last process changes one of its weights at the end of training
     frozen: the first layer with weights is, and a metric has 4,096 numbers
     own_step: trains with a loop of its own instead
@@ -123,6 +123,8 @@ def train(settings, runner):
             if is_last and len(sent) == 5 and "signal" in settings:
                 os.kill(os.getpid(), settings["signal"])
             if is_last and len(sent) == 5 and "fails" in settings:
+                if settings["fails"] == "memory":
+                    keras.ops.zeros(2**50)
                 raise ValueError("bad luck")
 
     history = runner.fit(model, x, y, epochs=runner.config.epochs, callbacks=[losses, Steps()])

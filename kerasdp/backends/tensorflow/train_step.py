@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
-from kerasdp.backends.tensorflow import collectives, private
+from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.parts import Parts
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
@@ -64,11 +64,12 @@ class ReplicaSteps(ShardSteps):
         observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
 
         def update() -> None:
-            means, sums = take_apart()  # once more, within what is compiled
-            whole.take(sums)
+            # Once more within what is compiled, so that what comes of it is not kept.
+            own_means, own_sums = take_apart() if xla.has_gpus() else (means, sums)
+            whole.take(own_sums)
             whole.move_statistics()  # (5)
             if variables:
-                model.optimizer.apply_gradients(zip(means, variables, strict=True))
+                model.optimizer.apply_gradients(zip(own_means, variables, strict=True))
 
         # The update, the same on each replica; loss and metrics of the global batch (3).
         if can_update_at_once(model.optimizer, model.trainable_weights):
@@ -249,12 +250,12 @@ def update_at_once(
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether the update of these weights is compiled: see `can_be_compiled`."""
-    return can_be_compiled(optimizer, weights) and not tf.executing_eagerly()
+    """Returns whether this step updates these weights at once: see `can_be_at_once`."""
+    return can_be_at_once(optimizer, weights) and not tf.executing_eagerly()
 
 
-def can_be_compiled(optimizer: Any, weights: list[Any]) -> bool:
-    """Returns whether the update of these weights can be compiled in a graph.
+def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
+    """Returns whether a graph can update these weights at once, by `update_at_once`.
 
     Not with user-defined Python, nor (Nadam) where a class extends what would be taken back.
     """
@@ -276,15 +277,16 @@ def can_be_compiled(optimizer: Any, weights: list[Any]) -> bool:
 
 
 def require_update_of_parts(model: Any) -> None:
-    """Raises `UserError` if the update of a model cannot be one of parts: it is compiled, or sees whole weights."""
+    """Raises `UserError` if the update of a model cannot be one of parts: by Python code, or of whole weights."""
     from kerasdp.keras_compat.optimizers import clips_by_norms, inner_optimizer
 
     optimizer = inner_optimizer(model.optimizer)
     reason = ""
     if model.run_eagerly:
-        reason = "a compiled step, not run_eagerly=True"
-    elif not can_be_compiled(model.optimizer, model.trainable_weights):
-        reason = f"an optimizer and constraints of Keras whose update it can compile, not {type(optimizer).__name__}"
+        reason = "a step that is a graph, not run_eagerly=True"
+    elif not can_be_at_once(model.optimizer, model.trainable_weights):
+        name = type(optimizer).__name__
+        reason = f"an optimizer and constraints of Keras that can update all weights at once, not {name}"
     elif optimizer.gradient_accumulation_steps and clips_by_norms(optimizer):
         reason = "gradients that are clipped by norms in each step, not after gradient_accumulation_steps"
     if reason:

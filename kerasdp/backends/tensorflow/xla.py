@@ -11,6 +11,11 @@ def has_gpus() -> bool:
     return bool(tf.config.get_visible_devices("GPU"))
 
 
+def may_compile() -> bool:
+    """Returns whether XLA may compile what is being traced: on GPUs, and with `jit_compile=True`, for one replica."""
+    return has_gpus() or tf.distribute.get_strategy().num_replicas_in_sync == 1
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a function with XLA, even if the step around it is not: there each operation costs 5 microseconds.
 

@@ -171,7 +171,7 @@ class _Meeting(DynamicRendezvousHandler):
         if (number := signals.noted()) is not None:
             saved = (each for each in failed if isinstance(each.error, errors.PreemptedError))
             raise _Leaving(next(saved, None), number)
-        others = (errors.DeviceError, errors.WorkerError, errors.PreemptedError)
+        others = (errors.WorkerError, errors.PreemptedError)
         own = (each for each in failed if not each.is_echo and not isinstance(each.error, others))
         if (first := next(own, None)) is not None:
             raise _Leaving(first, signal.SIGTERM)
@@ -229,8 +229,9 @@ def _recorded(folder: str, worker: Callable[..., Any], devices: Devices, setting
             outcome.write_error(end)
         raise
     except Exception as error:
-        is_ours = isinstance(error, errors.RunError)
-        is_anothers = isinstance(error, dist.DistError) or _OF_ANOTHER.search(str(error)) is not None
+        cause = error.__cause__ if isinstance(error, errors.DeviceError) else error
+        is_ours = isinstance(cause, errors.RunError)
+        is_anothers = isinstance(cause, dist.DistError) or _OF_ANOTHER.search(str(cause)) is not None
         outcome.write_error(error, is_echo=is_anothers and not is_ours)
         if not is_ours:
             # Maybe because another rank was killed, which records nothing: the launcher is to see that one's end first.
