@@ -32,9 +32,12 @@ def by_torch(is_own, is_native=False):
     return [tensor.detach().numpy() for tensor in (outputs, *first, *second)]
 
 
-def by_tensorflow(is_own):
+def by_tensorflow(is_own, is_image=False, groups=1):
+    """`is_image`: in float32 with channels last, by TensorFlow's kernel. `groups`: as on one of several replicas."""
     tf = pytest.importorskip("tensorflow")
     from kerasdp.backends.tensorflow.batch_norm import normalize
+
+    together = () if groups == 1 else (None, lambda own: tf.stack([own] * groups))
 
     @tf.function
     def compute(*values):
@@ -43,18 +46,22 @@ def by_tensorflow(is_own):
             with tf.GradientTape() as inner:
                 inner.watch(values)
                 x, scale, offset = values
-                if is_own:
+                if is_own and is_image:
+                    outputs = normalize(tf.transpose(x, (0, 2, 1))[:, :, None], 3, scale, offset, EPSILON, *together)[0]
+                    outputs = tf.transpose(outputs[:, :, 0], (0, 2, 1))
+                elif is_own:
                     outputs = normalize(x, 1, scale, offset, EPSILON)[0]
                 else:
                     mean = tf.reduce_mean(x, (0, 2), keepdims=True)  # tf.nn.moments stops a gradient in between
                     variance = tf.reduce_mean((x - mean) ** 2, (0, 2), keepdims=True)
                     outputs = (x - mean) * tf.math.rsqrt(variance + EPSILON) * scale[:, None] + offset[:, None]
-                loss = tf.reduce_sum(outputs**2 * WEIGHTS)
+                loss = tf.reduce_sum(outputs**2 * tf.constant(WEIGHTS, outputs.dtype))
             first = inner.gradient(loss, values)
             total = sum(tf.reduce_sum(gradient**3) for gradient in first)
         return outputs, *first, *outer.gradient(total, values)
 
-    return [tensor.numpy() for tensor in compute(*map(tf.constant, (X, SCALE, OFFSET)))]
+    dtype = "float32" if is_image else "float64"
+    return [tensor.numpy() for tensor in compute(*(tf.constant(array, dtype) for array in (X, SCALE, OFFSET)))]
 
 
 def by_jax(is_own, groups=1):
@@ -90,6 +97,13 @@ NATIVE = functools.partial(by_torch, is_native=True)
 def test_first_and_second_derivatives(compute):
     for own, expected in zip(compute(True), compute(False), strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("groups", [1, 3])
+def test_first_and_second_derivatives_of_images(groups):
+    for own, expected in zip(by_tensorflow(True, True, groups), by_tensorflow(False), strict=True):
+        np.testing.assert_allclose(own, expected, atol=3e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
