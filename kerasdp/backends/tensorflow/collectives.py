@@ -56,7 +56,12 @@ def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        return _merged(_sum, tensor), _all_reduce
+        context = tf.distribute.get_replica_context()
+        group = group_of(context.strategy)
+        if group is not None:
+            return _over_hosts(group, _sum, tensor), _all_reduce
+        with attributes_kept():
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, _end_of_walk(tensor)), _all_reduce
 
     return reduce(tensor)
 
@@ -73,7 +78,8 @@ def _end_of_walk(tensor: tf.Tensor) -> tf.Tensor:
 
 def _stacked(rows: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, which have equally many; its gradient is that of `_all_reduce`."""
-    if group_of(tf.distribute.get_strategy()) is None:
+    group = group_of(tf.distribute.get_strategy())
+    if group is None:
         return _all_reduce(zero_pad_to_global_batch(rows))
 
     @tf.custom_gradient
@@ -82,18 +88,15 @@ def _stacked(rows: tf.Tensor) -> tf.Tensor:
             first = rank() * rows.shape[0]
             return _all_reduce(upstream)[first : first + rows.shape[0]]
 
-        return _merged(_gather, rows), gradient
+        return _over_hosts(group, _gather, rows), gradient
 
     return stack(rows)
 
 
-def _merged(collective: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """Runs a collective of the tensors of all replicas; with several hosts on this process's first device."""
+def _over_hosts(group: HostGroup, collective: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Runs a collective of the tensors of all replicas on this process's first device, and copies to its others."""
 
     def run(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
-        group = group_of(strategy)
-        if group is None:
-            return collective(strategy, group, tensors)
         with tf.device(strategy.extended.worker_devices[0]):
             result = collective(strategy, group, tensors)
         return tf.distribute.ReductionToOneDevice().broadcast(result, tensors)
@@ -102,9 +105,9 @@ def _merged(collective: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tenso
         return tf.distribute.get_replica_context().merge_call(run, args=(_end_of_walk(tensor),))
 
 
-def _sum(strategy: tf.distribute.Strategy, group: HostGroup | None, tensors: Any) -> Any:
+def _sum(strategy: tf.distribute.Strategy, group: HostGroup, tensors: Any) -> tf.Tensor:
     own = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, tensors, tensors)
-    return own if group is None else group.sum(strategy.experimental_local_results(own)[0])
+    return group.sum(strategy.experimental_local_results(own)[0])
 
 
 def _gather(strategy: tf.distribute.Strategy, group: HostGroup, rows: Any) -> tf.Tensor:
