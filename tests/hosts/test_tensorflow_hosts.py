@@ -76,12 +76,17 @@ def test_two_hosts_learn_what_one_process_learns():
 @pytest.mark.parametrize(("devices", "model", "precision", "tolerance"), [
     (1, "lenet", "float32", 1e-5),
     (2, "lenet", "float32", 1e-5),
-    (1, "convnet", "float32", 1e-4),
-    (2, "convnet", "float32", 1e-4),
+    (1, "convnet", "float32", 1e-3),
+    (2, "convnet", "float32", 1e-3),
+    (1, "convnet", "float64", 1e-9),
     (2, "convnet", "float64", 1e-9),
 ])  # fmt: skip
 def test_hosts_learn_what_one_process_learns(hosts, devices, model, precision, tolerance):
-    """Convnet: with batch norm over all rows, whose statistics are sent, too."""
+    """Convnet: with batch norm over all rows, whose statistics are sent, too.
+
+    In float32 round-off (5e-7 in the first steps) may let another number pass a ReLU or a pool: seen after step 4, on
+    one machine, which made 1.8e-4 of it in step 8. In float64 it is 1e-15 there.
+    """
     settings = {"model": model, "precision": precision}
     results = in_hosts(hosts, PROGRAM, num_devices=devices, **settings)
     assert_learned(results, in_one_process(PROGRAM, num_devices=1, **settings), tolerance)
