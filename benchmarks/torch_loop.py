@@ -225,7 +225,7 @@ def work(rank: int, args: Any, folder: str | None) -> None:
         say=protocol.say if rank == 0 else lambda **values: None,
     )  # fmt: skip
     if args.devices > 1:
-        dist.barrier()  # without it gloo (torch 2.13) ended one of four ranks by SIGABRT in three of eight starts
+        dist.barrier()  # without it gloo (torch 2.13) ended one of four ranks by SIGABRT in four of eight starts
         dist.destroy_process_group()
 
 
