@@ -68,8 +68,9 @@ def save(path: str, checkpoint: Checkpoint) -> None:
     try:
         with folder_at(folder).writing(name) as temporary:
             safetensors.numpy.save_file(arrays, temporary, metadata)
-    except safetensors.SafetensorError as error:  # a full disk, for one
-        raise OSError(str(error)) from error
+    except safetensors.SafetensorError as error:  # a full disk, for one: "...I/O error: File too large (os error 27)"
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))) from error
 
 
 def load(path: str) -> Checkpoint:
