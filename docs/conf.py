@@ -65,7 +65,7 @@ def _cell(text: str) -> str:
 
 # The public names, as the page of the interface shows them.
 API = {
-    "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError"],
+    "Runs": ["launch", "Runner", "Config", "local_devices", "UserError", "RunError", "PreemptedError"],
     "Data": ["load_data", "Dataset", "ArraySource", "ColumnSource", "RecordSource", "ImageFolder", "Buckets", "Order"],
     "Models and training": [
         "build_model", "load_backbone", "load_pretrained", "add_adapters", "make_optimizer", "make_loss",

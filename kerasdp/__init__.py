@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
-from kerasdp.errors import RunError, UserError
+from kerasdp.errors import PreemptedError, RunError, UserError
 from kerasdp.launch import launch, local_devices
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ __all__ = [
     "Dataset",
     "ImageFolder",
     "Order",
+    "PreemptedError",
     "RecordSource",
     "RunError",
     "Runner",

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ _SWITCHES = ("deterministic", "dry_run", "resume", "trust_checkpoint")
 _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s'\"@:]*:[^\s'\"]*|[^/\s'\"@]+)@")
 _URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"?]*\?)[^\s'\"]+")
 _HIDDEN = "***"
+# As a shell shows it.
+EXIT_CODE_OF_INTERRUPT = 130
 _FLAG = re.compile(r"(?<![\w-])--([a-z]\w*)(?![\w-])(?:=(\w+(?:\.\w+)*))?(:?)")
 
 
@@ -131,12 +134,27 @@ class PreemptedError(RunError):
     exit_code = 99
 
 
+class SavedInterrupt(KeyboardInterrupt):
+    """Ctrl-C asked the run to end; it has saved a checkpoint, in all of its processes."""
+
+    is_shared = True
+
+
 class CheckpointError(RunError):
     """A checkpoint that cannot be used: corrupt or truncated."""
 
 
 class WorkerError(RunError):
     """A worker process died or raised; the text holds that worker's error."""
+
+
+def way_to_resume(workdir: str | None, checkpoint_dir: str | None) -> str:
+    """Returns what resumes a run that has these folders, as it is typed on the command line or in Python."""
+    folders = {"workdir": workdir, "checkpoint_dir": checkpoint_dir}
+    given = {name: folder for name, folder in folders.items() if folder is not None}
+    if is_from_command_line():
+        return " ".join([*(shlex.quote(f"--{name}={folder}") for name, folder in given.items()), "--resume"])
+    return ", ".join(["launch(...", *(f'{name}="{folder}"' for name, folder in given.items()), "resume=True)"])
 
 
 def last_line_of(error: RunError) -> str:
@@ -150,9 +168,10 @@ def line_of_interrupt(error: KeyboardInterrupt) -> str:
 
 
 def end_in_a_line() -> None:
-    """Lets Python show a `RunError`, or Ctrl-C, that nobody catches as a line, without frames, from now on.
+    """Lets a `RunError`, or Ctrl-C, that nobody catches end the program as a recipe ends: a line, and its exit code.
 
     A program can only say so to `sys.excepthook`, which gets what has ended it; what catches the error is as ever.
+    An exit code is what the hook raises: Python (3.11 to 3.14) ends with a SystemExit that comes out of it.
     With KERASDP_TRACEBACK=1 in the environment the frames are shown.
     """
     former = sys.excepthook
@@ -163,8 +182,8 @@ def end_in_a_line() -> None:
         if isinstance(error, (RunError, KeyboardInterrupt)):
             line = last_line_of(error) if isinstance(error, RunError) else line_of_interrupt(error)
             print(line, file=sys.stderr, flush=True)
-        else:
-            former(kind, error, frames)
+            raise SystemExit(error.exit_code if isinstance(error, RunError) else EXIT_CODE_OF_INTERRUPT)
+        former(kind, error, frames)
 
     sys.excepthook = show
 

@@ -19,7 +19,7 @@ from kerasdp.config.choices import choices_of
 from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
 from kerasdp.config.ladder import next_flags
 from kerasdp.config.validation import check_installed
-from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line
+from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line, redacted, way_to_resume
 from kerasdp.reporting.figure import live_figures
 from kerasdp.runtime import hardware, memory, outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
@@ -61,7 +61,9 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         UserError: if there is no such choice, or it cannot be had on this machine; if `train` has to be sent to other
             processes and refers to something that cannot be; within the `train` of another launch.
         RunError: if a worker failed; the text is that worker's error.
-        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint.
+        PreemptedError: if SIGTERM or SIGUSR1 came, and the run could save a checkpoint. Where nobody catches it the
+            program ends with its line and exit code 99.
+        KeyboardInterrupt: after Ctrl-C, with a checkpoint of the last step; a second Ctrl-C does not wait for that.
     """
     with _explained_end(settings, changes):
         if _is_training:
@@ -88,7 +90,7 @@ def _explained_end(settings: Config | None, changes: dict[str, Any]) -> Iterator
     try:
         yield
     except KeyboardInterrupt as end:
-        end.add_note(addressed(_how_to_resume(dataclasses.replace(settings or Config(), **changes))))
+        end.add_note(redacted(_how_to_resume(dataclasses.replace(settings or Config(), **changes))))
         end_in_a_line()
         raise
     except RunError:
@@ -100,13 +102,14 @@ def _how_to_resume(settings: Config) -> str:
     from kerasdp.checkpoint.files import paths_in
 
     if not settings.keeps_checkpoints:
-        return "it kept no checkpoints: add --workdir, and no --checkpoint_every=never"
+        return addressed("it kept no checkpoints: add --workdir, and no --checkpoint_every=never")
     of_fits = (paths_in(str(settings.checkpoints_of_fit(number))) for number in itertools.count(1))
     try:
         paths = list(itertools.takewhile(bool, of_fits))
     except OSError as error:
         return f"its checkpoints cannot be looked at ({error})"
-    return f"the newest checkpoint is {paths[-1][0]}; resume with --resume" if paths else "there is no checkpoint yet"
+    way = way_to_resume(settings.workdir, settings.checkpoint_dir)
+    return f"the newest checkpoint is {paths[-1][0]}; resume with {way}" if paths else "there is no checkpoint yet"
 
 
 class Job(NamedTuple):

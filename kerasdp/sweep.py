@@ -13,7 +13,7 @@ import numpy as np
 from kerasdp.config import HANG_TIMEOUT, Config, locked_workdir, prepared_workdir
 from kerasdp.config.choices import choices_of
 from kerasdp.config.config import MACHINES
-from kerasdp.errors import PreemptedError, RunError, UserError
+from kerasdp.errors import PreemptedError, RunError, UserError, way_to_resume
 from kerasdp.launch import launch
 from kerasdp.reporting.comparison import PLACES, Run, best_of, draw, read_history, rows_of, score, table, write_csv
 
@@ -95,7 +95,7 @@ def run(
             is_over = isinstance(asked, optuna.trial.FrozenTrial)
             print(f"run {number + 1} of {total}: {trial.name}{': finished before' * is_over}", flush=True)
             if trial.name not in done:  # else it was picked again
-                reason = asked.user_attrs.get("error", "") if is_over else _error_of(train, trial)
+                reason = asked.user_attrs.get("error", "") if is_over else _error_of(train, trial, settings)
                 done[trial.name] = finished(trial, reason)
             if not is_over:
                 _report(study, asked, done[trial.name])
@@ -187,11 +187,15 @@ def _picked(asked: Any, name: str, values: Any) -> Any:
     return min(max(float(f"{asked.suggest_float(name, least, most, log=is_log):.4g}"), least), most)
 
 
-def _error_of(train: Callable[..., Any], trial: Trial) -> str:
-    """Trains what is left of a run; returns what went wrong, empty if nothing did."""
+def _error_of(train: Callable[..., Any], trial: Trial, settings: Config) -> str:
+    """Trains what is left of a run of the sweep of these settings; returns what went wrong, empty if nothing did."""
+    own, of_sweep = (way_to_resume(each.workdir, each.checkpoint_dir) for each in (trial.settings, settings))
     try:
         launch(train, in_own_process(trial.settings))
-    except PreemptedError:
+    except PreemptedError as error:
+        raise PreemptedError(str(error).replace(own, of_sweep)) from None
+    except KeyboardInterrupt as end:
+        end.__notes__ = [note.replace(own, of_sweep) for note in end.__notes__]
         raise
     except RunError as error:
         print(f"failed: {error}", flush=True)

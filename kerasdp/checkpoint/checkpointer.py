@@ -15,7 +15,7 @@ from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.config import Config
 from kerasdp.config.validation import versions
 from kerasdp.data.sampling import Split
-from kerasdp.errors import CheckpointError, PreemptedError, UserError
+from kerasdp.errors import CheckpointError, PreemptedError, SavedInterrupt, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import Recorder
@@ -307,6 +307,9 @@ class Checkpointer:
         # Not before rank 0 has written: a rank that leaves ends the others.
         (is_saved,) = self.processes.broadcast_from_rank0([float(self.last_good == path)])
         signal = signals.noted()
+        if signal is signals.INTERRUPT:
+            raise SavedInterrupt
         name = "a signal to another process" if signal is None else signal.name
         saved = f"saved in {path}" if is_saved else "which could not be saved"
-        raise PreemptedError(f"stopped by {name} after step {step}, {saved}; resume with --resume")
+        way = way_to_resume(self.config.workdir, self.config.checkpoint_dir)
+        raise PreemptedError(f"stopped by {name} after step {step}, {saved}; resume with {way}")

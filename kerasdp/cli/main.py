@@ -17,7 +17,15 @@ from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
 from kerasdp.config import Config, Request
 from kerasdp.config.choices import choices_of
 from kerasdp.config.validation import BACKENDS
-from kerasdp.errors import FIELDS_OF_FLAGS, RunError, UserError, from_command_line, last_line_of, line_of_interrupt
+from kerasdp.errors import (
+    EXIT_CODE_OF_INTERRUPT,
+    FIELDS_OF_FLAGS,
+    RunError,
+    UserError,
+    from_command_line,
+    last_line_of,
+    line_of_interrupt,
+)
 from kerasdp.launch import launch
 from kerasdp.parity.trace import Way
 from kerasdp.runtime.devices import choose_backend, is_installed
@@ -79,7 +87,7 @@ def ending_with_a_line() -> Iterator[None]:
         sys.exit(error.exit_code)
     except KeyboardInterrupt as end:
         print(line_of_interrupt(end), file=sys.stderr, flush=True)
-        sys.exit(130)
+        sys.exit(EXIT_CODE_OF_INTERRUPT)
 
 
 T = TypeVar("T")

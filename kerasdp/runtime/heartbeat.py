@@ -60,7 +60,8 @@ class Rank(NamedTuple):
         meeting: name and line of the call that the last one was for, as `("fit", "train.py:12")`.
         calls: that run, from the outermost: number of the meeting before it, and as `fit (train.py:12)`.
         step: of the training, from 1, or the one after which it is; 0: none.
-        is_finishing: whether it has noted a signal, and ends after its step.
+        saves: whether it would end after its step, with a checkpoint, at a signal.
+        is_finishing: whether it has noted one, and so ends.
         error: with which the last call ended, in a line; empty: with none.
         place: the line where it is, if it has not moved for some time.
         is_of_user: whether that line is the user's, not a package's.
@@ -76,6 +77,7 @@ class Rank(NamedTuple):
     meeting: tuple[str, str] = ("", "")
     calls: tuple[tuple[int, str], ...] = ()
     step: int = 0
+    saves: bool = False
     is_finishing: bool = False
     error: str = ""
     place: str = ""
@@ -290,7 +292,8 @@ class Heartbeat:
 
     def _write(self, **changes: Any) -> None:
         with self._lock:
-            self._fields.update(changes, is_finishing=signals.is_finishing(), alive=time.monotonic())
+            of_signals = {"saves": signals.is_awaited(), "is_finishing": signals.is_finishing()}
+            self._fields.update(changes, **of_signals, alive=time.monotonic())
             if self._memory is None:
                 return
             content = pickle.dumps((*self._fields.values(),))

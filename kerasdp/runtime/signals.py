@@ -1,8 +1,8 @@
 """Handles the signals that ask a run to end.
 
-Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away. If the run keeps checkpoints, the
-first one is noted, and the run ends after its step, with a checkpoint; a second one ends it at once. Without
-checkpoints the first one does.
+Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away, a terminal sends SIGINT at Ctrl-C. If the
+run keeps checkpoints, the first one is noted, and the run ends after its step, with a checkpoint; a second one ends it
+at once. Without checkpoints the first one does.
 """
 
 import contextlib
@@ -12,12 +12,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from kerasdp.errors import PreemptedError, RunError
+
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT = signal.SIGINT
 # A signal to a group of processes reaches a worker twice: by itself, and from its parent, which passes it on.
 SECONDS_OF_ONE = 2.0
+# Ctrl-C likewise, from a terminal and from a launcher; people press it again sooner.
+_SECONDS_OF_ONE_INTERRUPT = 0.3
 # A process that nobody watches, and that has not noted a signal by then, waits in native code: not for a first step to
 # be compiled, which it would save after, but for a collective that never ends, say.
 SECONDS_TO_NOTE = 600.0
@@ -31,6 +36,8 @@ _noted: list[int] = []
 _raised: list[int] = []
 # When they were passed on, in seconds of `time.monotonic`.
 _passed_on: list[float] = []
+# When Ctrl-C was noted last, likewise.
+_interrupted = 0.0
 # What the program is in: `noticed`, `awaited`, `passed_on`, or none of them. And where the interpreter writes the
 # number of each signal at once, wherever the main thread is.
 _context, _pipe = "", -1
@@ -58,22 +65,33 @@ def noticed(is_watched: bool = False) -> Iterator[None]:
     _noted.clear()
     _raised.clear()
     handlers: dict[signal.Signals, Callable[[int, Any], None]] = dict.fromkeys(_SIGNALS, _note)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        handlers[signal.SIGINT] = _note
+    if signal.getsignal(INTERRUPT) is signal.default_int_handler:
+        handlers[INTERRUPT] = _note
     try:
-        with _within("noticed"), _arrivals(is_watched), _handlers(handlers), _raised_again():
+        with _within("noticed"), _arrivals(handlers, is_watched), _handlers(handlers), _raised_again():
             yield
     except Exception as error:
         # A framework's native code may make an error of its own of an exception that went through it, and so does
         # TensorFlow (2.21) of all that a bare `except:` catches (`tf.int32.min`).
-        if _raised:
-            raise _ending(_raised[-1]) from error
+        # And Ctrl-C reaches all programs of a terminal: those that load the data may not be there for the next step.
+        if _raised or (INTERRUPT in _noted and not isinstance(error, RunError)):
+            raise _ending(_raised[-1] if _raised else INTERRUPT) from error
         raise
 
 
 @contextlib.contextmanager
-def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting."""
+def passed_on(processes: Callable[[], Iterable[Any]], saves: Callable[[], bool] | None = None) -> Iterator[None]:
+    """Passes the signals on to worker processes (which have a `pid`) within the context, and keeps waiting.
+
+    Args:
+        processes: returns those that live.
+        saves: returns whether one of them would save a checkpoint. Then Ctrl-C is passed on, as SIGUSR1: they do not
+            heed SIGINT, which a terminal sends to each of them, too. Else, and at a second Ctrl-C, it is raised here.
+            None: something else handles it.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, also where the workers have saved.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -81,6 +99,12 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
     _passed_on.clear()
 
     def pass_on(number: int, _: Any) -> None:
+        if number == INTERRUPT:
+            if _is_copy():
+                return
+            if _noted or saves is None or not saves():
+                _noted.append(number)
+                raise KeyboardInterrupt
         _noted.append(number)
         _passed_on.append(time.monotonic())
         workers = list(processes())
@@ -88,10 +112,29 @@ def passed_on(processes: Callable[[], Iterable[Any]]) -> Iterator[None]:
             raise SystemExit(128 + number)
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, number)
+                os.kill(worker.pid, _as_passed_on(number))
 
-    with _within("passed_on"), _handlers(dict.fromkeys(_SIGNALS, pass_on)):
-        yield
+    handlers = dict.fromkeys(_SIGNALS, pass_on)
+    if saves is not None and signal.getsignal(INTERRUPT) in (signal.default_int_handler, _note):
+        handlers[INTERRUPT] = pass_on
+    try:
+        with _within("passed_on"), _handlers(handlers):
+            yield
+    except (PreemptedError, SystemExit):
+        if INTERRUPT in _noted:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _as_passed_on(number: int) -> int:
+    return signal.SIGUSR1 if number == INTERRUPT else number
+
+
+def _is_copy() -> bool:
+    """Returns whether Ctrl-C that comes now has been noted: it came a moment ago, too."""
+    global _interrupted
+    last, _interrupted = _interrupted, time.monotonic()
+    return INTERRUPT in _noted and _interrupted - last < _SECONDS_OF_ONE_INTERRUPT
 
 
 @contextlib.contextmanager
@@ -131,14 +174,13 @@ def awaited() -> contextlib.AbstractContextManager[None]:
 
 
 def noted() -> signal.Signals | None:
-    """Returns the signal that came, if one did.
-
-    Raises:
-        KeyboardInterrupt: if it was Ctrl-C, which no step and no checkpoint waits for; see `leave_if_asked`.
-    """
-    if signal.SIGINT in _noted:
-        raise KeyboardInterrupt
+    """Returns the signal that came, if one did."""
     return signal.Signals(_noted[0]) if _noted else None
+
+
+def is_awaited() -> bool:
+    """Returns whether the program is in a `fit` with checkpoints."""
+    return _context == "awaited"
 
 
 def is_finishing() -> bool:
@@ -155,27 +197,31 @@ def seconds_since_passed_on() -> list[tuple[int, float]]:
 def leave_as(exit_code: int) -> None:
     """Ends this process, too, if another ended with this code because of a signal that was passed on to it."""
     for number in _noted:
-        if exit_code in (-number, 128 + number):
+        if exit_code in (-_as_passed_on(number), 128 + _as_passed_on(number)):
             raise SystemExit(128 + number) from None
 
 
 def leave_if_asked() -> None:
     """Ends the run if a signal should have done so already: code between may have caught what it raised."""
-    if _noted and (_context != "awaited" or signal.SIGINT in _noted):
+    if _noted and (_context != "awaited" or INTERRUPT in _noted[1:]):
         raise _ending(_noted[-1])
 
 
 def _note(number: int, _: Any) -> None:
-    is_again = number in _noted and number != signal.SIGINT
+    if number == INTERRUPT and _is_copy():
+        return
+    # Of a second one of the others the thread thinks.
+    is_awaited = _context == "awaited" and not (number == INTERRUPT and _noted)
+    is_again = number in _noted and number != INTERRUPT
     _noted.append(number)
-    if number == signal.SIGINT or not (is_again or _context == "awaited"):
+    if not (is_again or is_awaited):
         _raised.append(number)
         raise _ending(number)
 
 
 def _ending(number: int) -> BaseException:
     """Returns what ends the run for a signal."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    return KeyboardInterrupt() if number == INTERRUPT else SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -200,7 +246,9 @@ def _raised_again() -> Iterator[None]:
     kept = sys.unraisablehook
 
     def hook(lost: Any) -> None:  # takes no lock, which the main thread may hold
+        global _interrupted
         if _noted and lost.exc_type in (KeyboardInterrupt, SystemExit):
+            _interrupted = 0.0
             os.write(_pipe, bytes([_noted.pop() | _AGAIN]))
         else:
             kept(lost)
@@ -213,13 +261,13 @@ def _raised_again() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _arrivals(is_watched: bool) -> Iterator[None]:
+def _arrivals(numbers: Collection[int], is_watched: bool) -> Iterator[None]:
     """Ends this process at a second signal; or if the main thread stays in native code, where no handler is called."""
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     other, _pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), writer
-    threading.Thread(target=_watch, args=(reader, other, is_watched), daemon=True, name="signals").start()
+    threading.Thread(target=_watch, args=(reader, other, numbers, is_watched), daemon=True, name="signals").start()
     try:
         yield
     finally:
@@ -228,8 +276,12 @@ def _arrivals(is_watched: bool) -> Iterator[None]:
         os.close(writer)  # with which the thread ends
 
 
-def _watch(reader: int, other: int, is_watched: bool) -> None:
-    """Runs in a thread. `other`: a pipe of an event loop, as in a notebook, that gets the numbers, too; -1: none."""
+def _watch(reader: int, other: int, numbers: Collection[int], is_watched: bool) -> None:
+    """Runs in a thread.
+
+    `numbers`: of the signals that count. `other`: a pipe of an event loop, as in a notebook, that gets all, too; -1:
+    none.
+    """
     arrived: list[tuple[int, float]] = []  # signals, each once, with their times
     with open(reader, "rb", buffering=0) as arrivals:
         while True:
@@ -254,7 +306,8 @@ def _watch(reader: int, other: int, is_watched: bool) -> None:
             if now - looked > 2 * _SECONDS_BETWEEN_LOOKS:
                 now = looked  # native code has kept the interpreter, and it came at any time since
             last = max((since for known, since in arrived if known == number), default=-SECONDS_OF_ONE)
-            if number in (*_SIGNALS, signal.SIGINT) and now - last > SECONDS_OF_ONE:
+            seconds_of_one = _SECONDS_OF_ONE_INTERRUPT if number == INTERRUPT else SECONDS_OF_ONE
+            if number in numbers and now - last > seconds_of_one:
                 arrived.append((number, now))
 
 
@@ -262,8 +315,12 @@ def _ends(arrived: list[tuple[int, float]], is_watched: bool) -> Iterator[float]
     """Yields when this process is to be ended, for what has arrived."""
     if _context == "passed_on":  # those that it is passed on to are looked after
         return
-    if len(arrived) > 1 and (arrived[-1][0] != signal.SIGINT or signal.SIGINT not in _noted):
-        yield arrived[-1][1] + _SECONDS_TO_LEAVE * (_context != "awaited")
+    number, since = arrived[-1] if len(arrived) > 1 else (0, 0.0)
+    if number == INTERRUPT:  # whose handler raises, where there is one
+        if _noted.count(number) < sum(known == number for known, _ in arrived):
+            yield since + _SECONDS_TO_LEAVE
+    elif number:
+        yield since + _SECONDS_TO_LEAVE * (_context != "awaited")
     if arrived and arrived[0][0] not in _noted and not is_watched:
         yield arrived[0][1] + SECONDS_TO_NOTE
 

@@ -130,7 +130,7 @@ def run_workers(
             timeout,
         )
         stack.callback(workers.kill)
-        with signals.passed_on(workers.living), not_run_again():
+        with signals.passed_on(workers.living, workers.saves), not_run_again():
             for process in workers.processes:
                 with signals.delayed():  # one whose start is cut short would run, and nobody would know of it
                     _start(process)
@@ -151,6 +151,12 @@ class Workers:
     def living(self) -> list[Any]:
         """Returns those that have been started and have not ended."""
         return [process for process in self.processes if process.pid is not None and process.is_alive()]
+
+    def saves(self) -> bool:
+        """Returns whether one of them trains, and would save a checkpoint after its step, as far as is known."""
+        known = [rank for rank in self._ranks() if rank is not None]
+        # A single one that is not known may watch over others, which know it.
+        return any(rank.saves for rank in known) or (len(self.processes) == 1 and not known and bool(self.living()))
 
     def kill(self) -> None:
         """Ends all at once."""
@@ -245,8 +251,6 @@ def _work(place: Place, environment: dict[str, str], function: Callable[..., Any
     try:
         _write_result(function(*args))
         return
-    except KeyboardInterrupt:  # which the parent gets, too
-        os._exit(128 + signal.SIGINT)
     except SystemExit as end:
         if signals.noted() is not None:
             raise
@@ -344,10 +348,9 @@ def begin_worker(place: Place) -> None:
     usual, *_ = multiprocessing.get_all_start_methods()
     multiprocessing.set_start_method(usual, force=True)
     outcome.begin(place)
-    if place.num_workers > 1 or not place.is_watched:
-        # Ctrl-C reaches every process of a terminal, and then maybe again: leave at the first, quietly, also where
-        # native code waits.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    # Ctrl-C reaches every process of a terminal: the parent says what becomes of this one. Where it is not watched
+    # leave, quietly, also where native code waits. Not SIG_IGN, which programs that are started here would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None if place.is_watched else os._exit(128 + signal.SIGINT))
 
 
 def _num_killed_for_memory() -> int:

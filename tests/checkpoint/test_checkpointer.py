@@ -1,6 +1,7 @@
 """When a checkpoint is written."""
 
 import os
+import re
 import signal
 
 import keras
@@ -129,14 +130,24 @@ def test_the_best_epoch(scores, best, make):
     assert saved_steps(checkpointer) == list(range(1, len(scores) + 1))
 
 
-def test_a_signal_saves_and_ends_the_run(make):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_run(number, make):
     checkpointer = make(checkpoint_every="epoch")
-    with signals.noticed(), signals.awaited():
-        step(checkpointer)
-        signal.raise_signal(signal.SIGUSR1)
-        with pytest.raises(PreemptedError, match=r"stopped by SIGUSR1 after step 2, saved in .*; resume with --resume"):
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with signals.noticed(), signals.awaited():
             step(checkpointer)
+            signal.raise_signal(number)
+            with pytest.raises((PreemptedError, KeyboardInterrupt)) as ended:
+                step(checkpointer)
+    finally:
+        signal.signal(signal.SIGINT, kept)
     assert saved_steps(checkpointer) == [2]
+    if number == signal.SIGINT:
+        assert isinstance(ended.value, KeyboardInterrupt)
+        return
+    way = f"resume with --workdir={checkpointer.config.workdir} --resume"
+    assert re.fullmatch(rf"stopped by SIGUSR1 after step 2, saved in \S*; {re.escape(way)}", str(ended.value))
 
 
 def test_a_step_is_saved_once(make):

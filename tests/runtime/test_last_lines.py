@@ -1,10 +1,14 @@
-"""What a program that ends says last: one line, from a script too, and how to resume."""
+"""What a program that ends says last: one line, from a script too, and how to resume; and its exit code."""
 
+import itertools
+import os
+import shlex
 import signal
+import time
 
 import pytest
 
-from tests.helpers import PROGRAMS, run
+from tests.helpers import BACKENDS, PROGRAMS, finish, run, start
 
 SCRIPT = """
 import kerasdp
@@ -28,14 +32,14 @@ def ended(call="kerasdp.launch(train)", arguments="", **extra):
 )
 def test_a_scripts_error_is_a_line(call, words):
     done = ended(call)
-    assert (done.returncode, done.stderr) == (1, f"error: {words}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: {words}\n")
 
 
 @pytest.mark.proof
 def test_ctrl_c_in_a_script_is_a_line():
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # or a job is deaf
     done = ended(heard + "kerasdp.launch(lambda runner: signal.raise_signal(signal.SIGINT), verbose=0)")
-    assert done.returncode == -signal.SIGINT
+    assert done.returncode == 130
     assert (
         done.stderr.startswith("interrupted; it kept no checkpoints: add workdir, and no ")
         and done.stderr.count("\n") == 1
@@ -54,15 +58,68 @@ def test_an_error_can_be_caught_and_other_errors_have_their_frames():
     assert "line 7, in <module>" in done.stderr and done.stderr.endswith("KeyError: 'mine'\n")
 
 
-def test_ctrl_c_says_how_to_resume(tmp_path):
-    done = run(PROGRAMS / "ctrl_c.py", f"--workdir={tmp_path}/run", "--device=cpu", backend="torch")
-    path = tmp_path / "run" / "checkpoints" / "step-00000002.safetensors"
-    assert path.exists()
-    expected = f"interrupted; the newest checkpoint is {path}; resume with --resume"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, expected)
+# Signals, each with the seconds since the one before; the exit code; and whether there is a checkpoint.
+SIGNALS = {
+    "SIGTERM": ([signal.SIGTERM], 99, True),
+    "SIGUSR1": ([signal.SIGUSR1], 99, True),
+    "Ctrl-C": ([signal.SIGINT], 130, True),
+    "Ctrl-C twice": ([signal.SIGINT, signal.SIGINT], 130, False),
+}
+IN_SHORT = (
+    ("script", "torch", 2, "Ctrl-C"), ("script", "jax", 2, "SIGTERM"), ("recipe", "tensorflow", 1, "Ctrl-C"),
+    ("script", "torch", 2, "Ctrl-C twice"),
+)  # fmt: skip
+CASES = list(itertools.product(("script", "recipe"), BACKENDS, (1, 2), SIGNALS))
 
 
-def test_ctrl_c_says_that_nothing_was_kept(tmp_path):
-    flags = f"--workdir={tmp_path}/run", "--device=cpu", "--checkpoint_every=never"
-    done = run(PROGRAMS / "ctrl_c.py", *flags, backend="torch")
-    assert done.stderr.splitlines()[-1].startswith("interrupted; it kept no checkpoints: ")
+@pytest.mark.parametrize(
+    ("way", "backend", "count", "kind"),
+    [pytest.param(*case, marks=[] if case in IN_SHORT else pytest.mark.proof) for case in CASES],
+)
+def test_a_signal_ends_a_script_as_a_recipe(way, backend, count, kind, tmp_path):
+    """Ctrl-C as a terminal sends it, to each process; the others as `kill` does. The last line says how to resume."""
+    numbers, code, is_saved = SIGNALS[kind]
+    workdir = tmp_path / "a run"
+    of_script = "script", backend, count, workdir
+    flags = f"--backend={backend}", f"--gpus={count}", "--device=cpu", f"--workdir={workdir}", "--verbose=0"
+    given = of_script if way == "script" else ("recipe", *flags)
+    slow = {} if is_saved else {"SLOW": "1"}
+    process = start(PROGRAMS / "signalled.py", *given, backend=backend, **slow)
+    while process.stdout.readline().strip() != "READY":
+        assert process.poll() is None, process.stderr.read()
+    for number in numbers:
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        time.sleep(0.0 if is_saved else 0.6)
+    done = finish(process, 60)
+    folder = workdir / "checkpoints"
+    paths = [path for path in folder.glob("*") if path.name != "best.safetensors"] if folder.exists() else []
+    typed = f'launch(..., workdir="{workdir}", resume=True)' if way == "script" else f"'--workdir={workdir}' --resume"
+    first = f"stopped by {kind} after step " if code == 99 else "interrupted; the newest checkpoint is "
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, len(paths), "Traceback" in done.stderr) == (code, int(is_saved), False), done.stderr
+    if not is_saved:
+        assert last == "interrupted; there is no checkpoint yet"
+        return
+    assert last.startswith(first) and str(paths[0]) in last and last.endswith(f"; resume with {typed}")
+    print(f"{way}, {backend} x {count}, {kind}: {done.returncode}, {last}")
+    step = int(paths[0].stem.removeprefix("step-"))
+    if way == "recipe":  # the flags as they were said, and a step more
+        again = *given, *shlex.split(last.partition("; resume with ")[2]), f"--max_steps={step + 1}"
+        resumed = run(PROGRAMS / "signalled.py", *again, backend=backend)
+    else:
+        resumed = run(PROGRAMS / "signalled.py", *given, backend=backend, RESUME="1", LAST_STEP=str(step + 4))
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_a_preempted_run_can_be_caught():
+    catching = "try: raise kerasdp.PreemptedError('saved')\nexcept kerasdp.RunError as error: print(error.exit_code)"
+    assert ended(catching).stdout == "99\n"
+
+
+def test_ctrl_c_says_that_nothing_was_kept():
+    process = start(PROGRAMS / "signalled.py", "script", "torch", 1, "-", backend="torch")
+    while process.stdout.readline().strip() != "READY":
+        assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    done = finish(process, 60)
+    assert (done.returncode, done.stderr[:37]) == (130, "interrupted; it kept no checkpoints: ")

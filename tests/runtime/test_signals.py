@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
+from kerasdp.errors import PreemptedError
 from kerasdp.runtime import signals
 
 
@@ -115,17 +117,43 @@ def test_without_checkpoints_the_first_one_ends_the_run():
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_ctrl_c_is_no_request_to_save():
-    """Also if its exception was lost in a callback of a framework's native code."""
+def test_ctrl_c_waits_for_the_step_and_a_second_one_does_not(monkeypatch):
+    """One that a launcher sends to the same processes as the terminal is no second one."""
     kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with signals.noticed(), signals.awaited():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert signals.noted() is signal.SIGINT and signals.is_finishing()
+            signals.leave_if_asked()
+            time.sleep(0.4)
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-            with pytest.raises(KeyboardInterrupt):
-                signals.noted()
+                raise AssertionError("the second one was lost")
+            with pytest.raises(KeyboardInterrupt):  # also if its exception was lost in native code
+                signals.leave_if_asked()
+        with pytest.raises(KeyboardInterrupt), signals.noticed(), signals.awaited():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("a process that loads the data got it, too")
     finally:
         signal.signal(signal.SIGINT, kept)
+
+
+def test_ctrl_c_is_passed_on_where_workers_would_save(monkeypatch):
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent, worker = [], types.SimpleNamespace(pid=-1)
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), signals.passed_on(lambda: [worker], lambda: True):
+            signal.raise_signal(signal.SIGINT)
+            assert sent == [signal.SIGUSR1]  # SIGINT they do not heed: a terminal sends it to them, too
+            raise PreemptedError("a worker has saved")
+        with pytest.raises(KeyboardInterrupt), signals.passed_on(lambda: [worker], lambda: False):
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("not reached")
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert sent == [signal.SIGUSR1]
 
 
 # Waits in native code for ever: the main thread locks what it has locked.
