@@ -38,12 +38,13 @@ def convnet(net: Any, x: Any) -> Any:
 
 def resnet18(net: Any, x: Any) -> Any:
     """Builds what `resnet18` of kerasdp/models/classifiers.py builds."""
-    x = net.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3)))
+    norm = {"epsilon": 1e-5, "momentum": 0.9}
+    x = net.relu(net.norm("stem_norm", net.conv("stem_conv", x, 64, 3), **norm))
     for stage, filters in enumerate((64, 128, 256, 512), 1):
         for block in (1, 2):
             name, strides = f"stage{stage}_block{block}", 2 if block == 1 and stage > 1 else 1
-            y = net.relu(net.norm(f"{name}_norm1", net.conv(f"{name}_conv1", x, filters, 3, strides)))
-            y = net.norm(f"{name}_norm2", net.conv(f"{name}_conv2", y, filters, 3))
+            y = net.relu(net.norm(f"{name}_norm1", net.conv(f"{name}_conv1", x, filters, 3, strides), **norm))
+            y = net.norm(f"{name}_norm2", net.conv(f"{name}_conv2", y, filters, 3), **norm)
             if strides != 1:
                 x = net.conv(f"{name}_shortcut", x, filters, 1, strides)
             x = net.relu(x + y)

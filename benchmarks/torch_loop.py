@@ -46,8 +46,9 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, filters: int, strides: int):
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, filters, 3, strides, padding=1), norm(filters)
-        self.conv2, self.norm2 = nn.Conv2d(filters, filters, 3, padding=1), norm(filters)
+        self.conv1 = nn.Conv2d(channels, filters, 3, strides, padding=1)
+        self.conv2 = nn.Conv2d(filters, filters, 3, padding=1)
+        self.norm1, self.norm2 = (norm(filters, epsilon=1e-5, momentum=0.9) for _ in range(2))
         self.shortcut = nn.Conv2d(channels, filters, 1, strides) if strides != 1 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ class ResNet(nn.Module):
         if is_deep:
             self.stem = ConvNorm(3, 64, 7, 2)
         else:
-            self.stem_conv, self.stem_norm = nn.Conv2d(1, 64, 3, padding=1), norm(64)
+            self.stem_conv, self.stem_norm = nn.Conv2d(1, 64, 3, padding=1), norm(64, epsilon=1e-5, momentum=0.9)
         kind, widening, channels = (Bottleneck, 4, 64) if is_deep else (Block, 1, 64)
         self.names = []
         for stage, num_blocks in enumerate([3, 4, 6, 3] if is_deep else [2, 2, 2, 2], 1):

@@ -3,12 +3,16 @@
 Importing this package loads no framework: the backend is chosen when a run starts.
 """
 
+import contextlib
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kerasdp.config import Config
 from kerasdp.errors import PreemptedError, RunError, UserError
 from kerasdp.launch import launch, local_devices
+from kerasdp.runtime.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
     from kerasdp import benchmark, inference, parity, pipeline, ray, sweep
@@ -111,7 +115,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
-        return importlib.import_module(_PACKAGES[name])
+        return _imported(_PACKAGES[name])
     if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        return getattr(_imported(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(name: str) -> Any:
+    """Imports a module, which may import Keras: that takes TensorFlow (3.15) where nobody has chosen."""
+    if "KERAS_BACKEND" in os.environ or "keras" in sys.modules or is_installed("tensorflow"):
+        return importlib.import_module(name)
+    with contextlib.suppress(UserError):  # that none is installed: it is said where one is needed
+        os.environ["KERAS_BACKEND"] = choose_backend(None)
+    try:
+        return importlib.import_module(name)
+    finally:
+        os.environ.pop("KERAS_BACKEND", None)

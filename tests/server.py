@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -103,15 +102,18 @@ def _end(work: Callable[[], object]) -> NoReturn:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     code = 0
     try:
-        work()
+        try:
+            work()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            code = 1
     except SystemExit as end:
         code = end.code
         if not isinstance(code, int | None):
             print(code, file=sys.stderr)
             code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

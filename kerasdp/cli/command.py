@@ -133,7 +133,8 @@ def _copy(words: list[str]) -> int:
     for path in written:
         print(f"copied to {path}")
     if written[0].suffix == ".py":
-        print(f"next: python {written[0]} --help")
+        takes_flags = any(word in written[0].read_text() for word in ("kerasdp.main(", "argparse", "protocol"))
+        print(f"next: python {written[0]}{' --help' * takes_flags}")
     return 0
 
 

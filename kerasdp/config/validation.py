@@ -1,9 +1,12 @@
 """What may be chosen for a run by name, which versions there are of it, and which choices go together."""
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import re
 from typing import Any
 
 from kerasdp.config import spec
@@ -60,10 +63,24 @@ def check(config: Any) -> None:
 
 
 def check_installed(config: Any) -> None:
-    """Raises `UserError` if the package of one of the trackers is not installed."""
+    """Raises `UserError` if the package of one of the trackers, or the optimizer, is not installed."""
+    name, _ = spec.parse(config.optimizer, "optimizer")
+    if (known := _optimizers()) and name.lower() not in known:
+        raise UserError(f"--optimizer: expected one of {', '.join(known)}. Received: {name!r}")
     for name in config.trackers:
         if importlib.util.find_spec(TRACKERS[name]) is None:
             raise UserError(f"--tracker={name}: {name} is not installed; add it: pip install 'kerasdp[{name}]'")
+
+
+@functools.cache
+def _optimizers() -> list[str]:
+    """Returns the names of Keras' optimizers, as the file says that exports them: importing it takes seconds."""
+    found = importlib.util.find_spec("keras")
+    for folder in (found and found.submodule_search_locations) or ():
+        with contextlib.suppress(OSError), open(os.path.join(folder, "optimizers", "__init__.py")) as file:
+            names = re.findall(r" as ([A-Z]\w*)", file.read())
+            return [name.lower() for name in names if "Optimizer" not in name]
+    return []
 
 
 @functools.cache  # each reads a file

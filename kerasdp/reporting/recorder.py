@@ -80,8 +80,8 @@ class Recorder(keras.callbacks.Callback):
         """Says what is about to run."""
         if not self.verbose:
             return
-        lines = [report.start_line(self.facts, self._learning_rate()), report.of_small_batches(self.facts)]
-        lines.append(self._describe())
+        first = report.start_line(self.facts, self._learning_rate(), self._update_rule()["schedule"])
+        lines = [first, report.of_small_batches(self.facts), self._describe()]
         if self._saved:
             is_over = self.run_state.was_over or self.run_state.is_at_last_step
             saved = self._saved

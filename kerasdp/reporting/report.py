@@ -102,15 +102,19 @@ _FEW_SAMPLES = 32  # of a replica
 
 
 @functools.cache  # a checkpoint needs them, too
-def start_line(facts: Facts, learning_rate: float) -> str:
-    """Formats the first line of a run: backend, devices, model, batch, learning rate, precision."""
+def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -> str:
+    """Formats the first line of a run: backend, devices, model, batch, learning rate, precision.
+
+    With a schedule the rate is that of the next update: of a warm-up it may be 0.
+    """
+    of_schedule = "" if schedule == "constant" else f" now, by {schedule}"
     replica_batch = str(facts.config.replica_batch_size(facts.num_replicas))
     if facts.split is not None and facts.split.shares is not None:
         replica_batch = ", ".join(str(each.num_rows) for each in facts.split.replicas(facts.global_batch_size))
     share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
-        f"learning rate {learning_rate:.6g} | {_precision(facts)}"
+        f"learning rate {learning_rate:.6g}{of_schedule} | {_precision(facts)}"
     )
 
 

@@ -46,7 +46,7 @@ class LoopBatch(NamedTuple):
     """A global batch of `Runner.batches`, for the functions that `Runner.step` makes.
 
     Attributes:
-        epoch: from 0.
+        epoch: from 0, as callbacks have it; the lines of a run count from 1.
         number: in the epoch, from 0.
         is_last: whether it is the epoch's last one; None if that is not known.
         num_rows: samples of the global batch.

@@ -279,3 +279,30 @@ def test_sums_of_parameters(models):
         scales = 1 if name == "convnet" else 2  # the guide's batch norms have an offset only
         assert trained[name] == sum(int(line[-1]) for line in lines) + scales * norms[name]
         assert model.count_params() - trained[name] == 2 * norms[name]
+
+
+# Of each work: momentum and epsilon of its batch norms, in Keras' terms; initializers of kernels. Biases begin with 0.
+# The Keras guide leaves all to Keras. d2l.ai and torchvision have PyTorch's batch norm, momentum 0.1 there. He et al.
+# have He normal; d2l.ai has N(0, 0.01), which its flagfiles ask for.
+NUMBERS = {
+    "lenet": (None, "GlorotUniform"),
+    "convnet": ((0.99, 1e-3), "GlorotUniform"),
+    "resnet18": ((0.9, 1e-5), "GlorotUniform"),
+    "resnet50": ((0.9, 1e-5), "HeNormal"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_numbers_that_no_shape_tells(name, models):
+    norms, kernels = set(), set()
+    for layer in models[name].layers:
+        begin = {"bias": 0.0, "beta": 0.0, "gamma": 1.0, "moving_mean": 0.0, "moving_variance": 1.0}
+        for weight in layer.weights:
+            if weight.name in begin:
+                assert set(np.unique(weight.numpy())) == {begin[weight.name]}, weight.path
+        if isinstance(layer, keras.layers.BatchNormalization):
+            norms.add((layer.momentum, layer.epsilon))
+        if hasattr(layer, "kernel_initializer"):
+            kernels.add(type(layer.kernel_initializer).__name__)
+    expected, kernel = NUMBERS[name]
+    assert norms == ({expected} if expected else set()) and kernels == {kernel}

@@ -43,6 +43,7 @@ def test_lines(tmp_path):
         "jax on 2 virtual CPU devices (no GPU found) | lenet | batch 61 (31 a replica) | learning rate 0.03 | float32"
     )
     # The stages of a pipeline share the batch, but cut it by themselves.
+    assert "| learning rate 0 now, by CosineDecay |" in report.start_line(of, 0.0, "CosineDecay")
     assert "| batch 61 | learning rate 0.03 |" in report.start_line(facts(tmp_path, num_replicas=1), 0.03)
     assert report.end_line(of, result(of)) == (
         "validation accuracy 0.6250, 2.00 s/epoch, 200 samples/s on 2 virtual CPU devices (no GPU found); "

@@ -196,3 +196,15 @@ def test_torch_compiles_into_no_folder_that_anybody_can_make(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     folder = os.path.dirname(done.stdout.strip())
     assert folder == f"{tmp_path}/kerasdp-{os.getuid()}" and os.stat(folder).st_mode & 0o777 == 0o700, done.stderr
+
+
+def test_a_name_that_needs_keras_takes_a_backend_that_is_there():
+    """Keras itself takes TensorFlow, where nobody has chosen."""
+    program = (
+        "import os, sys, kerasdp; kerasdp.is_installed = lambda name: name != 'tensorflow'; "
+        "kerasdp.choose_backend = lambda name: 'jax'; help(kerasdp.ImageFolder); import keras; "
+        "print(keras.backend.backend(), 'KERAS_BACKEND' in os.environ, 'tensorflow' in sys.modules)"
+    )
+    env = {name: value for name, value in environment().items() if name != "KERAS_BACKEND"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "jax False False", done.stderr
