@@ -23,6 +23,8 @@ from kerasdp.runtime.link import Link
 from kerasdp.runtime.outcome import Place
 
 SECONDS_BETWEEN_SIGNS = 0.5
+# What compiles for so long is worth a line.
+_SECONDS_TO_COMPILE = 5.0
 # So many of a rank's last events are known by their names.
 NUM_RECENT = 32
 ALIKE = (
@@ -153,14 +155,15 @@ def _named(name: str, line: str) -> str:
 class Heartbeat:
     """Marks what this rank does."""
 
-    def __init__(self, tell_after: float | None = None, link: Link | None = None):
+    def __init__(self, tell_after: float | None = None, link: Link | None = None, compiler: str = ""):
         """Begins in the script.
 
         Args:
             tell_after: seconds without a move after which a line says where this process is. None: never.
             link: with the other ranks, if there are any.
+            compiler: what compiles here, for a line that says so once; empty: none.
         """
-        self._tell_after, self._link = tell_after, link
+        self._tell_after, self._link, self._compiler = tell_after, link, compiler
         place = outcome.place()
         self._memory = None if place is None else _memory(place)  # None: nobody looks
         self._fields: dict[str, Any] = dict(zip(Rank.__annotations__, Rank()))
@@ -309,6 +312,9 @@ class Heartbeat:
                 continue
             place = lines.place_of(self._thread)
             self._write(place=place, is_of_user=lines.is_of_user(place))
+            if self._compiler and rank.state == State.COMPILING and seconds > _SECONDS_TO_COMPILE:
+                print(f"{self._compiler} compiles: {seconds:.0f} s so far", file=sys.stderr, flush=True)
+                self._compiler = ""
             is_waiting = rank.state in (State.CALL, State.STEP)
             if self._tell_after and seconds > self._tell_after and is_waiting and told != rank.since:
                 told = rank.since

@@ -21,8 +21,9 @@ from tests.helpers import BACKENDS, DEVICES, PROGRAMS, ROOT, environment, files_
 
 pytestmark = pytest.mark.proof
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
+NEEDS = "needs pip install -e '.[proofs]'"
+pytest.importorskip("s3fs", reason=NEEDS)
+moto_server = pytest.importorskip("moto.server", reason=NEEDS)
 
 BUCKET = "s3://bucket"
 

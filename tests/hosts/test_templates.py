@@ -178,6 +178,6 @@ def test_pods_have_the_secret_and_no_rights(name):
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_are_what_kubernetes_knows(name):
     """By the schemas of `pip install kubernetes-validate`; in strict form, which refuses unknown fields."""
-    schemas = pytest.importorskip("kubernetes_validate")
+    schemas = pytest.importorskip("kubernetes_validate", reason="needs pip install -e '.[proofs]'")
     for manifest in manifests(name):
         schemas.validate(job_of(name) if manifest["kind"] == "JobSet" else manifest, "1.31", strict=True)

@@ -240,3 +240,13 @@ def test_one_process_says_where_it_is(capsys):
     err = capsys.readouterr().err
     assert err.count("nothing has moved for 1 s in fit (test_heartbeat.py:") == 1
     assert f"at {__file__}" in err and "--hang_timeout ends such a run" in err
+
+
+def test_what_compiles_for_long_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "_SECONDS_TO_COMPILE", 0.6)
+    beating = Heartbeat(compiler="jax")
+    with beating.of_run():
+        for _ in range(2):
+            with beating.compiling():
+                time.sleep(1.6)
+    assert re.fullmatch(r"jax compiles: \d s so far\n", capsys.readouterr().err)

@@ -119,6 +119,10 @@ def start_jax(devices: Devices, config: Config) -> list[jax.Device]:
     jax.config.update("jax_enable_x64", config.precision == "float64")
     if jax.config.values["jax_compilation_cache_dir"] is None:  # also $JAX_COMPILATION_CACHE_DIR
         jax.config.update("jax_compilation_cache_dir", cache_folder("jax"))
+        # jax (0.10.2) keeps what takes a second to compile: not the hundreds of small programs that a model is built
+        # and tried with, nor most steps.
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     of_run = _devices_of(devices.kind)[: devices.count]
     if devices.is_accelerator:
         set_precision_of_products(devices.kind, config)
