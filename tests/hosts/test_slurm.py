@@ -19,11 +19,23 @@ def cluster(tmp_path_factory):
         yield found, folder
 
 
+# What somebody writes in place of the recipe; the flags are read so that the template can stay as it is.
+SCRIPT = """
+import sys
+import kerasdp
+from kerasdp.cli.main import parse
+sys.path.insert(0, "recipes")
+from train import train
+kerasdp.launch(train, parse(sys.argv))
+"""
+
+
 class Job:
-    def __init__(self, cluster, backend, devices=1):
+    def __init__(self, cluster, backend, devices=1, program="recipes/train.py"):
         self.slurm, self.folder = cluster
+        (self.folder / "mine.py").write_text(SCRIPT)
         changes = {"#SBATCH --gpus-per-node=4 ": "# ", "--cpus-per-task=16": "--cpus-per-task=1"}
-        changes["--gpus=1"] = f"--gpus={devices}"
+        changes |= {"--gpus=1": f"--gpus={devices}", "recipes/train.py": program}
         script = self.folder / f"{backend}.sbatch"
         script.write_text(edited("slurm.sbatch", changes, backend=backend))
         self.number = self.slurm.submit(script, cwd=self.folder)
@@ -50,10 +62,13 @@ class Job:
 
 
 @pytest.mark.parametrize(
-    ("backend", "devices"), [(name, 1) for name in BACKENDS] + [("torch", 2)] * ("torch" in BACKENDS)
+    ("backend", "devices", "program"),
+    [(name, 1, "recipes/train.py") for name in BACKENDS]
+    + [("torch", 2, "recipes/train.py"), ("torch", 2, "mine.py")] * ("torch" in BACKENDS)
+    + [("jax", 1, "mine.py")] * ("jax" in BACKENDS),
 )
-def test_a_job_that_is_stopped_is_requeued_and_resumes(cluster, backend, devices):
-    job = Job(cluster, backend, devices)
+def test_a_job_that_is_stopped_is_requeued_and_resumes(cluster, backend, devices, program):
+    job = Job(cluster, backend, devices, program)
     job.wait_for_steps(30)
     job.slurm.run("scancel", "--signal=TERM", job.number)
     assert job.wait_for("PENDING")["Restarts"] == "1"

@@ -1,13 +1,14 @@
 """What ranks write down, and what whoever watches over them makes of it."""
 
 import os
+import re
 import threading
 import time
 
 import pytest
 
 from kerasdp.errors import UserError
-from kerasdp.runtime import outcome, watch
+from kerasdp.runtime import heartbeat, outcome, watch
 from kerasdp.runtime.heartbeat import NUM_RECENT, Heartbeat, Rank, State, read_rank, unlike
 from kerasdp.runtime.link import Link
 from kerasdp.runtime.outcome import Place
