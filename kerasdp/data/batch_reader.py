@@ -307,8 +307,8 @@ _MOST_AHEAD = 256
 class StreamReader(BatchReader):
     """Batches of anything that can be iterated, in the order that it has.
 
-    What can be read only once is read on and on, others from their begin in each epoch; with `steps` batches an epoch,
-    the next epoch continues where the last one ended.
+    What can be read only once is read on and on, others from their begin in each epoch. In training with `steps` batches
+    an epoch, the next epoch continues where the last one ended; an evaluation begins with the first batch, as in Keras.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class StreamReader(BatchReader):
         super().__init__(batches, *args, **kwargs)
         streams.refuse_split_data(batches)
         self._seed, self._is_read_once = seed, streams.is_read_once(batches)
-        self._continues = self._is_read_once or self._steps is not None
+        self._continues = self._is_read_once or (self._steps is not None and seed is not None)
         self._stream: Stream | None = None  # where this process reads
         if self._is_read_once and self._reads:
             known = {} if known_streams is None else known_streams
@@ -375,6 +375,7 @@ class StreamReader(BatchReader):
             self._drop_before(place)
         elif self._reads and epoch:
             streams.skip_passes(self.batches, epoch - 1)  # the first one was opened for its first batch
+            self._is_fresh = False
 
     def saved_state(self, epoch: int, batch: int) -> dict[str, Any] | None:
         """See `BatchReader`."""
@@ -450,9 +451,12 @@ class StreamReader(BatchReader):
     def _require_some(self, number: int, epoch: int) -> None:
         if number or not self._num_taken or not self._is_read_once:
             return
+        left, steps = f" for epoch {epoch + 1}", "steps_per_epoch"
+        if self._seed is None:
+            left, steps = " to evaluate on", "validation_steps"
         raise UserError(
-            f"x: the {streams.kind_of(self.batches)} gave {self._num_taken} batches, and has none left for epoch "
-            f"{epoch + 1}: it can be read only once; add steps_per_epoch, or give an object that can be iterated anew"
+            f"x: the {streams.kind_of(self.batches)} gave {self._num_taken} batches, and has none left{left}: it can be "
+            f"read only once; add {steps}, or give an object that can be iterated anew"
         )
 
     def _drop_before(self, place: int) -> None:

@@ -61,7 +61,7 @@ class Loop:
             callbacks.on_epoch_begin(epoch)
             logs = self._train_epoch(feed, callbacks)
             self._check_state()
-            if validation is not None and _is_due(epoch, validation_freq):
+            if validation is not None and is_due(epoch, validation_freq):
                 logs |= {f"val_{name}": value for name, value in self.evaluate(validation, callbacks).items()}
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
@@ -193,7 +193,7 @@ def _calls(batches: Iterator[DeviceBatch], num_done: int, per_call: int) -> Iter
         num_done += len(taken)
 
 
-def _is_due(epoch: int, validation_freq: int | list[int]) -> bool:
+def is_due(epoch: int, validation_freq: int | list[int]) -> bool:
     """Returns whether to evaluate after an epoch, from 0: after every n-th one, or those of a list, from 1."""
     if hasattr(validation_freq, "__contains__"):
         return epoch + 1 in validation_freq

@@ -112,8 +112,10 @@ def _reader_of_batches(
         way = way if hasattr(x, "__len__") else 'torch.utils.data.DataLoader(x.with_format("torch"), ...)'
         raise UserError(f"x: a {type(x).__name__} gives rows, not batches of inputs and targets; use {way}")
     own = {"class_weight": class_weight, "scatter": strategy.processes.open_scatter(), "warn": report.warn}
-    there = steps or length_of(x)  # of what has no end, with steps alone
-    place = x, strategy.split, strategy.shard, _capped(steps, there)
+    steps = _capped(steps, steps or length_of(x))  # of what has no end, with steps alone
+    if is_indexed and seed is None and steps is not None and x.num_batches:  # in no training: samples would count twice
+        steps = min(steps, x.num_batches)
+    place = x, strategy.split, strategy.shard, steps
     if is_indexed:
         return IndexedReader(*place, order_seed=seed if shuffle else None, **own)
     return StreamReader(*place, seed=seed, known_streams=known_streams, **own)

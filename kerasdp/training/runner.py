@@ -45,7 +45,7 @@ from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
 from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
-from kerasdp.training.loop import Loop, ModelSteps, require_equal_replicas
+from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
 from kerasdp.training.memory_plan import count_activations, needed
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
@@ -188,6 +188,8 @@ class Runner:
         validation = self._validation(model, validation_data, validation_size, validation_steps, epochs)
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
+            if validation[0] is not None:
+                validation[0].resume_at(sum(is_due(one, validation_freq) for one in range(initial_epoch, self.state.epoch)))
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
         with self._training(model, run_callbacks, reader, *validation) as (loop, feed, validation_feed):
             loop.fit(feed, run_callbacks, range(initial_epoch, epochs), validation_feed, validation_freq)

@@ -60,11 +60,15 @@ def test_nothing_is_lost_or_read_twice():
 
 
 def test_what_can_be_read_once_has_no_second_epoch():
-    feed = feed_of(reader_of(batches()))
+    feed = feed_of(reader_of(batches(), seed=0))
     assert len(list(feed)) == 5
     feed.run_state.begin_epoch(1)
     with pytest.raises(UserError, match="the generator gave 5 batches, and has none left for epoch 2.*steps_per_epoch"):
         list(feed)
+    evaluated = feed_of(reader_of(batches(), steps=5))
+    list(evaluated)
+    with pytest.raises(UserError, match="has none left to evaluate on.*validation_steps"):
+        list(evaluated)
 
 
 class Again:
@@ -145,18 +149,18 @@ class Iterator:
 @pytest.mark.parametrize("steps", [None, 3])
 def test_an_iterator_with_a_state_reads_nothing_again(state, steps):
     data = WithState(state)
-    whole = feed_of(reader_of(data, steps=steps))
+    whole = feed_of(reader_of(data, steps=steps, seed=0))
     found = [firsts(whole)]
     whole.run_state.begin_epoch(1)
     found.append(firsts(whole))
     data, said = WithState(state), []
-    rest = feed_of(reader_of(data, steps=steps, warn=said.append))
+    rest = feed_of(reader_of(data, steps=steps, seed=0, warn=said.append))
     rest.run_state.resume(4, Position(1, 1))
     rest.reader.resume_at(1, 1, whole.reader.saved_state(1, 1))
     data.read.clear()
     rest.run_state.begin_epoch(1)
     assert firsts(rest) == found[1][1:]
-    assert data.read == ([5] if steps else [2, 3, 4, 5]) and not said
+    assert data.read == ([5, 1] if steps else [2, 3, 4, 5]) and not said
 
 
 class WithStateOfItsOwn(WithState):
@@ -176,7 +180,7 @@ class WithStateOfItsOwn(WithState):
 
 def test_an_object_with_a_state_reads_nothing_again():
     def feed(data):
-        return feed_of(reader_of(data, steps=5, warn=said.append))
+        return feed_of(reader_of(data, steps=5, seed=0, warn=said.append))
 
     said, data = [], WithStateOfItsOwn(None)
     whole = feed(data)
@@ -203,6 +207,21 @@ def test_an_epoch_longer_than_the_data_goes_on_with_the_next_pass_in_training():
     feed = feed_of(reader_of(data, steps=7, seed=3))
     assert sorted(firsts(feed)[:5]) == [0, 4, 8, 12, 16] and len(list(feed)) == 7
     assert len(list(feed_of(reader_of(Again(), steps=7)))) == 5  # in an evaluation samples would count twice
+
+
+def test_evaluations_in_steps_begin_with_the_first_batch():
+    """Each of them, as in Keras; a generator goes on. Resumed after two evaluations, the third is the same."""
+    again = [(X[first : first + 4], Y[first : first + 4]) for first in range(0, 20, 4)]
+    for make, expected in ((lambda: again, [[0, 4]] * 3), (lambda: batches(8), [[0, 4], [8, 12], [16, 20]])):
+        feed, resumed = feed_of(reader_of(make(), steps=2)), feed_of(reader_of(make(), steps=2))
+        feed.reader.first(), resumed.reader.first()
+        assert [firsts(feed) for _ in range(3)] == expected
+        resumed.reader.resume_at(2)
+        assert firsts(resumed) == expected[2]
+    shuffled, resumed = feed_of(reader_of(Again(), steps=2)), feed_of(reader_of(Again(), steps=2))
+    resumed.reader.first()
+    resumed.reader.resume_at(2)
+    assert [firsts(shuffled) for _ in range(3)][2] == firsts(resumed)
 
 
 def test_the_run_seeds_what_has_no_seed():

@@ -77,6 +77,42 @@ def test_what_has_no_end_is_read_in_steps():
     assert kerasdp.launch(train, backend=keras.backend.backend(), device="cpu", verbose=0) == 6
 
 
+class Tens(keras.utils.PyDataset):
+    """Batch `i` of five has the loss `10**i`, of a model that gives 0."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        return np.ones((4, 3)), np.full((4, 1), 10.0 ** (number / 2))
+
+
+class Stream:
+    """The same, one after the other."""
+
+    def __iter__(self):
+        yield from map(Tens().__getitem__, range(5))
+
+
+def test_validation_steps_are_the_first_batches_each_time(tmp_path):
+    """Also after a resume; a generator goes on there."""
+
+    def train(runner):
+        found = []
+        for data, steps in ((Stream(), 3), (Tens(), 3), (Tens(), 7), (iter([*Stream()] * 3), 3)):
+            outputs = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input((3,)), outputs])
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            choices = {"epochs": 6, "validation_data": data, "validation_steps": steps, "validation_freq": 2}
+            history = runner.fit(model, np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0, **choices).history
+            found.append([round(value) for value in history["val_loss"]])
+        return found
+
+    fields = {"backend": keras.backend.backend(), "device": "cpu", "verbose": 0, "workdir": str(tmp_path)}
+    assert kerasdp.launch(train, **fields, max_steps=7) == [[37], [37], [2222], [37]]
+    assert kerasdp.launch(train, **fields, resume=True) == [[37] * 3, [37] * 3, [2222] * 3, [37, 3667, 370]]
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("stopped, resumed", PAIRS, ids=str)
 def test_all_kinds(stopped, resumed, tmp_path):
