@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import keras
 from keras.src.backend import random as keras_random
 from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.layers.preprocessing.data_layer import DataLayer
 from keras.src.random.seed_generator import draw_seed
+from keras.src.utils.backend_utils import in_tf_graph
 
 from kerasdp.keras_compat.layers import all_layers
 from kerasdp.keras_compat.patches import in_place_of, original, replaced, replaced_in_each, standing_for, wrap_for_good
@@ -37,6 +39,14 @@ def is_in_layer_call() -> bool:
     way.
     """
     return get_global_attribute("current_call_ctx") is not None
+
+
+def is_in_tensorflow_graph() -> bool:
+    """Returns whether TensorFlow traces a function, as one of `tf.data.Dataset.map`; without it: False.
+
+    Keras 3.15: `keras.src.utils.backend_utils.in_tf_graph`, by which augmentations choose TensorFlow's functions there.
+    """
+    return bool(in_tf_graph())
 
 
 # The attribute of a layer that `give_seed_generator` sets.
@@ -136,12 +146,20 @@ def creating_weights(hooks: WeightHooks) -> contextlib.AbstractContextManager[No
     def make_default_seed() -> int:
         return hooks.make_default_seed()
 
+    def generator_in_graph(get: Callable[..., Any], layer: Any, backend: Any = None) -> Any:
+        """In `tf.data` Keras makes another generator, on torch and jax, of a seed that may not have been given."""
+        if backend in (None, keras.backend.backend()) or not hasattr(layer, "generator"):
+            return get(layer, backend)
+        with replaced(layer, seed=int(keras.ops.convert_to_numpy(layer.generator.state)[0])):
+            return get(layer, backend)
+
     kinds = keras.initializers
     drawing = (kinds.VarianceScaling, kinds.RandomNormal, kinds.TruncatedNormal, kinds.RandomUniform, kinds.Orthogonal)
     exchanged = [
         (layer_class, "add_weight", add_weight),
         (seed_class, "__init__", init),
         (keras_random, "make_default_seed", make_default_seed),
+        (DataLayer, "_get_seed_generator", in_place_of(original(DataLayer._get_seed_generator), generator_in_graph)),
         *((kind, "__call__", in_place_of(original(kind.__call__), draw)) for kind in drawing),
     ]
     return replaced_in_each((owner, {name: standing_for(getattr(owner, name), new)}) for owner, name, new in exchanged)

@@ -100,7 +100,7 @@ class WeightNumbering:
 
     def portable_draws(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which `keras.random` draws portably, also for initializers that the user wrote."""
-        return random_numbers.portable_draws("an initializer", unseeded=self._unseeded_words)
+        return random_numbers.portable_draws(random_numbers.INITIALIZER, unseeded=self._unseeded_words)
 
     def _unseeded_words(self) -> tuple[int, int]:
         weight = current_step().weight

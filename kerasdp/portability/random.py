@@ -25,7 +25,7 @@ from keras import ops
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import current_step, step_with
-from kerasdp.keras_compat.random import is_in_layer_call, next_seed, wrap_draws
+from kerasdp.keras_compat.random import is_in_layer_call, is_in_tensorflow_graph, next_seed, wrap_draws
 from kerasdp.portability.replica_context import FIRST, RowAxis, current
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -233,12 +233,18 @@ UNNAMED = "a layer, loss or step"
 # That of `Runner.step`, while it is looked at.
 STEP = "the step"
 _UNNAMED = _Drawing(UNNAMED, [], None)
+# What draws before the steps, and in between. In a graph of TensorFlow's this is a function of `tf.data`, where Keras'
+# layers draw with TensorFlow on every backend: on tensorflow, too, it is left to them.
+INITIALIZER, DATA = "an initializer", "the data"
+OF_DATA = (INITIALIZER, DATA)
 
 
 def _running_draw() -> _Drawing | None:
     """Returns what draws now; None outside of a run."""
     step = current_step()  # of a thread of TensorFlow's, for a replica, it may know nothing but that
     drawing: _Drawing | None = step.drawing
+    if drawing is not None and drawing.name in OF_DATA and step.weight is None and is_in_tensorflow_graph():
+        return None
     return _UNNAMED if drawing is None and step.replica is not None else drawing
 
 

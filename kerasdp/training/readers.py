@@ -16,7 +16,7 @@ from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, weights_of_classes
 from kerasdp.data.streams import Stream, length_of
 from kerasdp.errors import UserError
-from kerasdp.portability.random import portable_draws
+from kerasdp.portability.random import DATA, portable_draws
 from kerasdp.reporting import report
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.model_cache import ModelCache
@@ -128,7 +128,7 @@ def first_of(reader: Reader) -> Batch:
 
 
 def _drawing() -> contextlib.AbstractContextManager[None]:
-    return portable_draws("the data")
+    return portable_draws(DATA)
 
 
 @contextlib.contextmanager
