@@ -307,8 +307,8 @@ _MOST_AHEAD = 256
 class StreamReader(BatchReader):
     """Batches of anything that can be iterated, in the order that it has.
 
-    What can be read only once is read on and on, others from their begin in each epoch. In training with `steps` batches
-    an epoch, the next epoch continues where the last one ended; an evaluation begins with the first batch, as in Keras.
+    What can be read only once is read on and on, others from their begin in each epoch. In training, with `steps`
+    batches an epoch, the next one continues where the last one ended. An evaluation begins with the first batch.
     """
 
     def __init__(
@@ -455,8 +455,8 @@ class StreamReader(BatchReader):
         if self._seed is None:
             left, steps = " to evaluate on", "validation_steps"
         raise UserError(
-            f"x: the {streams.kind_of(self.batches)} gave {self._num_taken} batches, and has none left{left}: it can be "
-            f"read only once; add {steps}, or give an object that can be iterated anew"
+            f"x: the {streams.kind_of(self.batches)} gave {self._num_taken} batches, and has none left{left}: it can "
+            f"be read only once; add {steps}, or give an object that can be iterated anew"
         )
 
     def _drop_before(self, place: int) -> None:

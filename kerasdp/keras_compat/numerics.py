@@ -19,7 +19,7 @@ from keras.src import backend
 from keras.src.backend.common.variables import AutocastScope
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import torch_functions
+from kerasdp.keras_compat import tensorflow_functions, torch_functions
 from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 from kerasdp.keras_compat.recurrent import inputs_first
 
@@ -41,9 +41,20 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     ]
     found += [(kind, "call", other) for kind, other in _WITH_ADAPTERS.items()]
     found += [(keras.layers.RNN, "inner_loop", inputs_first)]
+    found += [(keras.callbacks.SwapEMAWeights, "on_predict_end", _swapped_back)]
     if keras.backend.backend() == "torch":
         found += [(keras.layers.GroupNormalization, "call", torch_functions.by_groups)]
     return replaced_in_each((owner, {name: in_place_of(getattr(owner, name), other)}) for owner, name, other in found)
+
+
+def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
+    """Puts the trained weights back after a prediction with averaged ones.
+
+    Keras 3.15 asks for the opposite (`if not self._ema_weights_in_model`), so that training goes on from the averages.
+    """
+    original(callback, logs)
+    if callback._ema_weights_in_model:
+        callback.on_test_end(logs)
 
 
 # Of which Keras 3.16 has none of its own: `keras.ops.amax` calls `max` of the backend.
@@ -557,6 +568,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("nn", "gelu"): _exact_gelu,
         ("nn", "leaky_relu"): _leaky_relu,
         ("image", "resize"): _exact_resize,
+        ("image", "affine_transform"): tensorflow_functions.affine,
     },
     "torch": {
         ("numpy", "take"): _rows_of_table,

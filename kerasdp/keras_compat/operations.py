@@ -141,7 +141,8 @@ def _operations() -> Iterator[tuple[str, Any, str]]:
             yield f"keras.ops.{name}", used_by_layers, name
     for module in _MODULES:
         owner = _module_of(module)
-        for name in names if module else (*names, *_OF_LAYERS):
+        public = vars(getattr(keras.ops, module)) if hasattr(keras.ops, module) else _OF_LAYERS  # `keras.ops.image`
+        for name in {*names, *public} - _NO_OPERATIONS:
             if isinstance(getattr(owner, name, None), types.FunctionType):
                 yield ".".join(filter(None, ("keras.src.backend", module, name))), owner, name
 

@@ -189,7 +189,8 @@ class Runner:
         run_callbacks = self._begin_fit(model, reader, callbacks, batch_size, num_rows, epochs, verbose)
         if run_callbacks.resumed is not None:
             if validation[0] is not None:
-                validation[0].resume_at(sum(is_due(one, validation_freq) for one in range(initial_epoch, self.state.epoch)))
+                done = range(initial_epoch, self.state.epoch)
+                validation[0].resume_at(sum(is_due(epoch, validation_freq) for epoch in done))
             initial_epoch, epochs = self.state.epoch, self.state.epoch if self.state.was_over else epochs
         with self._training(model, run_callbacks, reader, *validation) as (loop, feed, validation_feed):
             loop.fit(feed, run_callbacks, range(initial_epoch, epochs), validation_feed, validation_freq)

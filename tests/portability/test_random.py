@@ -11,8 +11,8 @@ from keras import ops
 
 import kerasdp
 from kerasdp.keras_compat import settings
+from kerasdp.portability import initial_weights, replica_context
 from kerasdp.portability import random as random_numbers
-from kerasdp.portability import replica_context
 from kerasdp.portability.random import threefry
 from kerasdp.training import first_step_check
 
@@ -86,6 +86,23 @@ def test_each_replica_draws_its_own_rows():
         np.testing.assert_array_equal(numbers(random_numbers.bits((3, 3, 5), 1)), whole[3:])
         # Not a batch: the same on all replicas.
         np.testing.assert_array_equal(numbers(random_numbers.bits((2, 3, 5), 1)), whole[:2])
+
+
+def test_augmentations_in_tf_data_draw_as_in_keras():
+    """In a graph of TensorFlow's, on each backend: by the seed that the layer has, or was given by the run."""
+    tf = pytest.importorskip("tensorflow")
+    images = np.random.RandomState(0).rand(8, 4, 4, 1).astype("float32")
+
+    def mapped(layer):
+        return next(iter(tf.data.Dataset.from_tensors(images).map(lambda x: layer(x, training=True)))).numpy()
+
+    expected = mapped(keras.layers.RandomFlip(seed=1))
+    with initial_weights.portable(0):
+        received, crop = mapped(keras.layers.RandomFlip(seed=1)), keras.layers.RandomCrop(2, 2)
+        mapped(crop)
+    np.testing.assert_array_equal(received, expected)
+    for generator in getattr(crop, "_backend_generators", {}).values():
+        assert generator.state.numpy()[0] == numbers(crop.generator.state)[0]
 
 
 def test_odd_shapes():

@@ -22,11 +22,13 @@ from kerasdp.keras_compat import (
     layers,
     models,
     numerics,
+    operations,
     optimizers,
     patches,
     random,
     saving,
     settings,
+    tensorflow_functions,
     torch_functions,
 )
 from kerasdp.keras_compat.optimizers import deciding_on_device
@@ -153,6 +155,44 @@ def test_padding_as_numpy(widths, mode, kind):
     with numerics.same_on_all_backends():
         received = keras.ops.pad(x, widths, mode=mode)
     np.testing.assert_array_equal(array(received), np.pad(x, widths, mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["constant", "nearest", "reflect", "wrap"])
+@pytest.mark.parametrize("kind", ["bilinear", "nearest"])
+def test_images_are_moved_as_on_torch_and_jax(mode, kind):
+    """By what tensorflow calls; on tensorflow itself, Keras' "wrap" is another."""
+    if keras.backend.backend() == "tensorflow" and mode == "wrap":
+        pytest.skip("compared on torch and jax")
+    numbers = np.random.RandomState(0)
+    x, moves = numbers.rand(3, 5, 7, 2), [[0.83, 0.31, 1.37, -0.41, 1.13, -2.47, 0, 0], [1, 0, -9.2, 0, 1, 6.3, 0, 0]]
+    moves = np.array([*moves, [1, 0, 0, 0, 1, 0, 0, 0]])
+    nearly = 1e-12 if keras.backend.backend() == "torch" else 1e-5
+    for images, layout in ((x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")):
+        given = {"interpolation": kind, "fill_mode": mode, "fill_value": 0.5, "data_format": layout}
+        expected = array(keras.ops.image.affine_transform(images, np.array(moves), **given))
+        received = array(tensorflow_functions.affine(None, images, moves, **given))
+        np.testing.assert_allclose(received, expected, rtol=0, atol=nearly)
+
+
+def test_operations_that_layers_call_past_keras_ops_are_told():
+    told = []
+    layer, images = keras.layers.RandomRotation(0.2), np.random.RandomState(0).rand(2, 5, 5, 1)
+    with operations.telling(told.append):
+        layer(images, training=True)
+    assert "affine_transform" in [call.name for call in told]
+
+
+def test_predicting_with_averages_swaps_back():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse")
+    x = np.ones((4, 4))
+    model.fit(x, x[:, :1], verbose=0)
+    model.optimizer._model_variables_moving_average[0].assign(np.full((4, 1), 7.0))
+    before = model.get_weights()
+    with numerics.same_on_all_backends():
+        outputs = model.predict(x, verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
+    np.testing.assert_allclose(model.get_weights()[0], before[0], rtol=1e-6)
+    assert outputs.mean() > 20
 
 
 @ON_TORCH
