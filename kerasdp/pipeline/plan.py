@@ -67,7 +67,11 @@ class MicroBatches:
                     f"mean. Received: {reduction.value}; {self.instead}"
                 )
             if reduction is Reduction.COUPLES or divides_by_what_is_left(loss):
-                raise UserError(f"the loss {loss.name} of {model.name} needs the whole batch at once; {self.instead}")
+                raise UserError(
+                    f"the loss {loss.name} of {model.name} needs the whole batch at once; {self.instead}, or, where it "
+                    "divides by a sum over the batch, as sum(loss * mask) / sum(mask), let it return a value for each "
+                    "sample"
+                )
         reductions = {loss.reduction for loss in losses}
         if reductions == {"sum"}:
             return [1.0] * len(self)

@@ -39,7 +39,6 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
     """
     name = getattr(function, "__name__", type(function).__name__)
 
-    @functools.wraps(function)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if variables is None and not args:
             raise UserError(f"value_and_grad: expected variables, or a first argument of {name}. Received: neither")
@@ -55,7 +54,25 @@ def value_and_grad(function: Callable[..., Any], variables: Any = None, has_aux:
         value, aux, gradients = backend.differentiate(compute, values, leaves if variables is not None else [])
         return ((value, aux) if has_aux else value), keras.tree.pack_sequence_as(own, gradients)
 
-    return differentiated
+    return _Differentiated(function, differentiated)
+
+
+class _Differentiated:
+    """What `value_and_grad` returns: a function, which says so where people take it for what it gives."""
+
+    def __init__(self, function: Callable[..., Any], differentiated: Callable[..., Any]):
+        functools.update_wrapper(self, function, updated=())
+        self._differentiated = differentiated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._differentiated(*args, **kwargs)
+
+    def __iter__(self) -> Any:
+        raise UserError(
+            f"value_and_grad: expected a call of what it returns, which is a function of the arguments of "
+            f"{getattr(self, '__name__', 'yours')}: value, gradients = value_and_grad(...)(...). Received: an attempt "
+            "to unpack that function"
+        )
 
 
 def portable_step(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,14 @@ from kerasdp.portability import replica_context
 from kerasdp.portability.layer_calls import keep
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.portability.replica_context import RowAxes, use
-from kerasdp.portability.row_search import Whole, find_row_axes_of, fixed_values, rows_of, trial_context
+from kerasdp.portability.row_search import (
+    Whole,
+    explaining_trial,
+    find_row_axes_of,
+    fixed_values,
+    rows_of,
+    trial_context,
+)
 
 Tensor = Any
 # What a step found, with its name.
@@ -184,6 +191,11 @@ def _remember_result(result: Callable[[], Any]) -> Any:
     return value
 
 
+def title_of(model: keras.Model, name: str) -> str:
+    """Returns how messages name a step of a model, `name`."""
+    return getattr(model, "title", f"{name} of {type(model).__name__}")
+
+
 def find_rows_of_step(
     model: keras.Model,
     name: str,
@@ -217,7 +229,7 @@ def find_rows_of_step(
             with use(context), portable_draws(UNNAMED):
                 run(model, name, rows_of(data, rows), share)
 
-        with leave_unchanged(model):
+        with leave_unchanged(model), explaining_trial(title_of(model, name), rows.stop - rows.start):
             in_replicas(trial)
 
     find_row_axes_of(model, name, call, will_be_checked)

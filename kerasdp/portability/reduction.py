@@ -37,7 +37,7 @@ class Reduction(enum.Enum):
     BY_ROWS = "a value, or values, for each row, which depend on that row alone"
     MEAN = "one number, which is the mean of the numbers of single rows"
     COUPLES = "depends on rows taken together"
-    UNKNOWN = "a loss that could not be tried with random outputs"
+    UNKNOWN = "a loss that failed when it was tried with random outputs, or whose class overrides __call__, not call"
 
 
 # Keras' functions (3.15) that give a loss for each row, and nothing about rows taken together (as `dice`).
@@ -190,9 +190,9 @@ def _try_unknown_losses(
 
 
 def _combined(answers: list[Reduction]) -> Reduction:
-    if Reduction.UNKNOWN in answers:
-        return Reduction.UNKNOWN
-    return answers[0] if len(set(answers)) == 1 else Reduction.COUPLES
+    if len(set(answers)) == 1:
+        return answers[0]
+    return Reduction.UNKNOWN if Reduction.COUPLES not in answers and Reduction.UNKNOWN in answers else Reduction.COUPLES
 
 
 def random_outputs(symbols: Any, numbers: np.random.RandomState) -> Any:
@@ -215,8 +215,10 @@ def _reduction_in_trial(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> Re
 
     whole, half = values(0, NUM_ROWS), values(0, NUM_ROWS // 2)
     singles = [values(row, row + 1) for row in range(NUM_ROWS)]
-    if not all(np.isfinite(each).all() for each in (whole, half, *singles)):
+    if not np.isfinite(whole).all():
         return Reduction.UNKNOWN
+    if not all(np.isfinite(each).all() for each in (half, *singles)):
+        return Reduction.COUPLES  # a ratio of sums, of which some rows have none: 0 / 0
     if whole.ndim == 0 and half.ndim == 0 and all(each.ndim == 0 for each in singles):
         is_mean = _are_equal(whole, np.mean(singles)) and _are_equal(half, np.mean(singles[: NUM_ROWS // 2]))
         return Reduction.MEAN if is_mean else Reduction.COUPLES

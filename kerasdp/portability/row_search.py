@@ -7,7 +7,6 @@ rows and on half of them: an axis that is twice as long in the first call holds 
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,10 +21,14 @@ from kerasdp.portability.layer_calls import AddedLosses, Found, hook_layers, kee
 from kerasdp.portability.random import portable_draws
 from kerasdp.portability.reduction import is_mean_over_rows
 from kerasdp.portability.replica_context import FIRST, Adding, ReplicaContext, RowAxes, RowAxis, use
+from kerasdp.runtime import lines
+from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.model_cache import ModelCache
 
 # Rows of the two calls. The shard is the second half, so that its first row is not the batch's.
 NUM_ROWS, SHARD = 4, slice(2, 4)
+# Lines of the user that the message of a failed trial names.
+_NUM_PLACES = 4
 # Numbers that are compared at once.
 _PART = 2**20
 # What differs by more than this of the largest number, differs by more than round-off. Faults are far larger.
@@ -216,17 +219,8 @@ def find_row_axes(model: keras.Model, inputs: Any, mixing: keras.layers.Layer | 
     def call(axes: RowAxes, rows: slice, inputs: Any = inputs) -> None:
         nonlocal outputs
         with trial(model, axes, rows, found) as context:
-            try:
+            with explaining_trial(model.name, rows.stop - rows.start):
                 outputs = call_in_training(model, rows_of(inputs, rows))
-            except Exception as error:
-                if isinstance(error, RunError):
-                    raise
-                # Keras (3.15) writes the message in bold, and the arguments after it.
-                reason = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0].split())
-                raise UserError(
-                    f"{model.name} fails on {rows.stop - rows.start} samples, where each device has some of the batch: "
-                    f"{reason:.400}; train on one device or with --backend=jax"
-                ) from error
             context.whole_outputs(outputs)
 
     def call_again_if_some_need_all_rows(axes: RowAxes, rows: slice) -> None:
@@ -329,6 +323,31 @@ def trial(
         if isinstance(adds, Found):
             adds.scope = scope
         yield context
+
+
+@contextlib.contextmanager
+def explaining_trial(title: str, num_rows: int, is_split: bool = True) -> Iterator[None]:
+    """Raises a `UserError` for what user-defined code raises in a trial, with the user's lines alone.
+
+    Args:
+        title: of what is tried.
+        num_rows: that it is tried on.
+        is_split: whether one device would do without a trial.
+    """
+    try:
+        yield
+    except RunError:  # which says what is wrong
+        raise
+    except Exception as error:
+        if explained(error) is not None:  # of a device
+            raise
+        reason = ", where each device has some of the batch" if is_split else ""
+        raise UserError(
+            f"{title} fails on {num_rows} samples{reason} (a trial before the first step): "
+            f"{lines.of_error(error, _NUM_PLACES)}; write it for any number of samples, and to be called several "
+            "times: what has a row for each sample is an argument of a step"
+            + ("; or train on one device or with --backend=jax" if is_split else "")
+        ) from error
 
 
 def trial_context(axes: RowAxes, rows: slice, adds: Callable[..., None] | None) -> ReplicaContext:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -35,16 +36,17 @@ def place_of(thread: int) -> str:
     return _innermost(own)
 
 
-def of_error(error: BaseException) -> str:
-    """Returns an error in a line, with the user's innermost one."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
+def of_error(error: BaseException, num_places: int = 1) -> str:
+    """Returns an error in a line, with so many lines of the user, the innermost first."""
+    # Keras (3.15) writes the message in bold, and the arguments after it.
+    text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0].split())[:400]
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     places = [
         f"{os.path.basename(frame.f_code.co_filename)}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
         if is_of_user(frame.f_code.co_filename)
     ]
-    return f"{text} ({places[-1]})" if places else text
+    return f"{text} ({' in '.join(places[-num_places:][::-1])})" if places else text
 
 
 def of_call() -> str:

@@ -1,6 +1,7 @@
 """Checks, before the first update on several devices, that the shards of a batch give what the whole batch gives."""
 
 import contextlib
+import inspect
 import itertools
 import math
 import pickle
@@ -16,6 +17,7 @@ from kerasdp.backends.observer import layer_name, layers_within, shard_outputs
 from kerasdp.config import Config
 from kerasdp.data.batch import batch_of
 from kerasdp.data.feed import Reader
+from kerasdp.data.sources import take_rows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import all_layers, has_seed_generators, is_of_keras
 from kerasdp.keras_compat.models import compute_loss, has_call, losses_of_whole_batch, own_steps
@@ -23,7 +25,7 @@ from kerasdp.keras_compat.operations import Call, aligned, telling
 from kerasdp.keras_compat.patches import step_with
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.layers import BatchNormalization
-from kerasdp.portability.own_steps import leave_unchanged, try_whole_step
+from kerasdp.portability.own_steps import leave_unchanged, title_of, try_whole_step
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.random import generators_of
 from kerasdp.portability.replica_context import RowAxis
@@ -31,6 +33,7 @@ from kerasdp.portability.row_search import (
     NUM_ROWS,
     SHARD,
     call_in_training,
+    explaining_trial,
     find_row_axes,
     fixed_values,
     is_close,
@@ -46,6 +49,10 @@ from kerasdp.runtime.model_cache import ModelCache
 # Round-off of a pass, as a share of the weights.
 _NOISE = 1e-6
 _LAST = 10**9
+# Trials of a user-defined step, and samples of which their batches are taken.
+_NUM_TRIALS, _NUM_SAMPLED = 3, 64
+# What a sum loses in a number type, as a share of the number: four of its last bits.
+_LOST = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 _MOST_WEIGHTS = 10**8
 _were_asked_for_draws: ModelCache[bool] = ModelCache()
 _WITH_KERAS = "use keras.random with a keras.random.SeedGenerator that the layer holds"
@@ -110,8 +117,9 @@ def _first_of_all(model: keras.Model, strategy: Strategy, reader: Reader, with_l
         whole, shards = _passes_in_turn(model, reader.sample(NUM_ROWS)[0])
         again = noisy = None  # batch norm, which amplifies round-off, takes its moving statistics
     else:
-        data = reader.sample(4 * strategy.num_replicas - 1)
-        with _statistics_of_whole_batch(model):
+        num_rows = 4 * strategy.num_replicas - 1
+        data = reader.sample(num_rows)
+        with _statistics_of_whole_batch(model), explaining_trial(model.name, num_rows):
             batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
             shards = strategy.shard_passes(model, batch, with_loss=with_loss)
             whole = _whole_pass(model, data, with_loss)
@@ -223,33 +231,73 @@ def _calls_with_all_rows(model: keras.Model, name: str, reader: Reader, strategy
 
 
 def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> None:
-    """Compares what a user-defined `train_step` hands to optimizers and metrics, and what it leaves in weights.
+    """Compares what a user-defined `train_step` hands to optimizers and metrics, and what it leaves in variables.
+
+    Where a step divides by what it finds in a batch (a number of tokens, a sum of weights), devices that find equally
+    much by chance hide it. So it is tried several times, with other rows and other random numbers.
 
     Raises:
         UserError: if they differ by more than round-off.
     """
-    data = reader.sample(4 * strategy.num_replicas - 1)
+    samples = reader.sample(max(_NUM_SAMPLED, 4 * strategy.num_replicas - 1))
+    for number, rows in enumerate(_rows_of_trials(samples, 4 * strategy.num_replicas - 1)):
+        _compare_own_step(model, strategy, take_rows(samples, rows), number)
+
+
+def _rows_of_trials(samples: Any, num_rows: int) -> list[np.ndarray]:
+    """Returns which samples are in the batch of each trial: the first ones, those that differ most, and others.
+
+    The samples differ by how much of them is zero, negative, or the largest number, as padding, ignored labels and
+    masks are. The first half of the replicas gets those that differ most from most others, the second half the usual.
+    """
+    score, size = np.zeros(1), 0
+    for leaf in keras.tree.flatten(samples):
+        if leaf is None:
+            continue
+        array = np.asarray(leaf).reshape(len(leaf), -1)
+        size = len(array)
+        counted = [array == 0, array == array.max(initial=0), array < 0, array] if array.dtype.kind in "biuf" else []
+        for counts in (each.mean(axis=1, dtype="float64") for each in counted):
+            if np.isfinite(counts).all() and np.ptp(counts) > 0:
+                far = ((counts - counts.mean()) / counts.std()) ** 3  # what few samples have counts most
+                score = score + far * (1.0 if far.mean() >= 0 else -1.0)
+    unusual = np.argsort(-np.broadcast_to(score, size), kind="stable")
+    half, others = -(-num_rows // 2), np.random.RandomState(0)
+    trials = [np.arange(num_rows), np.concatenate([unusual[:half], unusual[half - num_rows :]])]
+    return trials + [others.permutation(size)[:num_rows] for _ in range(_NUM_TRIALS - len(trials))]
+
+
+def _compare_own_step(model: keras.Model, strategy: Strategy, data: Any, number: int) -> None:
+    """Does one trial of `_check_own_step`, with these samples; `number`: others draw other random numbers."""
     batch = strategy.shard_batch(batch_of(data, strategy.split, strategy.shard))
+
+    def begun(noise: float = 0.0) -> list[np.ndarray]:
+        """Lets the step begin with other values of variables; returns these."""
+        for variable, value in fixed_values(model, noise) if noise or number else ():
+            is_seed = variable.name == "seed_generator_state"
+            variable.assign(to_array(value) + np.asarray(1000 * number, variable.dtype) if is_seed else value)
+        return [to_array(variable.value) for variable in model.variables]
 
     def on_one(noise: float = 0.0) -> dict[str, Any]:
         with leave_unchanged(model):
-            for variable, value in fixed_values(model, noise) if noise else ():
-                variable.assign(value)
-            return _by_name(model, try_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer))
+            before = begun(noise)
+            found = try_whole_step(model, data, strategy.in_replicas, strategy.build_optimizer)
+            return _by_name(model, found, before)
 
-    with _statistics_of_whole_batch(model):
+    title = title_of(model, "train_step")
+    with _statistics_of_whole_batch(model), explaining_trial(title, len(batch.indices)):
         with leave_unchanged(model):
-            split = _by_name(model, strategy.try_own_step(model, batch))
+            before = begun()
+            split = _by_name(model, strategy.try_own_step(model, batch), before)
             apart = [f"value of {path}" for path in strategy.diverged_variables(model)]
         whole = on_one()
-        differing = [name for name in whole if not _is_alike(whole, split, name)]
+        differing = [name for name in whole | split if not _is_alike(whole, split, name)]
         again = on_one() if differing else whole
         noisy = on_one(_NOISE) if differing else whole
     drawn = [name for name in differing if not _is_alike(whole, again, name)]
     differing = [*apart, *(name for name in differing if not _is_alike(whole, split, name, noisy))]
     found = strategy.processes.all_gather_object((drawn[:1], differing[:1]))  # all ranks report the same
     drawn, differing = (next(filter(None, names), []) for names in zip(*found))
-    title = getattr(model, "title", f"train_step of {type(model).__name__}")
     if drawn:
         raise UserError(
             f"{title} gives another {drawn[0]} each time for the same batch: random numbers that are not from "
@@ -257,26 +305,44 @@ def _check_own_step(model: keras.Model, strategy: Strategy, reader: Reader) -> N
             "the model holds, or train on one device"
         )
     if differing:
+        function = getattr(model, "function", type(model).train_step)
         raise UserError(
             f"{title} does something else with a batch that is split over the devices than with all of it, first in "
-            f"the {differing[0]}: its losses must be means over the samples, each of which it looks at by itself, and "
-            "its metrics must add up; train on one device, with --backend=jax, or, all the same, with --check=off"
+            f"the {differing[0]}{_line_of(function)}: its losses must be means over the samples, each of which it "
+            "looks at by itself, and its metrics must add up; what it takes of several samples (a number of tokens or "
+            "boxes to divide by, a sum of weights, a comparison) must be that of all devices, by kerasdp.all_rows; or "
+            "train on one device, with --backend=jax, or, all the same, with --check=off"
         )
 
 
-def _by_name(model: keras.Model, in_step: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns what a step found, by name, and the values of what is not trained."""
+def _line_of(function: Any) -> str:
+    """Returns where a user's function begins, in words; nothing where that is not known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
+
+
+def _by_name(model: keras.Model, in_step: list[tuple[str, Any]], before: list[np.ndarray]) -> dict[str, Any]:
+    """Returns what a step found, by name, and by how much it changed variables, of which `before` has the values."""
     found = {
-        f"{name} (number {number + 1})": tensor for number, (name, tensor) in enumerate(in_step) if tensor is not None
+        f"{name} (number {number + 1})": to_array(tensor)
+        for number, (name, tensor) in enumerate(in_step)
+        if tensor is not None
     }
-    found |= {f"value of {weight.path}": weight for weight in model.non_trainable_variables}
-    return {name: keras.ops.convert_to_tensor(to_array(tensor)) for name, tensor in found.items()}  # as they are now
+    for variable, array in zip(model.variables, before):
+        after = to_array(variable.value)
+        if not (after == array).all():
+            change = after.astype("float64") - array
+            # Beside it, a number that makes `is_close` accept what is lost of a small change to a large value.
+            lost = np.abs(after.astype("float64")).max() * _LOST.get(variable.dtype, 0.0) / tolerance_of(variable)
+            found[f"value of {variable.path}"] = np.append(change, lost).astype(after.dtype)
+    return {name: keras.ops.convert_to_tensor(array) for name, array in found.items()}  # as they are now
 
 
 def _is_alike(whole: dict[str, Any], split: dict[str, Any], name: str, noisy: dict[str, Any] | None = None) -> bool:
-    if name not in split:
+    if name not in whole or name not in split:
         return False
-    return is_close(to_array(whole[name]), to_array(split[name]), _tolerance(whole[name], noisy and noisy[name]))
+    tolerance = _tolerance(whole[name], noisy and noisy.get(name))
+    return is_close(to_array(whole[name]), to_array(split[name]), tolerance)
 
 
 def _passes_in_turn(model: keras.Model, inputs: Any) -> tuple[ShardPass, list[ShardPass]]:

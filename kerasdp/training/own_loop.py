@@ -28,7 +28,7 @@ from kerasdp.portability.portable import portable
 from kerasdp.portability.random import STEP
 from kerasdp.portability.remat import rematerialize_in
 from kerasdp.portability.replica_context import all_rows
-from kerasdp.portability.row_search import NUM_ROWS
+from kerasdp.portability.row_search import NUM_ROWS, explaining_trial
 from kerasdp.portability.step_parts import StepParts, find_parts
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.run_state import Detail, RunState
@@ -254,7 +254,7 @@ class Step:
             )
         sample = as_keras_gives(reader.sample(NUM_ROWS))
         with runner._scope():
-            with self._explaining(), _saying_that_it_was_a_trial():
+            with explaining_trial(f"the step {self.__name__}", NUM_ROWS, is_split=False), self._explaining():
                 parts = find_parts(lambda data: _call(self._function, data), sample, strategy.trace, STEP)
             for optimizer, weights in parts.optimizers:
                 if not optimizer.built:
@@ -272,20 +272,6 @@ class Step:
             for variable, value in kept:
                 variable.assign(value)
         return model
-
-
-@contextlib.contextmanager
-def _saying_that_it_was_a_trial() -> Iterator[None]:
-    try:
-        yield
-    except RunError:  # which says what is wrong
-        raise
-    except Exception as error:
-        error.add_note(
-            f"This was a trial of the step on {NUM_ROWS} rows of its batch. A state with a row for each sample has "
-            "more of them: return it from the step, with returns='rows', and give it to the next call"
-        )
-        raise
 
 
 # Kinds and texts of errors of frameworks, and what a step has done then.

@@ -29,7 +29,7 @@ from kerasdp.keras_compat.models import (
     portable_steps,
     symbols_of,
 )
-from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged
+from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged, title_of
 from kerasdp.portability.portable import batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.reduction import (
@@ -42,7 +42,7 @@ from kerasdp.portability.reduction import (
     try_metrics,
 )
 from kerasdp.portability.remat import rematerialize_in
-from kerasdp.portability.row_search import NUM_ROWS, find_row_axes, is_known, row_axes_of
+from kerasdp.portability.row_search import NUM_ROWS, explaining_trial, find_row_axes, is_known, row_axes_of
 from kerasdp.portability.step_parts import find_parts
 from kerasdp.reporting import report
 from kerasdp.runtime.model_cache import ModelCache
@@ -212,7 +212,8 @@ def _build_optimizers(model: keras.Model, reader: Reader, config: Config, strate
         with plain_attributes_kept(model) if config.backend == "jax" else leave_unchanged(model):
             sample = as_keras_gives(reader.sample(NUM_ROWS))
             in_replicas = strategy.trace if config.backend == "jax" else strategy.in_replicas
-            parts = find_parts(model.train_step, sample, in_replicas)
+            with explaining_trial(title_of(model, "train_step"), NUM_ROWS, is_split=False):
+                parts = find_parts(model.train_step, sample, in_replicas)
         for optimizer, weights in parts.optimizers:
             if not optimizer.built:
                 optimizer.build(weights)

@@ -1,0 +1,272 @@
+"""Trains by usual losses, each in a loop of one's own and in a `train_step`; prints the losses of each, or the refusal.
+
+python own_losses.py BACKEND NUM_DEVICES [NAME...]
+"""
+
+import functools
+import json
+import sys
+
+import numpy as np
+
+import kerasdp
+
+BATCH, ROWS, TOKENS, BOXES = 16, 43, 8, 5
+
+
+def data():
+    """Texts of several lengths, images with ignored pixels and with some boxes each, classes and weights."""
+    numbers = np.random.RandomState(0)
+    texts = numbers.randint(1, 12, (ROWS, TOKENS)).astype("int32")
+    lengths = numbers.randint(3, TOKENS + 1, (ROWS, 1)).astype("int32")
+    boxes = numbers.normal(size=(ROWS, BOXES, 4))
+    counts = numbers.randint(1, BOXES + 1, (ROWS, 1))
+    labels = numbers.randint(0, 4, (ROWS, 6, 6)).astype("int32")
+    return {
+        "text": texts * (np.arange(TOKENS) < lengths),
+        "lengths": lengths,
+        "image": numbers.normal(size=(ROWS, 6, 6, 3)),
+        "labels": np.where(numbers.random(labels.shape) < 0.1, -1, labels).astype("int32"),
+        "boxes": boxes,
+        "has_box": (np.arange(BOXES) < counts).astype("float64"),
+        "class": numbers.randint(0, 4, (ROWS,)).astype("int32"),
+        "weight": numbers.uniform(0.5, 2, (ROWS,)),
+    }
+
+
+def losses():
+    """Returns the losses by name: functions of the network and of a batch. Those that begin with `right` are means."""
+    import keras
+    from keras import ops
+
+    all_rows, cross_entropy = kerasdp.all_rows, keras.losses.sparse_categorical_crossentropy
+    seeds = keras.random.SeedGenerator(5)
+
+    def of_tokens(net, batch):
+        values = cross_entropy(batch["text"], net.words(batch["text"]), from_logits=True)
+        return values, ops.cast(batch["text"] > 0, values.dtype)
+
+    def of_pixels(net, batch):
+        values = cross_entropy(ops.maximum(batch["labels"], 0), net.pixels(batch["image"]), from_logits=True)
+        return values, ops.cast(batch["labels"] >= 0, values.dtype)
+
+    def of_boxes(net, batch):
+        return ops.mean(ops.abs(net.boxes(batch["image"]) - batch["boxes"]), axis=-1), batch["has_box"]
+
+    def of_classes(net, batch):
+        return cross_entropy(batch["class"], net.features(batch["image"])[:, :4], from_logits=True)
+
+    def of_one(net, batch):
+        return ops.square(net.features(batch["image"])[:, 0] - batch["weight"])
+
+    def ratio(values, mask):
+        return ops.sum(values * mask) / ops.maximum(ops.sum(mask), 1.0)
+
+    def over_all(values, mask):
+        """The same, where the mask is that of all devices."""
+        values, mask = (ops.reshape(each, (ops.shape(each)[0], -1)) for each in (values, mask))
+        counts = all_rows(ops.sum(mask, axis=1))
+        return ops.mean(ops.sum(values * mask, axis=1)) / ops.maximum(ops.mean(counts), 1e-9)
+
+    def by_rows(values, mask):
+        axes = tuple(range(1, len(values.shape)))
+        return ops.mean(ops.sum(values * mask, axis=axes) / ops.maximum(ops.sum(mask, axis=axes), 1.0))
+
+    def unit(net, image):
+        found = net.features(image)
+        return found / ops.norm(found, axis=1, keepdims=True)
+
+    def texts(net, batch):
+        return ratio(*of_tokens(net, batch))
+
+    def texts_with_drawn_masks(net, batch):
+        chosen = ops.cast(keras.random.uniform(ops.shape(batch["text"]), seed=seeds) < 0.3, "float64")
+        values = cross_entropy(batch["text"], net.words(ops.where(chosen > 0, 0, batch["text"])), from_logits=True)
+        return ratio(values, chosen)
+
+    def perplexity(net, batch):
+        return ops.exp(by_rows(*of_tokens(net, batch)))
+
+    def boxes_of_images(net, batch):
+        return ratio(*of_boxes(net, batch))
+
+    def focal_by_boxes(net, batch):
+        logits, found = net.boxes(batch["image"])[:, :, 0], batch["has_box"]
+        values = keras.losses.binary_focal_crossentropy(found[..., None], logits[..., None], from_logits=True)
+        return ops.sum(values) / ops.sum(found)
+
+    def segmentation(net, batch):
+        return ratio(*of_pixels(net, batch))
+
+    def segmentation_of_keras(net, batch):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        return loss(batch["labels"], net.pixels(batch["image"]))
+
+    def dice_of_batch(net, batch):
+        found, there = ops.softmax(net.pixels(batch["image"])), ops.one_hot(ops.maximum(batch["labels"], 0), 4)
+        return 1 - 2 * ops.sum(found * there) / ops.sum(found**2 + there)
+
+    def hard_pixels(net, batch):
+        values, mask = of_pixels(net, batch)
+        return ops.mean(ops.top_k(ops.reshape(values * mask, (-1,)), 20)[0])
+
+    def contrastive(net, batch):
+        alike = ops.matmul(unit(net, batch["image"]), ops.transpose(unit(net, ops.flip(batch["image"], 1)))) * 5
+        return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
+
+    def triplet(net, batch):
+        found = unit(net, batch["image"])
+        apart = ops.sum(ops.square(found[:, None] - found[None]), axis=-1)
+        same = ops.cast(batch["class"][:, None] == batch["class"][None], "float64")
+        hardest = ops.max(apart * same, axis=1) - ops.min(apart + 9 * same, axis=1)
+        return ops.mean(ops.relu(hardest + 1.0))
+
+    def ranking(net, batch):
+        scores, above = net.features(batch["image"])[:, 0], batch["weight"][:, None] > batch["weight"][None]
+        return ratio(ops.softplus(scores[None] - scores[:, None]), ops.cast(above, "float64"))
+
+    def decorrelated(net, batch):
+        found = net.features(batch["image"])
+        found = found - ops.mean(found, axis=0)
+        return ops.mean(ops.square(ops.matmul(ops.transpose(found), found) / ops.shape(found)[0] - ops.eye(6)))
+
+    def weighted_labels(net, batch):
+        return ratio(of_classes(net, batch), ops.take(ops.array([1.0, 2.0, 5.0, 0.5]), batch["class"]))
+
+    def balanced_labels(net, batch):
+        counts = ops.sum(ops.one_hot(batch["class"], 4), axis=0)
+        return ops.mean(of_classes(net, batch) / ops.take(counts, batch["class"]))
+
+    def weighted_rows(net, batch):
+        return ratio(of_classes(net, batch), batch["weight"])
+
+    def lengths(net, batch):
+        values, mask = of_tokens(net, batch)
+        return ops.sum(values * mask) / ops.sum(ops.cast(batch["lengths"], values.dtype))
+
+    def ctc_by_lengths(net, batch):
+        outputs, short = net.words(batch["text"]), ops.full((ops.shape(batch["text"])[0],), 2, "int32")
+        sizes = ops.cast(batch["lengths"][:, 0], "int32")
+        values = ops.ctc_loss(batch["text"][:, :2], outputs, short, sizes, mask_index=0)
+        return ops.sum(values) / ops.sum(ops.cast(sizes, values.dtype))
+
+    def root_of_mean(net, batch):
+        return ops.sqrt(ops.mean(of_one(net, batch)))
+
+    def correlation(net, batch):
+        one, other = net.features(batch["image"])[:, 0], batch["weight"]
+        one, other = one - ops.mean(one), other - ops.mean(other)
+        return 1 - ops.sum(one * other) / ops.sqrt(ops.sum(one**2) * ops.sum(other**2))
+
+    def by_largest(net, batch):
+        return ops.mean(of_one(net, batch) / ops.max(ops.abs(batch["weight"])))
+
+    def sum_of_rows(net, batch):
+        return ops.sum(of_classes(net, batch))
+
+    def right_texts_of_all(net, batch):
+        return over_all(*of_tokens(net, batch))
+
+    def right_texts_gathered(net, batch):
+        return ratio(*map(all_rows, of_tokens(net, batch)))
+
+    def right_texts_by_rows(net, batch):
+        return by_rows(*of_tokens(net, batch))
+
+    def right_drawn_masks(net, batch):
+        chosen = ops.cast(keras.random.uniform(ops.shape(batch["text"]), seed=seeds) < 0.3, "float64")
+        values = cross_entropy(batch["text"], net.words(ops.where(chosen > 0, 0, batch["text"])), from_logits=True)
+        return over_all(values, chosen)
+
+    def right_boxes(net, batch):
+        return over_all(*of_boxes(net, batch))
+
+    def right_pixels(net, batch):
+        return over_all(*of_pixels(net, batch))
+
+    def right_contrastive(net, batch):
+        one, other = all_rows(unit(net, batch["image"])), all_rows(unit(net, ops.flip(batch["image"], 1)))
+        alike = ops.matmul(one, ops.transpose(other)) * 5
+        return ops.mean(cross_entropy(ops.arange(ops.shape(alike)[0]), alike, from_logits=True))
+
+    def right_weights(net, batch):
+        return ops.mean(of_classes(net, batch) * batch["weight"])
+
+    def right_root(net, batch):
+        return ops.sqrt(ops.mean(all_rows(of_one(net, batch))))
+
+    wrong = (
+        texts, texts_with_drawn_masks, perplexity, boxes_of_images, focal_by_boxes, segmentation,
+        segmentation_of_keras, dice_of_batch, hard_pixels, contrastive, triplet, ranking, decorrelated,
+        weighted_labels, balanced_labels, weighted_rows, lengths, ctc_by_lengths, root_of_mean, correlation,
+        by_largest, sum_of_rows,
+    )  # fmt: skip
+    right = (
+        right_texts_of_all, right_texts_gathered, right_texts_by_rows, right_drawn_masks, right_boxes, right_pixels,
+        right_contrastive, right_weights, right_root,
+    )  # fmt: skip
+    return {loss.__name__: loss for loss in (*wrong, *right)}, seeds
+
+
+def network(loss_of, seeds):
+    """A model with heads for texts, pixels, boxes and features, of which a loss uses one; its step is that loss's."""
+    import keras
+    from keras import layers
+
+    class Network(keras.Model):
+        def __init__(self):
+            super().__init__()
+            text, image = keras.Input((TOKENS,), dtype="int32"), keras.Input((6, 6, 3))
+            flat = layers.Flatten()(image)
+            self.words = keras.Model(text, layers.Dense(12)(layers.Embedding(12, 6)(text)))
+            self.pixels = keras.Model(image, layers.Conv2D(4, 3, padding="same")(image))
+            self.boxes = keras.Model(image, layers.Reshape((BOXES, 4))(layers.Dense(BOXES * 4)(flat)))
+            self.features = keras.Model(image, layers.Dense(6)(flat))
+            self.seeds = seeds
+
+        def train_step(self, batch):
+            loss, gradients = kerasdp.value_and_grad(lambda: loss_of(self, batch), self.trainable_variables)()
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    return Network()
+
+
+def looped(runner, model):
+    """In a loop of one's own."""
+    step = runner.step(lambda batch: model.train_step(batch)["loss"])
+    return [float(step(batch)) for batch in runner.batches(data(), batch_size=BATCH, epochs=2)]
+
+
+def fitted(runner, model):
+    """In `fit`."""
+    import keras
+
+    found = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(float(logs["loss"])))
+    runner.fit(model, data(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[note])
+    return found
+
+
+def train(runner, names):
+    import keras
+
+    found = {}
+    for way in (looped, fitted):
+        for name in names or losses()[0]:
+            with runner.scope():
+                known, seeds = losses()
+                model = network(known[name], seeds)
+                model.compile(keras.optimizers.SGD(0.1))
+            try:
+                found[f"{way.__name__} {name}"] = way(runner, model)
+            except kerasdp.UserError as error:
+                found[f"{way.__name__} {name}"] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    backend, num_devices, *names = sys.argv[1:]
+    settings = {"backend": backend, "num_devices": int(num_devices), "device": "cpu", "precision": "float64"}
+    result = kerasdp.launch(functools.partial(train, names=names), **settings, verbose=0)
+    print("RESULT " + json.dumps(result))
