@@ -272,6 +272,10 @@ class Strategy(Protocol):
         """Returns the context around `fit`, `evaluate` and `predict`."""
         return nullcontext()
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """Returns the context of what compiles in a later step than the first: a heartbeat replaces it by its own."""
+        return nullcontext()
+
     def step_functions(self, model: "keras.Model", run_state: "RunState") -> StepFunctions:
         """Returns the step functions that train, test and predict with a built model on all devices.
 

@@ -94,7 +94,8 @@ class Config:
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
         "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
-        "whole run has them). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
+        "whole run has them); where the length of the data is not known, once so many batches of one shape were seen "
+        "(with --deterministic never). cudagraphs: on, and on several GPUs a step is one CUDA graph, NCCL's "
         "messages in it. What cannot be captured runs uncompiled, with a warning. jax and tensorflow do as the model's "
         "jit_compile says.",
         only=[Only(None, ["torch"], ["data", "tensor"], "the model's jit_compile decides")])

@@ -231,7 +231,11 @@ class Heartbeat:
         return {"num_events": self._fields["num_events"] + 1, "recent": recent}
 
     def mark_exchanges(self, strategy: Any) -> None:
-        """Marks whatever a strategy (`kerasdp.backends.base.Strategy`) exchanges between the ranks by a method."""
+        """Marks whatever a strategy (`kerasdp.backends.base.Strategy`) exchanges between the ranks by a method.
+
+        Lets it mark what it compiles later than in the first step of a shape.
+        """
+        strategy.compiling = self.compiling
         if self._link is None:
             return
         for owner, names in ((strategy.processes, _OF_PROCESSES), (strategy, _OF_STRATEGY)):

@@ -1,5 +1,7 @@
 """A step captured as one graph, in pytest's process and without a compiler."""
 
+import collections
+import contextlib
 import types
 
 import keras
@@ -40,6 +42,7 @@ class Foreign(keras.layers.Layer):
 def strategy():
     return types.SimpleNamespace(
         processes=SingleProcess(),
+        compiling=contextlib.nullcontext,
         is_gpu=False,
         num_replicas=1,
         config=Config(backend="torch"),
@@ -202,8 +205,19 @@ def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, choices, expect
 def test_compiling_pays_off_sooner_on_a_gpu(kind, expected):
     strategy = DataParallel.__new__(DataParallel)
     strategy.config, strategy.host_sums, strategy.device = Config(backend="torch"), None, torch.device(kind)
-    model = types.SimpleNamespace(run_eagerly=False)
-    assert [strategy._compiles(model, count, is_full=True) for count in (199, 200, 1000)] == expected
+    model, seen = types.SimpleNamespace(run_eagerly=False), collections.Counter()
+
+    def compiles(num_steps, length=4):
+        batch = DeviceBatch(torch.zeros(6, length), None, None, range(6))
+        return strategy._compiles(model, num_steps, 6, batch, seen)
+
+    assert [compiles(count) for count in (199, 200, 1000)] == expected
+    # Where nobody tells the number: once so many of a shape were seen; with --deterministic never.
+    enough = 200 if kind == "cuda" else 1000
+    assert [compiles(None) for _ in range(enough + 2)] == [False] * enough + [True] * 2
+    assert not compiles(None, length=5)
+    strategy.config = Config(backend="torch", deterministic=True)
+    assert not compiles(None) and compiles(1000)
 
 
 @pytest.mark.parametrize(("deterministic", "expected"), [(False, 100), (True, 1100)])

@@ -55,6 +55,24 @@ def test_what_is_compiled_and_what_is_not():
     assert "variables are assigned that are not the model's" in warnings[1]
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [[2, "auto", False], [1, "off", False]],
+        pytest.param(
+            [[2, "auto", True], [1, "auto", False], [1, "auto", True], [1, "off", True]], marks=pytest.mark.proof
+        ),
+    ],
+)
+def test_compiled_once_many_steps_of_a_shape_were_seen(runs):
+    """Where the length of the data is not known: from eager to compiled steps in the middle of a `fit`."""
+    results = result_of(run(PROGRAMS / "compiled_later.py", *map(json.dumps, runs), OMP_NUM_THREADS="1"))
+    for (_, compiles, is_own), result in zip(runs, results, strict=True):
+        np.testing.assert_allclose(result["numbers"], results[-1]["numbers"], rtol=1e-12)
+        # Two shapes, of which three each are seen; a user-defined step begins to count after its first.
+        assert result["captured"] == ([16 - 6 - is_own, 10, 10] if compiles == "auto" else [0, 0, 0])
+
+
 @pytest.mark.proof
 def test_float16_is_compiled():
     """The loss's scale begins too large, falls, and grows, as in Keras; steps that overflow are left out."""

@@ -122,9 +122,12 @@ class CompiledStep:
         data = tuple(batch[:3])
         shapes = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(data)]
         key = (detail, len(batch.indices), self.kind(), *shapes)
-        if key not in self.graphs:
+        if key in self.graphs:
+            return self._run(self.graphs[key], data)
+        if self.reason:
+            return None
+        with self.strategy.compiling():
             return self._first(key, data, detail)
-        return self._run(self.graphs[key], data)
 
     def _run(self, graph: Callable[..., Any], data: Any) -> Any:
         with torch.no_grad():
@@ -137,8 +140,6 @@ class CompiledStep:
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf.clone(), result)
 
     def _first(self, key: Any, data: Any, detail: Any) -> Any:
-        if self.reason:
-            return None
         if len(self.graphs) == _MOST_GRAPHS:
             self._give_up(f"batches of more than {_MOST_GRAPHS} shapes are not compiled")
             return None

@@ -18,6 +18,7 @@ from kerasdp.config import Config
 from kerasdp.config.validation import VIRTUAL
 from kerasdp.data.sampling import Split
 from kerasdp.runtime.devices import Devices
+from kerasdp.runtime.heartbeat import shapes_of
 from kerasdp.runtime.run_state import Detail, RunState
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class DataParallel(TorchStrategy):
         # The first user-defined step runs uncompiled, and tells whether it can be captured: one in the form of torch's
         # guide cannot, and an attempt would move what it counts in Python.
         is_captured = not is_own
+        num_trained = collections.Counter[Any]()
 
         def train(batch: DeviceBatch, detail: Detail) -> Trained:
             nonlocal parallel, parallel_for, compiled, is_captured
@@ -94,9 +96,8 @@ class DataParallel(TorchStrategy):
             if parts is not None:
                 parts.cut()
                 compiled = compiled or CompiledTraining(self, steps, parts)
-            if is_captured and self._compiles(
-                model, self._steps_to_compile(run_state), len(batch.indices) == run_state.batch_size
-            ):
+            num_steps = self._steps_to_compile(run_state)
+            if is_captured and self._compiles(model, num_steps, run_state.batch_size, batch, num_trained):
                 compiled = compiled or (CompiledOwnStep if is_own else CompiledTraining)(self, steps)
                 done = compiled(batch, detail)
             if done is None and is_own:
@@ -128,6 +129,7 @@ class DataParallel(TorchStrategy):
         from kerasdp.backends.torch.compiled_step import CompiledEvaluation
 
         compiled: CompiledEvaluation | None = None
+        num_evaluated = collections.Counter[Any]()
 
         @torch.no_grad()
         def evaluate(batch: DeviceBatch) -> Any:
@@ -136,11 +138,13 @@ class DataParallel(TorchStrategy):
             if parts is not None and parts.holds_weights:
                 parts.cut()
                 compiled = compiled or CompiledEvaluation(self, steps, name, parts)
-            if f"{name}_step" not in steps.own and evaluated:
-                is_full = len(batch.indices) == evaluated.batch_size
-                if self._compiles(steps.model, evaluated.num_batches, is_full):
-                    compiled = compiled or CompiledEvaluation(self, steps, name)
-                    result = compiled(batch)
+            if (
+                f"{name}_step" not in steps.own
+                and evaluated
+                and self._compiles(steps.model, *evaluated, batch, num_evaluated)
+            ):
+                compiled = compiled or CompiledEvaluation(self, steps, name)
+                result = compiled(batch)
             if result is not None:
                 return result
             with numbers_made_on(self.device):
@@ -159,15 +163,34 @@ class DataParallel(TorchStrategy):
         """Runs the model's own `train_step` on this process's rows, without an update; returns what it found."""
         return RankSteps(self, model).own_step("train_step", batch, is_trial=True)[1]
 
-    def _compiles(self, model: Any, num_steps: int | None, is_full: bool) -> bool:
-        """Returns whether a step is compiled. The step of a smaller last batch (`is_full` False) never is.
+    def _compiles(
+        self,
+        model: Any,
+        num_steps: int | None,
+        batch_size: int | None,
+        batch: DeviceBatch,
+        seen: collections.Counter[Any],
+    ) -> bool:
+        """Returns whether a step is compiled. The step of a batch that is not full never is.
 
-        `num_steps`: there are to come; None if that is not known.
+        Args:
+            model: whose step it is.
+            num_steps: there are to come; None if that is not known.
+            batch_size: rows of a full batch.
+            batch: of the step.
+            seen: counts the batches of each shape where `num_steps` is not known; the same on all ranks.
         """
-        choice = self.config.compile
-        if model.run_eagerly or choice == "off" or self.host_sums is not None or not is_full:
+        choice, enough = self.config.compile, _WORTH_COMPILING[self.device.type]
+        if model.run_eagerly or choice == "off" or self.host_sums is not None or len(batch.indices) != batch_size:
             return False
-        return choice != "auto" or num_steps is None or num_steps >= _WORTH_COMPILING[self.device.type]
+        if choice != "auto":
+            return True
+        if num_steps is not None:
+            return num_steps >= enough
+        # As many as were seen may be to come. A resumed run begins to count again, which --deterministic must not show.
+        shapes = shapes_of(batch[:3])
+        seen[shapes] += 1
+        return seen[shapes] > enough and not self.config.deterministic
 
     def _steps_to_compile(self, run_state: RunState) -> int | None:
         """Returns the steps of this process, in which compiling pays off or not; None if not known.
