@@ -259,7 +259,7 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
     """Returns whether updates with some rows of a batch, and with the others, change the variables as one with all."""
     function, options = metric_function(metric)
     if _is_declared(function, type(metric)):
-        return True
+        return not any(map(_is_no_number, metric.variables))
     if is_of_keras(type(metric)) and function is None:
         return bool(metric.variables)
     is_known = function in BY_ROWS or (inspect.isfunction(function) and is_metric_of_keras(function))
@@ -300,6 +300,10 @@ def try_metrics(model: keras.Model, targets: Any, outputs: Any, sample_weight: A
         )
 
 
+# Values of variables before they are updated in a trial: int8 holds them, too.
+_LARGE = 97
+
+
 def _sums_in_trial(model: keras.Model, data: Any) -> dict[int, bool]:
     """Returns, by the `id` of each variable, whether what it gets is a sum over the rows."""
     num_rows = len(keras.tree.flatten(data)[0])
@@ -316,15 +320,25 @@ def _sums_in_trial(model: keras.Model, data: Any) -> dict[int, bool]:
 
     try:
         whole, first = after(start, slice(0, num_rows)), after(start, slice(0, cut))
-        second, in_turn = after(start, slice(cut, num_rows)), after(first, slice(cut, num_rows))
+        second = after(start, slice(cut, num_rows))
+        # From large numbers on: a product or a minimum stays 0 where it begins at 0, as sums of nothing do.
+        in_turn = after([value + _LARGE for value in first], slice(cut, num_rows))
     except Exception:  # user-defined, on outputs that it may not expect
         return {}
     return {
         id(variable): bool(
-            np.isfinite(parts).all() and _are_equal_sums(parts[0], parts[1] + parts[2]) and _are_equal_sums(*parts[::3])
+            not _is_no_number(variable)
+            and np.isfinite(parts).all()
+            and _are_equal_sums(parts[0], parts[1] + parts[2])
+            and _are_equal_sums(parts[0] + _LARGE, parts[3])
         )
         for variable, *parts in zip(variables, whole, first, second, in_turn)
     }
+
+
+def _is_no_number(variable: keras.Variable) -> bool:
+    """Returns whether a variable holds truths: TensorFlow adds none up, and one of all rows is no sum."""
+    return variable.dtype == "bool"
 
 
 def _are_equal_sums(received: Any, expected: Any) -> bool:

@@ -75,6 +75,40 @@ class Decaying(metrics.Metric):
         return self.value
 
 
+class State(metrics.Metric):
+    """Keeps what a function makes of what it has and of the rows."""
+
+    def __init__(self, function, begin, dtype="float32"):
+        super().__init__()
+        self.function, self.value = function, self.add_variable((), keras.initializers.Constant(begin), dtype)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(ops.cast(self.function(self.value, y_pred), self.value.dtype))
+
+    def result(self):
+        return ops.cast(self.value, "float32")
+
+
+def least(value, y):
+    return ops.minimum(value, ops.min(y))
+
+
+def product(value, y):
+    return value * ops.prod(y)
+
+
+def any_above(value, y):
+    return ops.logical_or(value, ops.any(y > 0.9))
+
+
+def all_below(value, y):
+    return ops.logical_and(value, ops.all(y < 0.9))
+
+
+def count(value, y):
+    return value + ops.cast(ops.sum(ops.cast(y > 0.5, "int32")), value.dtype)
+
+
 class Remembering(Decaying):
     """What it keeps is no variable."""
 
@@ -100,7 +134,10 @@ def of_all_rows(y, outputs):
 @pytest.mark.parametrize(
     ("metric", "expected"),
     [(of_one_row, True), (of_all_rows, False), (Decaying(), False), (Remembering(), False),
-     (metrics.CosineSimilarity(axis=0), False), (keras.losses.MeanSquaredError(), False)],
+     (metrics.CosineSimilarity(axis=0), False), (keras.losses.MeanSquaredError(), False),
+     (State(least, 10.0), False), (State(product, 1.0), False),
+     (State(any_above, False, "bool"), False), (State(all_below, True, "bool"), False),
+     *((State(count, 0, dtype), True) for dtype in ("int8", "uint8", "int64", "float16", "float32", "float64"))],
 )  # fmt: skip
 def test_others_are_tried(metric, expected):
     model = model_with(metric, ONE_HOT)
@@ -115,3 +152,5 @@ def test_declared():
         pass
 
     assert not coupling_metrics(model_with(Declared(), ONE_HOT))
+    truth = State(any_above, False, "bool")
+    assert coupling_metrics(model_with(kerasdp.per_sample(truth), ONE_HOT))  # of truths there is no sum
