@@ -294,10 +294,24 @@ def common_length(leaves: dict[str, list[Any]]) -> int:
     return every.pop()
 
 
+def refuse_strings(structure: Any, name: str) -> None:
+    """Raises `UserError` if there are strings in a structure of arrays."""
+    for leaf in keras.tree.flatten(structure):
+        if leaf is None or leaf.dtype.kind not in "OSU":
+            continue
+        raise UserError(
+            f"{name}: expected numbers. Received: strings ({leaf.dtype}), of which a model makes numbers with "
+            "tensorflow alone; look them up in the data: ds.map(lambda text, y: (lookup(text), y)) of tf.data, or "
+            "lookup(text) of an array before fit, where lookup is a StringLookup or TextVectorization layer"
+        )
+
+
 def _arrays(structure: Any, name: str) -> list[np.ndarray]:
     """Returns the arrays in a structure; raises `UserError` if there is one without samples, such as a plain number."""
     arrays = [leaf for leaf in keras.tree.flatten(structure) if leaf is not None]
     for array in arrays:
+        if not array.ndim:  # of a list of strings, as DataLoaders make of them
+            refuse_strings(array, name)
         if not array.ndim:
             raise UserError(
                 f"{name}: expected an array, or a structure of arrays. Received: {type(structure).__name__} of "

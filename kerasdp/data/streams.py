@@ -174,6 +174,7 @@ def digest_of(data: Any) -> str:
         if leaf is not None:
             digest.update(f"{leaf.shape} {leaf.dtype.str}".encode())
             some = np.ascontiguousarray(leaf).reshape(-1)[:: 1 + leaf.size // _MOST_DIGESTED]
+            some = some.astype(str) if some.dtype == object else some
             digest.update(np.ascontiguousarray(some).view("uint8").data)
     return digest.hexdigest()[:16]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.feed import Reader
-from kerasdp.data.sources import ArraySource
+from kerasdp.data.sources import ArraySource, refuse_strings
 from kerasdp.errors import NonFiniteLossError, UserError
 from kerasdp.keras_compat.layers import is_of_keras
 from kerasdp.keras_compat.models import (
@@ -157,6 +157,8 @@ def _check_inputs(model: keras.Model, inputs: Any) -> None:
     for name, symbol, leaf in zip(names, symbols, leaves, strict=True):
         if leaf is None or keras.tree.is_nested(leaf):
             continue
+        if symbol.dtype != "string":
+            refuse_strings(leaf, "inputs")
         shape, allowed = tuple(leaf.shape[1:]), tuple(symbol.shape[1:])
         # Keras adds or removes a last axis of one.
         if not any(fits(one, allowed) for one in (shape, (*shape, 1), *([shape[:-1]] if shape[-1:] == (1,) else []))):

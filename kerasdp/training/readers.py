@@ -13,7 +13,7 @@ from kerasdp.data.batch_reader import IndexedReader, StreamReader
 from kerasdp.data.datasets import StandIn
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sampling import Order, seed_of_fit
-from kerasdp.data.sources import ArraySource, is_of_arrays, weights_of_classes
+from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
 from kerasdp.data.streams import Stream, length_of
 from kerasdp.errors import UserError
 from kerasdp.portability.random import DATA, portable_draws
@@ -124,7 +124,10 @@ def _reader_of_batches(
 def first_of(reader: Reader) -> Batch:
     """Returns the first batch; data that draws by `keras.random` draws the same on every backend, here as in a feed."""
     with _drawing():
-        return reader.first()
+        batch = reader.first()
+    if keras.backend.backend() != "tensorflow":
+        refuse_strings(batch.inputs, "inputs")
+    return batch
 
 
 def _drawing() -> contextlib.AbstractContextManager[None]:

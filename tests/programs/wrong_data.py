@@ -42,6 +42,10 @@ def model_for(runner, loss, *, units=3, activation="softmax", inputs=(4,), kind=
         elif kind == "time":
             entry = keras.Input((5, 4))
             model = keras.Model(entry, head(entry), name="m")
+        elif kind == "text":
+            entry = keras.Input((1,), dtype="string")
+            numbers = keras.layers.StringLookup(vocabulary=list("abc"), output_mode="multi_hot")(entry)
+            model = keras.Model(entry, head(numbers), name="m")
         elif kind == "sequential":
             model = keras.Sequential([head], name="m")
         else:
@@ -100,6 +104,8 @@ CASES = {
     "targets of one output": ("mse", {"kind": "two outputs"}, X, ONE_HOT, {}),
     "a target is missing": ("mse", {"kind": "two outputs"}, X, {"head": ONE_HOT, "othre": Y}, {}),
     "shape of inputs": (SPARSE, {}, X[:, :3], Y, {}),
+    "text in inputs": (SPARSE, {}, X.astype("S8"), Y, {}),
+    "text in lists": (SPARSE, {}, lambda: [([["a", "b"]], Y[:2])], None, {}),
     "rank of inputs": (SPARSE, {}, X[:, None], Y, {}),
     "too many inputs": (SPARSE, {}, [X, X], Y, {}),
     "too few inputs": (SPARSE, {"kind": "two"}, X, Y, {}),
@@ -135,6 +141,8 @@ CASES = {
     "a learning rate too high": ("mse", {"activation": None}, X * 1e30, ONE_HOT, {"shuffle": False}),
 }
 
+if keras.backend.backend() == "tensorflow":
+    CASES["text to look up"] = (SPARSE, {"kind": "text"}, np.array(list("abcd"), object)[Y][:, None], Y, {})
 
 # Seen by the process alone that has the row, where there are several: its error, though it is caught, ends the run.
 LATER = ("a later batch",)
