@@ -347,6 +347,15 @@ def _is_row(value: Any) -> bool:
     return is_drawable and _is_count(value.get("epoch"))
 
 
+def _is_record(value: Any) -> bool:
+    """Returns whether a value is what the recorder of a run keeps."""
+    is_right = _has(
+        last_logs=_is_logs, history=_list_of(_is_row), epoch_seconds=_list_of(_is_number),
+        epoch_rates=_list_of(_is_number), images=_is_count, seconds=_is_number,
+    )(value)  # fmt: skip
+    return is_right and _list_of(_is_number)(losses := value.get("losses", [0, 0])) and len(losses) == 2
+
+
 def _is_writer(value: Any) -> bool:
     """Returns whether a value says which run wrote the checkpoint."""
     is_right = _has(backend=_is_text, devices=_is_count)(value)
@@ -368,13 +377,7 @@ _FIELDS: dict[str, tuple[str, _Check]] = {
     "best": ("name and score, or null,", _or_none(_has(name=_is_text, score=_is_number))),
     "data": ("the place in the data", _is_place),
     "identity": ("an object", _is_object),
-    "recorder": (
-        "losses and times",
-        _has(
-            last_logs=_is_logs, history=_list_of(_is_row), epoch_seconds=_list_of(_is_number),
-            epoch_rates=_list_of(_is_number), images=_is_count, seconds=_is_number,
-        ),
-    ),
+    "recorder": ("losses and times", _is_record),
     "callbacks": ("an object of objects", _object_of(_is_object)),
     "saved_by": ("backend, devices and their shares", _is_writer),
     "config": ("model, dataset and data_dir", _has(model=_is_text, dataset=_is_text, data_dir=_or_none(_is_text))),

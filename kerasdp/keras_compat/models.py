@@ -227,6 +227,17 @@ def update_loss_metric(model: keras.Model, loss: Any, num_rows: int) -> None:
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 
+def has_untold_loss(model: keras.Model) -> bool:
+    """Returns whether the mean that Keras reports as `loss` has seen no batch: as 0.0, which none of them had.
+
+    So it is where a user-defined step returns its loss, and updates no metric with it. Keras 3.15: as above.
+    """
+    tracker = getattr(model, "_loss_tracker", None)
+    if tracker is None or all(metric is not tracker for metric in model.metrics):
+        return False
+    return not float(keras.ops.convert_to_numpy(tracker.count))
+
+
 def metrics_of_ranks_as_they_are() -> contextlib.AbstractContextManager[None]:
     """Returns the context in which Keras on torch asks no other rank: metrics are of the whole batch already.
 
@@ -257,7 +268,10 @@ def symbols_of(data: Any, num_rows: int) -> Any:
     """Returns `KerasTensor`s of a structure of arrays, with the rows of the global batch: a process may hold some."""
 
     def symbol(leaf: Any) -> Any:
-        return None if leaf is None else keras.KerasTensor((num_rows, *leaf.shape[1:]), str(leaf.dtype))
+        if leaf is None:
+            return None
+        dtype = "string" if leaf.dtype.kind in "OSU" else str(leaf.dtype)
+        return keras.KerasTensor((num_rows, *leaf.shape[1:]), dtype)
 
     return keras.tree.map_structure(symbol, data)
 
@@ -448,13 +462,22 @@ def plain_attributes_kept(model: keras.Model) -> Iterator[None]:
 
 
 def numbers_of_mirrored_variables() -> None:
-    """Lets `float` and `int` read Keras variables of several replicas.
+    """Lets `float` and `int` read Keras variables of several replicas, and whatever reads a metric's bool.
 
     Keras 3.15: they ask TensorFlow's mirrored variable, which is no number. No hook: `Variable.__float__` and `__int__`
-    are wrapped, once, for good.
+    are wrapped, once, for good. So is `Metric.add_variable`: what it makes is read as the sum over the replicas, and
+    TensorFlow (2.21) adds up no bools.
     """
+    wrap_for_good(keras.metrics.Metric, "add_variable", _without_sum_of_bools)
     for name, kind in (("__float__", float), ("__int__", int)):
         wrap_for_good(keras.Variable, name, functools.partial(_number, kind))
+
+
+def _without_sum_of_bools(
+    add: Callable[..., Any], metric: keras.metrics.Metric, shape: Any, initializer: Any, dtype: Any = None,
+    aggregation: str = "sum", name: str | None = None,
+) -> Any:  # fmt: skip
+    return add(metric, shape, initializer, dtype, "only_first_replica" if dtype == "bool" else aggregation, name)
 
 
 def _number(kind: type, original: Callable[..., Any], variable: keras.Variable) -> Any:

@@ -58,6 +58,8 @@ class Recorder(keras.callbacks.Callback):
         # Steps and rates of the lines to come.
         self._due: list[tuple[int, Any]] = []
         self._last_step = run_state.step
+        # Sum and number of the epoch's losses that were read.
+        self._losses: list[float] = [*recorded.get("losses", (0.0, 0))]
         self.files = None
         # A run that is over keeps its files: another backend, on other devices maybe, has trained it.
         self._is_told = bool(folder) and run_state.was_over and os.path.exists(f"{folder}/report.json")
@@ -68,7 +70,8 @@ class Recorder(keras.callbacks.Callback):
     def saved_state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps: enough for the files of a resumed run to have no gap."""
         history = self.files.history if self.files else []
-        return self.run_state.measurements() | {"last_logs": self.last_logs, "history": history}
+        known = {"last_logs": self.last_logs, "history": history, "losses": self._losses[:]}
+        return self.run_state.measurements() | known
 
     def _on_step(self, loss: Any, learning_rate: Any, num_rows: int) -> None:
         step = self.run_state.step
@@ -100,7 +103,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the epoch's row."""
-        self.last_logs = report.plain(logs)
+        self.last_logs, self._losses = report.plain(logs), [0.0, 0]
         if self.files:
             seconds, rate = self.run_state.epoch_seconds[-1], self.run_state.epoch_rates[-1]
             self.files.add_epoch(epoch, self.last_logs, seconds, rate)
@@ -121,6 +124,11 @@ class Recorder(keras.callbacks.Callback):
         self.run_state.remove_listener(self._on_step)
         if self.files:
             self.files.close()
+
+    def mean_loss(self) -> float:
+        """Returns the mean of the epoch's losses, in which each batch counts as much as another."""
+        total, number = self._losses
+        return total / number if number else 0.0
 
     def catch_up(self) -> None:
         """Waits for the last step, stops the run if a loss is not a number, and writes the line that is due."""
@@ -158,6 +166,7 @@ class Recorder(keras.callbacks.Callback):
             if loss is None:  # a user-defined train_step that does not tell it
                 continue
             last = float(loss)
+            self._losses = [self._losses[0] + last, self._losses[1] + 1]
             if not math.isfinite(last):
                 raise NonFiniteLossError(
                     f"the loss became {last} at step {step} (epoch {self.run_state.epoch + 1}) with learning rate "

@@ -195,6 +195,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self._gather_for_callbacks()
         self._end_training_part()
         self.state.end_epoch()
+        if logs and logs.get("loss", 0) is None:
+            logs["loss"] = self.recorder.mean_loss()
         numbers = as_numbers(logs)
         for callback in self.callbacks:  # of one dictionary: what one adds, the next ones and the checkpoint see
             callback.on_epoch_end(epoch, numbers)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,12 @@ import numpy as np
 from keras.callbacks import CallbackList
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Strategy, Trained
-from kerasdp.backends.steps import DeviceScalar, TrainedWeights, all_variables
+from kerasdp.backends.steps import DeviceScalar, TrainedWeights, all_variables, optimizers_of
 from kerasdp.data.feed import Feed
 from kerasdp.errors import ReplicasDifferError, UserError
-from kerasdp.keras_compat.models import made_by_compile, restored_epoch
+from kerasdp.keras_compat.models import has_untold_loss, made_by_compile, own_steps, restored_epoch
 from kerasdp.keras_compat.numerics import same_on_all_backends
+from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.portability.random import UNNAMED, portable_draws
 from kerasdp.reporting import report
 from kerasdp.reporting.recorder import as_numbers
@@ -94,7 +96,7 @@ class Loop:
         else:
             self._warn_if_short(feed, num_done)
         self.strategy.set_training(model, False)
-        return self._epoch_logs(logs)
+        return self._epoch_logs(logs, "train_step")
 
     def _check_state(self) -> None:
         """Compares the replicas after the first step and each epoch: of all else there is one, or it comes of sums."""
@@ -122,6 +124,8 @@ class Loop:
     def evaluate(self, feed: Feed, callbacks: CallbackList) -> Logs:
         """Evaluates all batches; returns the logs, as numbers."""
         model, number, logs = self.model, 0, {}
+        losses: list[Any] = []  # of a user-defined step
+        is_own = "test_step" in own_steps(model)
         self.strategy.set_training(model, False)
         model.stop_evaluating = False
         callbacks.on_test_begin()
@@ -130,11 +134,16 @@ class Loop:
             callbacks.on_test_batch_begin(number)
             for batch in batches:
                 logs = self.functions.test(batch)
+                if is_own and "loss" in logs:
+                    losses.append(logs["loss"])
             number += model.steps_per_execution
             callbacks.on_test_batch_end(number - 1, logs)
             if model.stop_evaluating:
                 break
-        logs = as_numbers(self._epoch_logs(logs))
+        logs = self._epoch_logs(logs, "test_step")
+        if losses and logs.get("loss", 0) is None:
+            logs["loss"] = np.mean([float(keras.ops.convert_to_numpy(loss)) for loss in losses])
+        logs = as_numbers(logs)
         callbacks.on_test_end(logs)
         return logs
 
@@ -163,10 +172,16 @@ class Loop:
         if any(one is not other for one, other in zip(now, self._compiled)):
             raise UserError(f"{self.model.name} was compiled again while it trains: do it between two calls of fit")
 
-    def _epoch_logs(self, logs: Logs) -> Logs:
-        """Returns the model's metrics, unless a user-defined step gave other logs: then these, of the last batch."""
+    def _epoch_logs(self, logs: Logs, step: str) -> Logs:
+        """Returns the model's metrics, unless a user-defined step gave other logs: then these, of the last batch.
+
+        A loss that the step told no metric is None: the caller sets the mean of the batches.
+        """
         metrics = self.model.get_metrics_result()
-        return dict(metrics if metrics.keys() == logs.keys() else logs)
+        if metrics.keys() != logs.keys():
+            return dict(logs)
+        is_untold = "loss" in logs and step in own_steps(self.model) and has_untold_loss(self.model)
+        return {**metrics, "loss": None} if is_untold else dict(metrics)
 
     def _warn_if_short(self, feed: Feed, num_done: int) -> None:
         if feed.num_batches is not None and num_done < feed.num_batches and self.strategy.processes.rank == 0:
@@ -248,6 +263,7 @@ class ModelSteps:
         if known is None or list(map(id, known[0])) != list(map(id, made_for)):
             functions = self._strategy.step_functions(model, self._state)
             functions = functions if stages is None else _training_the_same_weights(model, functions)
+            functions = _warning_of_unchanged_weights(model, self._strategy, functions)
             known = made_for, self._marked(functions)
             self._functions.put(model, known)
         return known[1]
@@ -257,6 +273,75 @@ class ModelSteps:
             return self._heartbeat.step_function(name.removesuffix("_several"), function, lambda: self._state.step)
 
         return StepFunctions(**{name: function and mark(name, function) for name, function in vars(functions).items()})
+
+
+# Steps in which a weight is to change, and weights of which one is looked at after the first step: the smallest.
+_FEW_STEPS, _FEW_WEIGHTS = 4, 8
+
+
+def _warning_of_unchanged_weights(model: keras.Model, strategy: Strategy, functions: StepFunctions) -> StepFunctions:
+    """Says in a line, once, that the first steps have changed no weight; a step without an optimizer is to change none.
+
+    All weights are read only where the first step has changed none of a few. Weights that are not trained count, as the
+    statistics of batch norm, and the scale of a loss that was too large. Seeds do not.
+    """
+    # A weight may be on another process as a whole, or in parts.
+    is_elsewhere = strategy.config.engine != "data" or strategy.config.shard == "weights"
+    if strategy.processes.rank != 0 or is_elsewhere or not optimizers_of(model):
+        return functions
+    look = _looks_at_weights(model)
+
+    def looking(function: Callable[..., Trained]) -> Callable[..., Trained]:
+        def train(*args: Any) -> Trained:
+            next(look, None)  # once for several steps of one call, too
+            return function(*args)
+
+        return train
+
+    several = functions.train_several
+    return dataclasses.replace(
+        functions,
+        train=looking(functions.train),
+        train_several=several and looking(several),
+    )
+
+
+def _looks_at_weights(model: keras.Model) -> Iterator[None]:
+    """Looks at the weights before each of the first steps, and ends where one has changed, or with a warning."""
+    optimizers = optimizers_of(model)
+    trained = sorted(model.trainable_weights, key=lambda weight: math.prod(weight.shape))[:_FEW_WEIGHTS]
+    before = _values_of(trained)
+    yield
+    if _have_changed(trained, before) or any(map(_has_no_rate, optimizers)):
+        return
+    scales = [getattr(optimizer, "dynamic_scale", None) for optimizer in optimizers]
+    weights = [weight for weight in model.weights if weight.name != "seed_generator_state"]
+    weights += [scale for scale in scales if scale is not None]
+    num_steps = max(_FEW_STEPS, *(1 + (inner_optimizer(each).gradient_accumulation_steps or 1) for each in optimizers))
+    before = _values_of(weights)
+    for _ in range(1, num_steps):
+        yield
+    if before and not _have_changed(weights, before) and not any(map(_has_no_rate, optimizers)):
+        reason = "does the step apply its gradients, and does the loss depend on the weights?"
+        if not model.trainable_weights:
+            reason = "all of them are frozen"
+        report.warn(f"{model.name}: no weight has changed in the first {num_steps} steps; {reason}")
+
+
+def _has_no_rate(optimizer: keras.optimizers.Optimizer) -> bool:
+    return not float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def _values_of(variables: list[keras.Variable]) -> list[np.ndarray]:
+    # Copies: the memory of a variable is taken by its next value. TensorFlow (2.21) makes no array of one bfloat16.
+    return [
+        np.array(keras.ops.convert_to_numpy(keras.ops.cast(each, "float32") if "float16" in each.dtype else each))
+        for each in variables
+    ]
+
+
+def _have_changed(variables: list[keras.Variable], before: list[np.ndarray]) -> bool:
+    return any((new != old).any() for new, old in zip(_values_of(variables), before, strict=True))
 
 
 def _training_the_same_weights(model: keras.Model, functions: StepFunctions) -> StepFunctions:

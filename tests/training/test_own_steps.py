@@ -154,3 +154,40 @@ def test_what_each_device_keeps_for_itself_ends_the_run_after_its_first_step(tmp
     done = run(PROGRAMS / "own_steps.py", "torch", 2, "queue", settings, backend="torch")
     assert done.returncode and "hold different values in 1 variables, first in queue/seen" in done.stderr
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) <= 1
+
+
+def each_backend():
+    """One as users have it, on two devices; the others are proofs."""
+    return pytest.mark.parametrize(
+        ("backend", "count"),
+        [
+            pytest.param(backend, count, marks=[pytest.mark.proof] * ((backend, count) != USUAL))
+            for backend in BACKENDS
+            for count in (1, 2)
+        ],
+    )
+
+
+@each_backend()
+def test_steps_that_tell_their_loss_alone_and_those_that_change_nothing(backend, count):
+    """The loss of an epoch is the mean of its batches, of which one is smaller; what changes no weight is warned of."""
+    done = run(PROGRAMS / "unchanged.py", backend, count, backend=backend)
+    found = result_of(done)
+    for received in found.values():
+        means = np.reshape(received["batches"], (3, -1)).mean(1)
+        np.testing.assert_allclose(received["history"]["loss"], means, rtol=1e-12)
+        np.testing.assert_allclose(received["history"]["val_loss"][-1], np.mean(received["validated"]), rtol=1e-12)
+    assert len(set(found["trains"]["history"]["val_loss"])) == 3
+    assert len(set(found["flat"]["history"]["val_loss"])) == 1
+    warned = [line.split(": ")[1] for line in done.stderr.splitlines() if "no weight has changed" in line]
+    assert warned == ["flat", "all_frozen", "zero_step"]
+
+
+@pytest.mark.proof
+def test_the_loss_of_a_resumed_epoch_is_that_of_all_its_batches(backend, tmp_path):
+    """Stopped after two of the three batches of the second epoch."""
+    expected = result_of(run(PROGRAMS / "unchanged.py", backend, 1, "{}", backend=backend))["trains"]["history"]
+    for choices in ({"max_steps": 5}, {"resume": True}):
+        settings = json.dumps({"workdir": str(tmp_path), **choices})
+        received = result_of(run(PROGRAMS / "unchanged.py", backend, 1, settings, backend=backend))["trains"]["history"]
+    np.testing.assert_allclose(received["loss"], expected["loss"], rtol=1e-12)
