@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from kerasdp.backends.steps import is_next_value
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.model_cache import ModelCache
@@ -31,11 +32,11 @@ class CutVariables:
         self.holds_weights = config.shard == "weights"
         self._optimizer = getattr(model, "optimizer", None)
         weights = model.variables if self.holds_weights else model.trainable_variables
-        # A constraint looks at all of its weight.
+        # A constraint looks at all of its weight, and a maximum is that of all replicas.
         self.cut_weights = [
             (weight, axis)
             for weight in weights
-            if weight.constraint is None and (axis := cut_axis(weight.shape, size)) is not None
+            if weight.constraint is None and not is_next_value(weight) and (axis := cut_axis(weight.shape, size)) is not None
         ]
         self.axes = {id(weight): axis for weight, axis in self.cut_weights}
         # What was cut, with its axis and what holds its parts, in which compiled steps know where these lie.

@@ -80,6 +80,15 @@ def held_in_words(model: Any, shard: str, num_devices: int) -> str:
     return f"a device holds {held:,} of {bytes_of((*model.weights, *slots)):,} bytes of weights and optimizer"
 
 
+def is_next_value(variable: Any) -> bool:
+    """Returns whether the gradient of a variable is its next value, as Keras (3.15) has it for float8.
+
+    Scales are the same on each replica. Of the largest numbers seen, the largest of all replicas' holds, as with Keras'
+    own `gradient_accumulation_steps`.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 class TrainedWeights:
     """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
 
@@ -194,6 +203,34 @@ class ShardSteps:
             return outputs
         replicas, rank = self.strategy.split.replicas(num_rows), self.rank()
         return keras.tree.map_structure(lambda rows: self.gather_shards(rows, replicas[rank], replicas), outputs)
+
+    def scaled_loss(self, whole: "GlobalBatch") -> Tensor:
+        """Returns what is differentiated.
+
+        Gradients are averaged over the replicas, so a replica's are as many times too large as there are replicas.
+        Where float8 keeps how large they are, each replica takes its share of the loss; see `joined`.
+        """
+        divisor = self._loss_divisor()
+        return self.model.optimizer.scale_loss(whole.loss if divisor == 1 else whole.loss / divisor)
+
+    def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the largest of each number over the replicas; None stays None."""
+        raise NotImplementedError
+
+    def next_values(self, gradients: list[Tensor | None], variables: list[Any]) -> list[Tensor | None]:
+        """Returns those of a replica's gradients that are next values, for all replicas; None for the others."""
+        return self.largest([each if is_next_value(variable) else None for each, variable in zip(gradients, variables)])
+
+    def joined(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients of the global batch's loss, from their means and from next values."""
+        divisor = self._loss_divisor()
+        if divisor == 1:
+            return means
+        means = [None if mean is None else mean * divisor for mean in means]
+        return [mean if value is None else value for mean, value in zip(means, next_values)]
+
+    def _loss_divisor(self) -> int:
+        return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
 
     def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:
         """Returns the context of a step on this batch, with several replicas; `step`: see `row_axes_of`."""

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
+from kerasdp.backends.steps import ShardSteps, all_variables, is_next_value, learning_rate
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.parts import Parts
@@ -52,14 +52,17 @@ class ReplicaSteps(ShardSteps):
                 outputs = self.forward(model, batch.inputs, training=True)
             # The share of these rows in the loss of the global batch (2, 4, 7), and in its metrics (3).
             whole = self.global_batch(batch, outputs, context, training=True)
-            scaled_loss = model.optimizer.scale_loss(whole.loss)
+            scaled_loss = self.scaled_loss(whole)
         whole.share_metrics()
         # The backward pass, and the mean of the gradients over the replicas (2), in one message with the metrics (3).
         variables = model.trainable_weights
         gradients = dense(tape.gradient(scaled_loss, variables))
         take_apart: Callable[[], tuple[list[Any], dict[str, Tensor]]] = lambda: (gradients, {})  # noqa: E731
         if context is not None:
-            take_apart = collectives.mean(gradients, whole.shared, strategy.config.gradient_precision)
+            next_values = self.next_values(gradients, variables)
+            averaged = [None if is_next_value(weight) else each for each, weight in zip(gradients, variables)]
+            received = collectives.mean(averaged, whole.shared, strategy.config.gradient_precision)
+            take_apart = lambda: (self.joined((found := received())[0], next_values), found[1])  # noqa: E731
         means, sums = take_apart()
         observed_values, rate = observed(detail, means, recorded), learning_rate(model.optimizer)
 
@@ -134,6 +137,19 @@ class ReplicaSteps(ShardSteps):
     def rank(self) -> int:
         """See `ShardSteps`."""
         return collectives.rank()
+
+    def largest(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """See `ShardSteps`."""
+        own = [tensor for tensor in tensors if tensor is not None]
+        if not own:
+            return tensors
+        flat = tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in own], 0)
+        joined = tf.reduce_max(collectives.gather_statistics(flat), 0)
+        found = iter(tf.split(joined, [tensor.shape.num_elements() for tensor in own]))
+        return [
+            None if tensor is None else tf.cast(tf.reshape(next(found), tensor.shape), tensor.dtype)
+            for tensor in tensors
+        ]
 
     def gather_statistics(self, statistics: Tensor, weight: float = 1.0) -> Tensor:
         """See `ShardSteps`."""

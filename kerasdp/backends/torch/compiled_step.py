@@ -17,6 +17,7 @@ from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.steps import (
     TrainedWeights,
     all_variables,
+    is_next_value,
     learning_rate,
     optimizers_of,
     variables_of_own_step,
@@ -235,7 +236,8 @@ class CompiledTraining(CompiledStep):
             for variable, value in zip(self.variables, values)
             if id(variable) in trained
         }
-        buckets = GradientBuckets(strategy, leaves, self.parts)
+        averaged = {id(each) for each in model.trainable_weights if not is_next_value(each)}
+        buckets = GradientBuckets(strategy, leaves, averaged, self.parts)
         # What is assigned stays in the scope.
         begun = [(variable, leaves.get(id(variable), value)) for variable, value in zip(self.variables, values)]
         with torch.enable_grad(), self.scope(begun) as passes:
@@ -243,13 +245,15 @@ class CompiledTraining(CompiledStep):
             with use(context), forward_pass(detail, model, batch.inputs) as found:
                 outputs = self.steps.forward(model, batch.inputs, training=True)
             whole = self.steps.global_batch(batch, outputs, context, training=True)
-            scaled_loss = model.optimizer.scale_loss(whole.loss)
+            scaled_loss = self.steps.scaled_loss(whole)
         with torch.no_grad():
             whole.share_metrics()
         variables = model.trainable_weights[:]
         wanted = [leaves[id(variable)] for variable in variables]
         own = torch.autograd.grad(scaled_loss, wanted, allow_unused=True) if wanted else ()
         gradients, shared = buckets.mean(own, variables, flat(whole.shared))
+        if strategy.num_replicas > 1:
+            gradients = self.steps.joined(gradients, self.steps.next_values(gradients, variables))
         between = [
             (
                 variable,
@@ -435,8 +439,17 @@ _BUCKET_BYTES = 25 * 2**20
 class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
-    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], parts: Parts | None = None):
-        """Hooks itself to the gradients of `leaves`, by the id of their variable; `parts` that are averaged, if any."""
+    def __init__(
+        self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Parts | None = None
+    ):
+        """Hooks itself to the gradients of `leaves`, by the id of their variable.
+
+        Args:
+            strategy: of the run.
+            leaves: by the `id` of their variable.
+            averaged: those of them whose gradients are averaged, by the same.
+            parts: that are averaged, if any.
+        """
         self.num_replicas, self.parts = strategy.num_replicas, parts
         # Gradients that wait to be sent, by the id of their variable: those that all get, and those that are cut.
         self.buckets: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
@@ -444,7 +457,8 @@ class GradientBuckets:
         self.sent: list[tuple[list[tuple[int, torch.Tensor]], Any]] = []
         self.is_bfloat16 = strategy.config.gradient_precision == "bfloat16"
         # Of a weight that is held in parts, the backward pass gives this process its own of the mean.
-        self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set()
+        self.own = {id(each) for each, _ in parts.cut_weights} if parts and parts.holds_weights else set[int]()
+        self.own |= leaves.keys() - averaged
         if strategy.num_replicas > 1:
             for key, leaf in leaves.items():
                 if key not in self.own:

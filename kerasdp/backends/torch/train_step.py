@@ -12,8 +12,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, Trained
-from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
-from kerasdp.backends.torch.collectives import gather_rows, gather_statistics, sum_over_ranks
+from kerasdp.backends.steps import ShardSteps, all_variables, is_next_value, learning_rate
+from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.keras_compat.patches import current_step, replaced, step_with, wrapped
@@ -51,13 +51,16 @@ class RankSteps(ShardSteps):
         shared = None if shared is None else all_reduce_async(shared)  # overlaps with the backward pass
         # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
         if variables:
-            model.optimizer.scale_loss(whole.loss).backward()
+            self.scaled_loss(whole).backward()
+            averaged = [variable for variable in variables if not is_next_value(variable)]
             if strategy.host_sums is not None:
-                strategy.host_sums.mean(variables)
+                strategy.host_sums.mean(averaged)
             elif strategy.num_replicas > 1:
-                reduce_others(parallel, variables)
-        gradients = [variable.value.grad for variable in variables]
+                reduce_others(parallel, averaged)
         with torch.no_grad():
+            gradients = [variable.value.grad for variable in variables]
+            if strategy.num_replicas > 1:
+                gradients = self.joined(gradients, self.next_values(gradients, variables))
             # Loss and metrics of the global batch (3); moving statistics (5).
             loss = whole.take(unflat(None if shared is None else wait(shared), whole.shared))
             whole.move_statistics()
@@ -67,6 +70,13 @@ class RankSteps(ShardSteps):
             with updating_on(strategy.device, model.optimizer):
                 model.optimizer.apply(gradients, variables)
             return Trained(loss, rate, whole.update_metrics(loss), seen)
+
+    def largest(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """See `ShardSteps`."""
+        own = {str(place): tensor for place, tensor in enumerate(tensors) if tensor is not None}
+        joined = flat(own)
+        found = {} if joined is None else unflat(gather_by_group(joined).amax(0), own)
+        return [found.get(str(place)) for place in range(len(tensors))]
 
     def rank(self) -> int:
         """See `ShardSteps`."""
@@ -156,7 +166,8 @@ class RankSteps(ShardSteps):
                 seen.add(node)
                 used.add(id(getattr(node, "variable", None)))
                 ahead += [following for following, _ in node.next_functions]
-        return [variable.value for variable in self.model.trainable_weights if id(variable.value) in used]
+        weights = [each for each in self.model.trainable_weights if not is_next_value(each)]
+        return [variable.value for variable in weights if id(variable.value) in used]
 
 
 def reduce_others(parallel: Any, variables: list[Any]) -> None:
