@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from kerasdp.backends.steps import is_next_value
 from kerasdp.config import Config
 from kerasdp.errors import UserError
 from kerasdp.runtime.model_cache import ModelCache
@@ -28,6 +27,8 @@ class CutVariables:
 
     def __init__(self, model: Any, config: Config, size: int):
         """`config`: `shard` and `backend` are read. `size`: how many devices hold a part each."""
+        from kerasdp.keras_compat.layers import is_next_value
+
         self.model, self.size, self._backend = model, size, config.backend
         self.holds_weights = config.shard == "weights"
         self._optimizer = getattr(model, "optimizer", None)
@@ -36,7 +37,9 @@ class CutVariables:
         self.cut_weights = [
             (weight, axis)
             for weight in weights
-            if weight.constraint is None and not is_next_value(weight) and (axis := cut_axis(weight.shape, size)) is not None
+            if weight.constraint is None
+            and not is_next_value(weight)
+            and (axis := cut_axis(weight.shape, size)) is not None
         ]
         self.axes = {id(weight): axis for weight, axis in self.cut_weights}
         # What was cut, with its axis and what holds its parts, in which compiled steps know where these lie.

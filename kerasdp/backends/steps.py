@@ -80,15 +80,6 @@ def held_in_words(model: Any, shard: str, num_devices: int) -> str:
     return f"a device holds {held:,} of {bytes_of((*model.weights, *slots)):,} bytes of weights and optimizer"
 
 
-def is_next_value(variable: Any) -> bool:
-    """Returns whether the gradient of a variable is its next value, as Keras (3.15) has it for float8.
-
-    Scales are the same on each replica. Of the largest numbers seen, the largest of all replicas' holds, as with Keras'
-    own `gradient_accumulation_steps`.
-    """
-    return getattr(variable, "overwrite_with_gradient", False)
-
-
 class TrainedWeights:
     """Notices which weights of a model are trained: callbacks freeze layers, and so do scripts between two fits.
 
@@ -219,6 +210,8 @@ class ShardSteps:
 
     def next_values(self, gradients: list[Tensor | None], variables: list[Any]) -> list[Tensor | None]:
         """Returns those of a replica's gradients that are next values, for all replicas; None for the others."""
+        from kerasdp.keras_compat.layers import is_next_value
+
         return self.largest([each if is_next_value(variable) else None for each, variable in zip(gradients, variables)])
 
     def joined(self, means: list[Tensor | None], next_values: list[Tensor | None]) -> list[Tensor | None]:
@@ -230,6 +223,8 @@ class ShardSteps:
         return [mean if value is None else value for mean, value in zip(means, next_values)]
 
     def _loss_divisor(self) -> int:
+        from kerasdp.keras_compat.layers import is_next_value
+
         return self.strategy.num_replicas if any(map(is_next_value, self.model.trainable_weights)) else 1
 
     def context(self, batch: DeviceBatch, step: str = "call") -> ReplicaContext | None:

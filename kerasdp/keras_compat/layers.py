@@ -20,6 +20,15 @@ from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced_in_each, wrap_for_good, wrapped
 
 
+def is_next_value(variable: Any) -> bool:
+    """Returns whether the gradient of a variable is its next value, as Keras (3.15) has it for float8.
+
+    Scales are the same on each replica. Of the largest numbers seen, the largest of all replicas' holds, as with Keras'
+    own `gradient_accumulation_steps`.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 def all_layers(layer: keras.layers.Layer, *, include_self: bool = True) -> list[keras.layers.Layer]:
     """Returns a layer or model and all layers within it, at any depth, in Keras' order.
 

@@ -13,6 +13,7 @@ from kerasdp.keras_compat.layers import has_mask
 from kerasdp.keras_compat.models import inputs_structure, output_losses, outputs_structure
 from kerasdp.keras_compat.optimizers import inner_optimizer
 from kerasdp.pipeline.partition import HERE, MeasuringDevice, Stage, functional, imbalance, split, table
+from kerasdp.portability.own_steps import refuse_next_values
 from kerasdp.portability.reduction import Reduction, divides_by_what_is_left, reduction_of
 
 
@@ -167,6 +168,7 @@ def make_plan(
     """
     user = "--accumulate" if config.accumulate > 1 else "a pipeline"
     _check(model, user)
+    refuse_next_values(model, user, "use --strategy=data without --accumulate")
     num_stages, num_pipelines = config.stages_on(num_devices), config.num_pipelines(num_devices)
     if config.split_size == "auto":  # until it is found, by `find_size`
         config = dataclasses.replace(config, split_size=None)

@@ -15,6 +15,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from kerasdp.errors import UserError
+from kerasdp.keras_compat.layers import is_next_value
 from kerasdp.keras_compat.models import as_keras_gives, hooked_steps, losses_of_whole_batch, plain_attributes_kept
 from kerasdp.keras_compat.numerics import same_on_all_backends
 from kerasdp.keras_compat.patches import current_step, step_with
@@ -194,6 +196,21 @@ def _remember_result(result: Callable[[], Any]) -> Any:
 def title_of(model: keras.Model, name: str) -> str:
     """Returns how messages name a step of a model, `name`."""
     return getattr(model, "title", f"{name} of {type(model).__name__}")
+
+
+def refuse_next_values(model: keras.Model, what: str, instead: str) -> None:
+    """Raises `UserError` for variables that are overwritten with their gradients, where these are not of a whole batch.
+
+    Args:
+        model: built.
+        what: would train it so.
+        instead: what to do.
+    """
+    for variable in filter(is_next_value, model.trainable_variables):
+        raise UserError(
+            f"{what}: expected gradients that an optimizer may average. Received: {variable.path} of {model.name}, "
+            f"whose gradient is its next value (float8), found in the whole batch; {instead}"
+        )
 
 
 def find_rows_of_step(

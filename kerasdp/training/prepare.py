@@ -29,7 +29,7 @@ from kerasdp.keras_compat.models import (
     portable_steps,
     symbols_of,
 )
-from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged, title_of
+from kerasdp.portability.own_steps import find_rows_of_step, leave_unchanged, refuse_next_values, title_of
 from kerasdp.portability.portable import batch_norms, portable
 from kerasdp.portability.reduction import NUM_ROWS as NUM_ROWS_TRIED
 from kerasdp.portability.reduction import (
@@ -147,6 +147,9 @@ def find_rows(model: keras.Model, reader: Reader, config: Config, strategy: Stra
     if not strategy.splits_batches and strategy.stages is None:
         return
     if step in own_steps(model):
+        if step == "train_step":
+            name = getattr(model, "title", f"the train_step of {type(model).__name__}")
+            refuse_next_values(model, f"{name} on several devices", "use --backend=jax, one device, or fit without it")
         if not is_known(model, step):
             data = reader.sample(NUM_ROWS) if step != "predict_step" else (reader.sample(NUM_ROWS)[0], None, None)
             will_be_checked = step == "train_step" and config.check != "off"

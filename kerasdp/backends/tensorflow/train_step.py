@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, Structure, Tensor
-from kerasdp.backends.steps import ShardSteps, all_variables, is_next_value, learning_rate
+from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
 from kerasdp.backends.tensorflow.parts import Parts
@@ -40,6 +40,7 @@ class ReplicaSteps(ShardSteps):
         `batch` is this replica's shard, with padding (1). The numbers are those of docs/internals/same-learning.md.
         """
         from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.keras_compat.layers import is_next_value
         from kerasdp.keras_compat.optimizers import has_branches
 
         model, strategy = self.model, self.strategy

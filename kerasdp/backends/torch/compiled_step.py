@@ -17,7 +17,6 @@ from kerasdp.backends.base import DeviceBatch
 from kerasdp.backends.steps import (
     TrainedWeights,
     all_variables,
-    is_next_value,
     learning_rate,
     optimizers_of,
     variables_of_own_step,
@@ -227,6 +226,7 @@ class CompiledTraining(CompiledStep):
     def step(self, values: list[torch.Tensor], batch: DeviceBatch, detail: Detail) -> Any:
         """See `CompiledStep`."""
         from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.keras_compat.layers import is_next_value
         from kerasdp.keras_compat.optimizers import deciding_on_device
 
         model, strategy = self.model, self.strategy
@@ -439,9 +439,7 @@ _BUCKET_BYTES = 25 * 2**20
 class GradientBuckets:
     """Averages gradients across replicas in buckets, overlapping with the backward pass."""
 
-    def __init__(
-        self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Parts | None = None
-    ):
+    def __init__(self, strategy: Any, leaves: dict[int, torch.Tensor], averaged: set[int], parts: Parts | None = None):
         """Hooks itself to the gradients of `leaves`, by the id of their variable.
 
         Args:

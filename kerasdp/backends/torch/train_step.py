@@ -12,7 +12,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from kerasdp.backends.base import DeviceBatch, Trained
-from kerasdp.backends.steps import ShardSteps, all_variables, is_next_value, learning_rate
+from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.torch.collectives import gather_by_group, gather_rows, gather_statistics, sum_over_ranks
 from kerasdp.backends.torch.private import all_reduce_async, foreach_add_of_tensors, wait
 from kerasdp.data.sampling import ReplicaRows
@@ -35,6 +35,7 @@ class RankSteps(ShardSteps):
             detail: what to record.
         """
         from kerasdp.backends.observer import forward_pass, observed
+        from kerasdp.keras_compat.layers import is_next_value
 
         model, strategy = self.model, self.strategy
         variables, context = model.trainable_weights[:], self.context(batch)
@@ -159,6 +160,8 @@ class RankSteps(ShardSteps):
 
     def _used_weights(self, batch: DeviceBatch) -> list[Any]:
         """Returns the values of the weights that the loss depends on: not those of an output without a loss."""
+        from kerasdp.keras_compat.layers import is_next_value
+
         used, seen, ahead = set(), set(), [self.loss(self.model, batch, self.context(batch)).grad_fn]
         while ahead:
             node = ahead.pop()
