@@ -8,10 +8,14 @@ import pytest
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 PARTS = ("lenet", "binary", "two_heads", "unused_weights", "contrastive", "masked_tokens", "batch_norm",
-         "round_off", "random_layers", "callbacks")  # fmt: skip
+         "float8", "round_off", "random_layers", "callbacks")  # fmt: skip
 # Each backend on two devices beside the first on one; jax and tensorflow, whose compilers need seconds for each model,
 # with a few parts. All else is a part of the slow proofs.
-OF_OTHERS = {"torch": PARTS, "jax": ("lenet", "batch_norm", "round_off"), "tensorflow": ("lenet", "round_off")}
+OF_OTHERS = {
+    "torch": PARTS,
+    "jax": ("lenet", "batch_norm", "round_off"),
+    "tensorflow": ("lenet", "float8", "round_off"),
+}
 IN_SHORT = {(BACKENDS[0], 1): PARTS} | {(backend, 2): OF_OTHERS[backend] for backend in BACKENDS}
 WAYS = [(backend, count) for backend in BACKENDS for count in (1, 2, 4)]
 
@@ -121,6 +125,15 @@ def test_replica_batch_norm_is_the_same_on_all_backends(learned, count, names):
 def test_replica_batch_norm_differs_from_synchronized(learned):
     parts = learned((BACKENDS[0], 2), "batch_norm")
     assert np.abs(np.subtract(parts["sync"]["losses"], parts["replica"]["losses"])).max() > 1e-3
+
+
+@in_each_way("float8")
+def test_float8(pair):
+    """The gradients of scales, and of the largest numbers seen, are their next values: of the global batch."""
+    for expected, received in zip(*pair, strict=True):
+        assert len(expected["largest"]) == 12 and max(expected["largest"]) > 6
+        assert_same(expected["losses"], received["losses"], 1e-6)
+        assert_same(expected["largest"], received["largest"], 1e-6)
 
 
 @in_each_way("random_layers")

@@ -162,9 +162,16 @@ def masked():
     return keras.Model(inputs, [x, layers.Embedding(5, 3, mask_zero=True)(inputs)])
 
 
+def float8():
+    model = of_kind(keras.Model)
+    model.quantize("float8")
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (float8, "a pipeline: expected gradients that an optimizer may average. Received: dense"),
         (lambda: of_kind(OwnTrainStep), "never calls the train_step of OwnTrainStep; use --strategy=data"),
         (lambda: of_kind(OwnLoss), "never calls the compute_loss of OwnLoss; use --strategy=data"),
         (Subclassed, "functional, or Sequential with an Input. Received: Subclassed"),

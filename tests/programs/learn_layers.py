@@ -57,6 +57,36 @@ def round_off(runner):
     return np.abs(variance / many.astype("float64").var((0, 1, 2)) - 1).max().item()
 
 
+def float8(runner):
+    """Layers that keep how large their inputs and gradients were: all of a batch, of which some rows are far larger.
+
+    Layers in float64, since float8 turns round-off into other numbers where it rounds up or down.
+    """
+    import keras
+    from keras import layers
+
+    random = np.random.RandomState(6)
+    x, y = random.randn(22, 5, 4), random.randn(22, 5, 1)
+    x[::3] *= 6
+
+    def learned(optimizer):
+        keras.config.set_dtype_policy("float64")
+        with runner.scope():
+            model = keras.Sequential(
+                [layers.EinsumDense("abc,cd->abd", (5, 3), activation="tanh"), layers.Dense(1, bias_regularizer="l2")]
+            )
+            model.build((None, 5, 4))
+            model.quantize("float8")
+            model.compile(optimizer, "mse")
+        keras.config.set_dtype_policy("float32")
+        losses = runner.fit(model, x, y, batch_size=8, epochs=4, verbose=0).history["loss"]
+        largest = [float(keras.ops.max(each)) for each in model.trainable_weights if each.overwrite_with_gradient]
+        return {"losses": losses, "largest": largest}
+
+    accumulating = keras.optimizers.SGD(0.02, gradient_accumulation_steps=2)
+    return [learned(keras.optimizers.SGD(0.02)), learned(accumulating)]
+
+
 def random_layers(runner):
     """Dropout of all kinds, and Keras' other random layers: masks bit for bit, and what is learned through them."""
     import keras

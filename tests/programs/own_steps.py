@@ -15,6 +15,7 @@ from own_steps_contrastive import neighbours
 from own_steps_diffusion import diffusion
 from own_steps_refused import (
     contrastive,
+    float8,
     foreign_numbers,
     largest_output,
     not_built,
@@ -323,7 +324,9 @@ ALIKE = (
     neighbours,
     clipped,
 )
-REFUSED = (queue, sum_of_losses, contrastive, foreign_numbers, largest_output, not_built, spare_optimizer)
+REFUSED = (
+    queue, sum_of_losses, contrastive, float8, foreign_numbers, largest_output, not_built, spare_optimizer
+)  # fmt: skip
 CASES = {case.__name__: case for case in (*ALIKE, *REFUSED)}
 NOT_ON_JAX = (as_in_the_guide, gradient_penalty, foreign_numbers, largest_output, clipped)  # in another form there
 

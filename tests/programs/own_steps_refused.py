@@ -122,6 +122,20 @@ def largest_output(runner):
     return one_layer(runner, lambda y, outputs: ops.mean(ops.square(y - outputs)), metric=metric)
 
 
+def float8(runner):
+    """Gradients that are next values, found in the rows of one device; too large there, since its loss is a mean."""
+    import keras
+
+    def loss_of(y, outputs):
+        return keras.ops.mean(keras.ops.square(y - last(outputs, training=True)))
+
+    with runner.scope():
+        last = keras.layers.Dense(3)
+        last.build((None, 3))
+        last.quantize("float8")
+    return one_layer(runner, loss_of, spare=last)
+
+
 def spare_optimizer(runner):
     """An optimizer that the first step does not use, of which it is not known what a checkpoint must hold."""
     import keras

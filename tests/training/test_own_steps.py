@@ -33,6 +33,7 @@ REFUSED = {
     "contrastive": "than with all of it, first in the gradient of",
     "foreign_numbers": "each time for the same batch: random numbers that are not from keras.random would be the same",
     "largest_output": "than with all of it, first in the change of metric largest/value",
+    "float8": "the train_step of Sum on several devices: expected gradients that an optimizer may average. Received: ",
     "not_built": "has no weights yet, and not_built has no call() to make them",
 }
 NOT_ON_JAX = ("foreign_numbers", "largest_output", "clipped")  # in another form there
