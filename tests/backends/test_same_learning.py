@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 
 PARTS = ("lenet", "binary", "two_heads", "unused_weights", "contrastive", "masked_tokens", "batch_norm",
-         "float8", "round_off", "random_layers", "callbacks")  # fmt: skip
+         "float8", "quantized", "round_off", "random_layers", "callbacks")  # fmt: skip
 # Each backend on two devices beside the first on one; jax and tensorflow, whose compilers need seconds for each model,
 # with a few parts. All else is a part of the slow proofs.
 OF_OTHERS = {
@@ -134,6 +134,11 @@ def test_float8(pair):
         assert len(expected["largest"]) == 12 and max(expected["largest"]) > 6
         assert_same(expected["losses"], received["losses"], 1e-6)
         assert_same(expected["largest"], received["largest"], 1e-6)
+
+
+@in_each_way("quantized")
+def test_layers_of_whole_numbers(pair):
+    assert_same(*pair, 1e-6)
 
 
 @in_each_way("random_layers")

@@ -9,7 +9,7 @@ import os
 import sys
 
 import numpy as np
-from learn_layers import batch_norm, float8, random_layers, round_off
+from learn_layers import batch_norm, float8, quantized, random_layers, round_off
 from learn_losses import binary, contrastive, masked_tokens, two_heads, unused_weights
 
 import kerasdp
@@ -89,6 +89,7 @@ PARTS = {
     "masked_tokens": masked_tokens,
     "batch_norm": batch_norm,
     "float8": float8,
+    "quantized": quantized,
     "round_off": round_off,
     "random_layers": random_layers,
     "callbacks": callbacks,
