@@ -157,7 +157,7 @@ def test_a_refusal_is_reported_once_and_remembered(capsys):
 
 def test_buckets_of_one_replica_hand_gradients_on():
     leaf = torch.ones(3, requires_grad=True)
-    buckets = GradientBuckets(strategy(), {id(leaf): leaf})
+    buckets = GradientBuckets(strategy(), {id(leaf): leaf}, {id(leaf)})
     gradients = torch.autograd.grad((2 * leaf).sum(), [leaf])
     (same,), shared = buckets.mean(gradients, [leaf], None)
     assert same is gradients[0] and shared is None and not buckets.sent

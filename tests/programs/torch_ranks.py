@@ -146,7 +146,8 @@ def averaged(rank, precision, bucket_bytes, is_shared):
     compiled_step._BUCKET_BYTES = bucket_bytes
     weights = [torch.full(shape, 0.5, requires_grad=True) for shape in ((3,), (2, 3), (1,), (4,))]
     strategy = types.SimpleNamespace(num_replicas=2, config=types.SimpleNamespace(gradient_precision=precision))
-    buckets = compiled_step.GradientBuckets(strategy, {id(weight): weight for weight in weights})
+    leaves = {id(weight): weight for weight in weights}
+    buckets = compiled_step.GradientBuckets(strategy, leaves, set(leaves))
     x = torch.tensor([1.0, 2.0, 4.0]) * (1 + 2 * rank)
     loss = (weights[0] * x).sum() + (weights[1] * x).sum() * 2 + weights[2].sum() * x[0]
     own = torch.autograd.grad(loss, weights, allow_unused=True)
