@@ -72,9 +72,7 @@ def float8(runner):
     def learned(optimizer):
         keras.config.set_dtype_policy("float64")
         with runner.scope():
-            model = keras.Sequential(
-                [layers.EinsumDense("abc,cd->abd", (5, 3), activation="tanh"), layers.Dense(1, bias_regularizer="l2")]
-            )
+            model = keras.Sequential([layers.EinsumDense("abc,cd->abd", (5, 3), activation="tanh"), layers.Dense(1)])
             model.build((None, 5, 4))
             model.quantize("float8")
             model.compile(optimizer, "mse")
