@@ -19,7 +19,7 @@ from keras.src import backend
 from keras.src.backend.common.variables import AutocastScope
 
 from kerasdp.errors import UserError
-from kerasdp.keras_compat import tensorflow_functions, torch_functions
+from kerasdp.keras_compat import moved_images, torch_functions
 from kerasdp.keras_compat.patches import in_place_of, replaced_in_each
 from kerasdp.keras_compat.recurrent import inputs_first
 
@@ -254,8 +254,8 @@ def _exact_resize(
     images = ops.convert_to_tensor(images)
     is_first = (choices.get("data_format") or keras.config.image_data_format()) == "channels_first"
     axes = (-2, -1) if is_first else (-3, -2)
-    is_usual = not antialias and None not in (images.shape[axis] for axis in axes)
-    is_usual &= not (choices.get("crop_to_aspect_ratio") or choices.get("pad_to_aspect_ratio"))
+    crops, pads = choices.get("crop_to_aspect_ratio"), choices.get("pad_to_aspect_ratio")
+    is_usual = not (crops and pads) and not ((crops or pads) and None in (images.shape[axis] for axis in axes))
     is_other = interpolation == "bicubic" or (interpolation == "bilinear" and _is_float64(images))
     if not (is_usual and is_other):
         return original(images, size, interpolation, antialias, **choices)
@@ -263,23 +263,65 @@ def _exact_resize(
         kind = keras.backend.standardize_dtype(images.dtype)
         resized = _exact_resize(original, ops.cast(images, "float32"), size, interpolation, antialias, **choices)
         return ops.saturate_cast(ops.round(resized), kind)
+    if crops or pads:
+        images = _of_ratio(images, size, axes, choices.get("fill_value", 0.0) if pads else None)
     for axis, length in zip(axes, size):
-        matrix = _interpolation(images.shape[axis], int(length), interpolation == "bicubic")
-        matrix = ops.convert_to_tensor(matrix.astype(keras.backend.standardize_dtype(images.dtype)))
+        known = images.shape[axis]
+        make = _interpolation
+        if known is None:  # what RandomCrop cuts out in a graph of TensorFlow's
+            known, make = ops.shape(images)[axis], _interpolation.__wrapped__
+        matrix = make(known, int(length), interpolation == "bicubic", antialias)
+        matrix = ops.convert_to_tensor(matrix, dtype=images.dtype)  # with a type: others of NumPy become float32
         images = ops.moveaxis(ops.tensordot(images, matrix, [[axis], [1]]), -1, axis)
     return images
 
 
+def _of_ratio(images: Any, size: tuple[int, int], axes: tuple[int, int], fill_value: float | None) -> Any:
+    """Returns the middle of images that has the ratio of `size`; with `fill_value` they are padded to have it."""
+    lengths = [images.shape[axis] for axis in axes]
+    for axis, length, other, wanted, by in zip(axes, lengths, lengths[::-1], size, size[::-1]):
+        right = int(other * wanted / by)
+        if fill_value is not None and (more := max(right - length, 0) // 2):
+            widths = [(0, 0)] * len(images.shape)
+            widths[axis] = (more, more)
+            images = ops.pad(images, widths, constant_values=fill_value)
+        elif fill_value is None and right < length:
+            first = (length - max(right, 1)) // 2
+            images = images[(..., slice(first, first + max(right, 1)), *[slice(None)] * (-axis - 1))]
+    return images
+
+
+def _elastic_outside_of_a_program(
+    original: Callable[..., Any], images: Any, alpha: Any = 20.0, sigma: Any = 5.0, **choices: Any
+) -> Any:
+    """Refuses a RandomElasticTransform in a step of jax, where Keras (3.15.1) ends in an AttributeError of its own.
+
+    The size of its kernel is a random number, which a program that XLA compiles cannot have.
+    """
+    try:
+        int(sigma)
+    except Exception as error:
+        raise UserError(
+            "RandomElasticTransform: expected numbers to be known, of which jax compiles the step. Apply the layer in "
+            "the data (tf.data's map), or train with torch or tensorflow"
+        ) from error
+    return original(images, alpha, sigma, **choices)
+
+
 @functools.lru_cache(64)
-def _interpolation(known: int, wanted: int, is_cubic: bool) -> np.ndarray:
+def _interpolation(known: Any, wanted: int, is_cubic: bool, antialias: bool) -> Any:
     """Returns the shares of known numbers in each wanted one, `(wanted, known)`, by pixels' centres."""
-    places = (np.arange(wanted) + 0.5) * known / wanted - 0.5
-    apart = np.abs(places[:, None] - np.arange(known))
-    shares = np.maximum(1 - apart, 0)
+    of = np if isinstance(known, int) else ops
+    numbers = of.arange(known, dtype="float64")
+    known = known if of is np else ops.cast(known, "float64")
+    places = (of.arange(wanted, dtype="float64") + 0.5) * known / wanted - 0.5
+    apart = of.abs(places[:, None] - numbers)
+    apart = apart / of.maximum(known / wanted, 1) if antialias else apart
+    shares = of.maximum(1 - apart, 0)
     if is_cubic:
         near, far = (1.5 * apart - 2.5) * apart**2 + 1, ((2.5 - 0.5 * apart) * apart - 4) * apart + 2
-        shares = np.where(apart < 1, near, np.where(apart < 2, far, 0))
-    return shares / shares.sum(axis=1, keepdims=True)
+        shares = of.where(apart < 1, near, of.where(apart < 2, far, 0))
+    return shares / of.sum(shares, axis=1, keepdims=True)
 
 
 def _is_float64(tensor: Any) -> bool:
@@ -568,7 +610,8 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("nn", "gelu"): _exact_gelu,
         ("nn", "leaky_relu"): _leaky_relu,
         ("image", "resize"): _exact_resize,
-        ("image", "affine_transform"): tensorflow_functions.affine,
+        ("image", "affine_transform"): moved_images.affine,
+        ("image", "perspective_transform"): moved_images.perspective,
     },
     "torch": {
         ("numpy", "take"): _rows_of_table,
@@ -598,5 +641,7 @@ _REPLACEMENTS: dict[str, dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "absolute"): _absolute,
         ("numpy", "abs"): _absolute,
         ("nn", "leaky_relu"): _leaky_relu,
+        ("image", "perspective_transform"): moved_images.perspective,
+        ("image", "elastic_transform"): _elastic_outside_of_a_program,
     },
 }

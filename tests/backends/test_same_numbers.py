@@ -56,3 +56,18 @@ def test_compiled_steps():
 def test_in_float64(backend, case):
     """Keras' fused attention has its softmax on jax, its scale on TensorFlow, in float32; so are constants there."""
     assert_same_numbers(backend, {"precision": "float64"}, case, relative=1e-10, absolute=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "case"),
+    [
+        pytest.param(*way, case, marks=[] if (*way, case) == ("tensorflow", 1, "moved") else pytest.mark.proof)
+        for way in ((backend, count) for backend in BACKENDS for count in (1, 2))
+        for case in ("moved", "changed")
+        if way != (BACKENDS[0], 1)
+    ],
+)
+def test_images_in_float64(backend, count, case):
+    """What each random layer, and each one that resamples, gives is learned from: 30 losses, and updates by layer."""
+    ways = {"precision": "float64", "num_devices": count}
+    assert_same_numbers(backend, ways, case, relative=1e-11, absolute=1e-12)

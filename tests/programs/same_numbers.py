@@ -168,11 +168,50 @@ def largest(keras, numbers):
     return keras.Model(inputs, keras.layers.Dense(1)(x)), "mse", numbers.randn(24, 8, 6, 1), numbers.randn(24, 1)
 
 
+def _beside_one_another(keras, numbers, layers):
+    """A model in which each layer has the images to itself: what it learns is an update that tells of that layer."""
+    inputs = keras.Input((8, 8, 3))
+    columns = [keras.layers.Dense(1)(keras.layers.Flatten()(layer(inputs))) for layer in layers]
+    x, y = numbers.rand(360, 8, 8, 3), numbers.randn(360, len(layers))
+    return keras.Model(inputs, keras.layers.Concatenate()(columns)), "mse", x, y
+
+
+def moved(keras, numbers):
+    """Layers that move, cut or resize images, in 30 steps."""
+    layers = keras.layers
+    found = [layers.RandomRotation(0.3, fill_mode=mode) for mode in ("constant", "nearest", "wrap", "reflect")]
+    found += [layers.RandomTranslation(0.3, 0.3), layers.RandomZoom(0.3), layers.RandomShear(0.1, 0.1)]
+    found += [layers.RandomPerspective(1.0, 0.5), layers.RandomCrop(6, 6), layers.CenterCrop(11, 13)]
+    found += [layers.Resizing(5, 7), layers.Resizing(5, 7, antialias=True)]
+    found += [layers.Resizing(5, 7, crop_to_aspect_ratio=True), layers.Resizing(5, 7, pad_to_aspect_ratio=True)]
+    found += [layers.UpSampling2D(2, interpolation=kind) for kind in ("nearest", "bilinear", "bicubic")]
+    return _beside_one_another(keras, numbers, found)
+
+
+def changed(keras, numbers):
+    """All other layers that draw for images, but for those that a line names when a run begins, in 30 steps."""
+    from keras_layers import LAYERS
+
+    range_of = {"value_range": (0, 1)}
+    named = ("AugMix", "CutMix", "MixUp", "Mosaic", "RandAugment", "RandomElasticTransform")
+    of_moved = ("Crop", "Perspective", "Rotation", "Shear", "Translation", "Zoom")
+    found = []
+    for name, (make, shape) in LAYERS.items():
+        if shape == (2, 8, 8, 3) and name not in named and name not in [f"Random{kind}" for kind in of_moved]:
+            config = make().get_config()
+            kind = getattr(keras.layers, name)
+            found.append(kind.from_config(config | (range_of if "value_range" in config else {})))
+    kinds = ("AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise", "SpatialDropout2D")
+    found += [getattr(keras.layers, name)(0.3) for name in kinds]
+    found += [getattr(keras.layers, name)(**range_of) for name in ("AutoContrast", "Equalization")]
+    return _beside_one_another(keras, numbers, found)
+
+
 CASES = {
     case.__name__: case
     for case in (
         probabilities, attention, attention_by_backend, zeros, masked_and_weighted, products_of_four_axes, of_variables,
-        constants, largest,
+        constants, largest, moved, changed,
     )
 }  # fmt: skip
 
@@ -207,11 +246,12 @@ def train(runner):
     # Micro-batches of an output that carries a mask are refused, and such as mix samples.
     in_parts = runner.config.accumulate > 1 or runner.config.strategy == "pipeline"
     left_out = [
-        "constants",
+        *("constants", "moved", "changed"),  # of which only float64 tells
         *(["masked_and_weighted", "largest"] if in_parts else []),
-    ]  # of constants only float64 tells
+    ]
     names = sys.argv[3:] or [name for name in CASES if name not in left_out]
-    return {name: [result(name, each) for each in is_eager] for name in names}
+    in_graphs = ("moved", "changed")
+    return {name: [result(name, each) for each in is_eager if not each or name not in in_graphs] for name in names}
 
 
 def main():

@@ -21,6 +21,7 @@ from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat import (
     layers,
     models,
+    moved_images,
     numerics,
     operations,
     optimizers,
@@ -28,7 +29,6 @@ from kerasdp.keras_compat import (
     random,
     saving,
     settings,
-    tensorflow_functions,
     torch_functions,
 )
 from kerasdp.keras_compat.optimizers import deciding_on_device
@@ -170,8 +170,40 @@ def test_images_are_moved_as_on_torch_and_jax(mode, kind):
     for images, layout in ((x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")):
         given = {"interpolation": kind, "fill_mode": mode, "fill_value": 0.5, "data_format": layout}
         expected = array(keras.ops.image.affine_transform(images, np.array(moves), **given))
-        received = array(tensorflow_functions.affine(None, images, moves, **given))
+        received = array(moved_images.affine(None, images, moves, **given))
         np.testing.assert_allclose(received, expected, rtol=0, atol=nearly)
+
+
+@pytest.mark.parametrize("kind", ["bilinear", "nearest"])
+def test_images_are_seen_from_another_side_as_on_torch(kind):
+    numbers = np.random.RandomState(0)
+    x, points = numbers.rand(3, 5, 7, 2), np.array([[[0.0, 0], [6, 0], [0, 4], [6, 4]]] * 3)
+    for images, layout in ((x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")):
+        given = images, points, points + numbers.uniform(-0.9, 0.9, points.shape), kind, 0.5, layout
+        expected = array(
+            keras.ops.image.perspective_transform(*map(keras.ops.convert_to_tensor, given[:3]), *given[3:])
+        )
+        received = array(moved_images.perspective(None, *map(keras.ops.convert_to_tensor, given[:3]), *given[3:]))
+        nearly = 1e-12 if keras.backend.backend() == "torch" else 1e-5
+        np.testing.assert_allclose(received, expected, rtol=0, atol=nearly)
+
+
+@ON_TORCH
+@pytest.mark.parametrize("shape, size", [((8, 8), (5, 7)), ((8, 6), (5, 11)), ((6, 9), (13, 5))])
+def test_images_are_resized_in_float64(shape, size):
+    """As Keras does on torch."""
+    x = np.random.RandomState(0).rand(2, *shape, 3)
+    settings.set_precision("float64")
+    try:
+        for choices in ({}, {"crop_to_aspect_ratio": True}, {"pad_to_aspect_ratio": True, "fill_value": 0.5}):
+            for images, layout in ((x, "channels_last"), (np.moveaxis(x, -1, 1), "channels_first")):
+                for antialias in (False, True):
+                    given = keras.ops.convert_to_tensor(images), size, "bilinear", antialias
+                    expected = array(keras.ops.image.resize(*given, data_format=layout, **choices))
+                    received = array(numerics._exact_resize(None, *given, data_format=layout, **choices))
+                    np.testing.assert_allclose(received, expected, rtol=0, atol=1e-12)
+    finally:
+        settings.set_precision("float32")
 
 
 def test_operations_that_layers_call_past_keras_ops_are_told():

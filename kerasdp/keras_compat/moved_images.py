@@ -1,4 +1,4 @@
-"""Functions of Keras that TensorFlow computes in float32, whatever it is given, in the type of the images."""
+"""Images that are moved or seen from another side in their own type, where TensorFlow and Keras take float32."""
 
 import itertools
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.src import backend
 
 
 def affine(
@@ -17,18 +18,58 @@ def affine(
     TensorFlow (2.21) takes the matrix in float32, with which places are 1e-7 of an image off. Its "wrap" leaves out the
     pixels between the last one and the first.
     """
-    images, transform = ops.convert_to_tensor(images), ops.convert_to_tensor(transform)
-    # By hand: `result_type` gives float32 where floats are to be narrow.
-    wide = "float64" if keras.backend.standardize_dtype(images.dtype) == "float64" else "float32"
-    is_other = wide == "float64" or fill_mode == "wrap"
-    if not is_other or len(images.shape) != 4 or None in images.shape[1:]:
+    if not (_is_float64(images) or fill_mode == "wrap") or not _is_batch(images):
         return original(images, transform, interpolation, fill_mode, fill_value, data_format)
+    return _moved(images, transform, None, interpolation, fill_mode, fill_value, data_format)
+
+
+def perspective(
+    original: Callable[..., Any], images: Any, start_points: Any, end_points: Any, interpolation: str = "bilinear",
+    fill_value: float = 0, data_format: str | None = None,
+) -> Any:  # fmt: skip
+    """Returns a `perspective_transform` of float64 in float64, as on torch.
+
+    Keras (3.15.1) takes the points in float32 on TensorFlow and jax. Its function that makes a matrix of them, on each
+    backend `keras.src.backend.image.compute_homography_matrix`, is in no public module.
+    """
+    if not _is_float64(images) or not _is_batch(images) or len(start_points.shape) != 3:
+        return original(images, start_points, end_points, interpolation, fill_value, data_format)
+    transform = backend.image.compute_homography_matrix(
+        *(ops.cast(one, "float64") for one in (start_points, end_points))
+    )
+    nearer = transform[:, 6:]
+    return _moved(images, transform, nearer, interpolation, "constant", fill_value, data_format)
+
+
+def _is_float64(images: Any) -> bool:
+    return keras.backend.standardize_dtype(ops.convert_to_tensor(images).dtype) == "float64"
+
+
+def _is_batch(images: Any) -> bool:
+    return len(images.shape) == 4 and None not in images.shape[1:]
+
+
+def _moved(
+    images: Any, transform: Any, nearer: Any, interpolation: str, fill_mode: str, fill_value: float,
+    data_format: str | None,
+) -> Any:  # fmt: skip
+    """Returns images whose pixels come from the places that a matrix of 3 x 3 numbers says, the last of which is 1.
+
+    Args:
+        nearer: `(images, 2)`, the two numbers before the last; None: zeros.
+    """
+    # By hand: `result_type` gives float32 where floats are to be narrow.
+    wide = "float64" if _is_float64(images) else "float32"
+    images = ops.convert_to_tensor(images)
     is_first = (data_format or keras.config.image_data_format()) == "channels_first"
     images = ops.transpose(images, (0, 2, 3, 1)) if is_first else images
     height, width = images.shape[1:3]
     numbers = ops.cast(transform, wide)[:, :, None, None]
     y, x = ops.arange(height, dtype=wide)[:, None], ops.arange(width, dtype=wide)[None]
     in_y, in_x = (numbers[:, row] * x + numbers[:, row + 1] * y + numbers[:, row + 2] for row in (3, 0))
+    if nearer is not None:
+        below = nearer[:, :1, None] * x + nearer[:, 1:, None] * y + 1
+        in_y, in_x = in_y / below, in_x / below
     moved = ops.cast(_taken(images, in_y, in_x, interpolation, fill_mode, fill_value), images.dtype)
     return ops.transpose(moved, (0, 3, 1, 2)) if is_first else moved
 
