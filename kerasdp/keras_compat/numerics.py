@@ -44,6 +44,7 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     found += [(keras.callbacks.SwapEMAWeights, "on_predict_end", _swapped_back)]
     if keras.backend.backend() == "torch":
         found += [(keras.layers.GroupNormalization, "call", torch_functions.by_groups)]
+        found += [(keras.layers.RandomBrightness, "transform_images", torch_functions.of_a_copy)]
     return replaced_in_each((owner, {name: in_place_of(getattr(owner, name), other)}) for owner, name, other in found)
 
 

@@ -80,3 +80,11 @@ def mirrored(
             places = np.pad(np.arange(x.shape[axis]), (before, after), mode="symmetric")
             x = ops.take(x, ops.convert_to_tensor(places, "int32"), axis=axis)
     return x
+
+
+def of_a_copy(original: Callable[..., Any], layer: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what `RandomBrightness` makes of images, and leaves these as they are.
+
+    Keras (3.15.1) adds to them in place (`images += rgb_delta`), which on torch changes what other layers are given.
+    """
+    return original(layer, ops.copy(images), *args, **kwargs)

@@ -181,7 +181,8 @@ def moved(keras, numbers):
     layers = keras.layers
     found = [layers.RandomRotation(0.3, fill_mode=mode) for mode in ("constant", "nearest", "wrap", "reflect")]
     found += [layers.RandomTranslation(0.3, 0.3), layers.RandomZoom(0.3), layers.RandomShear(0.1, 0.1)]
-    found += [layers.RandomPerspective(1.0, 0.5), layers.RandomCrop(6, 6), layers.CenterCrop(11, 13)]
+    found += [layers.RandomPerspective(1.0, 0.5), layers.CenterCrop(11, 13)]
+    found += [lambda images: layers.Resizing(6, 6, "nearest")(layers.RandomCrop(6, 6)(images))]  # cuts only in training
     found += [layers.Resizing(5, 7), layers.Resizing(5, 7, antialias=True)]
     found += [layers.Resizing(5, 7, crop_to_aspect_ratio=True), layers.Resizing(5, 7, pad_to_aspect_ratio=True)]
     found += [layers.UpSampling2D(2, interpolation=kind) for kind in ("nearest", "bilinear", "bicubic")]

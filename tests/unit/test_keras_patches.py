@@ -206,6 +206,14 @@ def test_images_are_resized_in_float64(shape, size):
         settings.set_precision("float32")
 
 
+@ON_TORCH
+def test_images_that_are_made_brighter_stay_as_they_are():
+    images = keras.ops.ones((2, 3, 3, 3))
+    with numerics.same_on_all_backends():
+        brighter = keras.layers.RandomBrightness((0.5, 0.6), value_range=(0, 9))(images, training=True)
+    assert array(images).max() == 1 < array(brighter).max()
+
+
 def test_operations_that_layers_call_past_keras_ops_are_told():
     told = []
     layer, images = keras.layers.RandomRotation(0.2), np.random.RandomState(0).rand(2, 5, 5, 1)
