@@ -18,7 +18,7 @@ from kerasdp.config.validation import BACKENDS
 from kerasdp.errors import RunError, UserError
 from kerasdp.keras_compat.layers import saved_merged
 from kerasdp.keras_compat.numerics import same_on_all_backends
-from kerasdp.keras_compat.saving import plain_compile_arguments, public_optimizer_names
+from kerasdp.keras_compat.saving import plain_compile_arguments, save_optimizers_by_public_names
 from kerasdp.keras_compat.settings import without_tensorflow
 from kerasdp.launch import launch
 from kerasdp.runtime.devices import is_installed
@@ -48,7 +48,8 @@ def export(model: keras.Model, path: str) -> None:
     temporary = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
         os.makedirs(folder, exist_ok=True)
-        with without_tensorflow(), public_optimizer_names(model), plain_compile_arguments(model), saved_merged(model):
+        save_optimizers_by_public_names()
+        with without_tensorflow(), plain_compile_arguments(model), saved_merged(model):
             (model.save if path.endswith(".keras") else model.save_weights)(temporary)
         os.replace(temporary, path)
     except OSError as error:

@@ -10,8 +10,7 @@ from keras.src.saving import object_registration, serialization_lib
 
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.layers import is_of_keras
-from kerasdp.keras_compat.optimizers import inner_optimizer
-from kerasdp.keras_compat.patches import wrapped
+from kerasdp.keras_compat.patches import wrap_for_good, wrapped
 
 
 def saved_as_keras(layer_class: type) -> type:
@@ -71,27 +70,18 @@ def arguments_in_configs() -> contextlib.AbstractContextManager[None]:
     return wrapped(keras.Model, __new__=make)
 
 
-@contextlib.contextmanager
-def public_optimizer_names(model: keras.Model) -> Iterator[None]:
-    """Saves optimizers under the names of the public classes from which they derive.
+def save_optimizers_by_public_names() -> None:
+    """Has Keras save optimizers under the names of the public classes from which they derive, while the process lasts.
 
-    Keras 3.15: on torch, optimizers are of classes of its backend's, and it saves those names: such a file loads
-    nowhere else. Writes `api_export.REGISTERED_OBJS_TO_NAMES`; no public way.
+    Keras 3.15: on torch, optimizers are of classes of its backend's, and it saves those names: such a file trains
+    nowhere else. `api_export.get_name_from_symbol` is asked for the name of each class; no public way.
     """
-    optimizer = getattr(model, "optimizer", None)
-    kinds = {type(part) for part in (optimizer, inner_optimizer(optimizer)) if part is not None}
-    names = api_export.REGISTERED_OBJS_TO_NAMES
-    added = {}
-    for kind in kinds:
-        public = next((names[base] for base in kind.__mro__ if base in names), None)
-        if public is not None and kind.__module__.startswith("keras.src.backend."):
-            added[kind] = public
-    names.update(added)
-    try:
-        yield
-    finally:
-        for kind in added:
-            del names[kind]
+
+    def name_of(original: Callable[[Any], str | None], kind: Any) -> str | None:
+        bases = kind.__mro__ if getattr(kind, "__module__", "").startswith("keras.src.backend.") else (kind,)
+        return next(filter(None, map(original, bases)), None)
+
+    wrap_for_good(api_export, "get_name_from_symbol", name_of)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from kerasdp.errors import NonFiniteLossError, RunError, UserError
 from kerasdp.keras_compat.layers import adapters_as_asked, frozen_weights
 from kerasdp.keras_compat.models import flat_metrics, metrics_of_ranks_as_they_are, own_steps
 from kerasdp.keras_compat.optimizers import inner_optimizer
-from kerasdp.keras_compat.saving import arguments_in_configs
+from kerasdp.keras_compat.saving import arguments_in_configs, save_optimizers_by_public_names
 from kerasdp.keras_compat.settings import (
     keep_messages_of,
     kept_by_clear_session,
@@ -87,6 +87,7 @@ class Runner:
         self.loop: OwnLoop | None = None
         self._known_streams: dict[int, Stream] = {}
         keep_messages_of(RunError)
+        save_optimizers_by_public_names()
         set_seed(config.seed)
         set_precision(config.precision)
         set_attention(devices.kind)
