@@ -268,7 +268,7 @@ def _exact_resize(
         images = _of_ratio(images, size, axes, choices.get("fill_value", 0.0) if pads else None)
     for axis, length in zip(axes, size):
         known = images.shape[axis]
-        make = _interpolation
+        make: Callable[..., Any] = _interpolation
         if known is None:  # what RandomCrop cuts out in a graph of TensorFlow's
             known, make = ops.shape(images)[axis], _interpolation.__wrapped__
         matrix = make(known, int(length), interpolation == "bicubic", antialias)
