@@ -51,7 +51,7 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
 def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None) -> None:
     """Puts the trained weights back after a prediction with averaged ones.
 
-    Keras 3.15 asks for the opposite (`if not self._ema_weights_in_model`), so that training continues from the averages.
+    Keras 3.15 asks for the opposite (`if not self._ema_weights_in_model`), so training continues from the averages.
     """
     original(callback, logs)
     if callback._ema_weights_in_model:
