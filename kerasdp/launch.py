@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import inspect
 import itertools
 import os
@@ -333,8 +335,32 @@ def _native_stderr_suppressed() -> Iterator[None]:
         os.close(written)
 
 
+class _QuietTensorFlow(importlib.abc.MetaPathFinder):
+    """Imports TensorFlow, in a run of another backend, without what it prints, and keeps it off the GPUs.
+
+    There it is imported for tf.data. By default it (2.21) would take all of each GPU's memory.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Returns how to import TensorFlow; None for other modules."""
+        if fullname != "tensorflow":
+            return None
+        spec: Any = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None:
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    @staticmethod
+    def _execute(exec_module: Callable[[Any], None], module: Any) -> None:
+        with _native_stderr_suppressed():
+            exec_module(module)
+            module.config.set_visible_devices([], "GPU")
+
+
 def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
+    if settings.backend != "tensorflow" and not any(isinstance(each, _QuietTensorFlow) for each in sys.meta_path):
+        sys.meta_path.insert(0, _QuietTensorFlow())
     told = _device_errors_told(settings, devices)
     with signals.noticed(outcome.is_watched()), ending_together(devices.cluster), told:
         with signals.delayed():

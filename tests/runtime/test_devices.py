@@ -214,3 +214,21 @@ def test_an_optimizer_is_known_before_keras_is_loaded():
     with pytest.raises(UserError, match=r"--optimizer: expected one of adadelta, .*, sgd. Received: 'adamz'"):
         check_installed(Config(optimizer="adamz"))
     check_installed(Config(optimizer="AdamW(weight_decay=0.01)"))
+
+
+TF_DATA = """
+import kerasdp
+
+def train(runner):
+    import tensorflow as tf
+    return sum(map(int, tf.data.Dataset.range(4)))
+
+print(kerasdp.launch(train, device="cpu", verbose=0))
+"""
+
+
+@pytest.mark.skipif(len(INSTALLED) < 2 or "tensorflow" not in INSTALLED, reason="needs tensorflow and another backend")
+def test_tensorflow_says_nothing_where_it_only_reads_data():
+    env = environment(KERAS_BACKEND=INSTALLED[0], PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", TF_DATA], env=env, capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.stderr) == ("6\n", "")
