@@ -42,6 +42,7 @@ def same_on_all_backends() -> contextlib.AbstractContextManager[None]:
     found += [(kind, "call", other) for kind, other in _WITH_ADAPTERS.items()]
     found += [(keras.layers.RNN, "inner_loop", inputs_first)]
     found += [(keras.callbacks.SwapEMAWeights, "on_predict_end", _swapped_back)]
+    found += [(keras.layers.RandomHue, "_transform_value_range", _in_its_own_type)]
     if keras.backend.backend() == "torch":
         found += [(keras.layers.GroupNormalization, "call", torch_functions.by_groups)]
         found += [(keras.layers.RandomBrightness, "transform_images", torch_functions.of_a_copy)]
@@ -56,6 +57,11 @@ def _swapped_back(original: Callable[..., Any], callback: Any, logs: Any = None)
     original(callback, logs)
     if callback._ema_weights_in_model:
         callback.on_test_end(logs)
+
+
+def _in_its_own_type(original: Callable[..., Any], layer: Any, images: Any, *ranges: Any) -> Any:
+    """Moves the range of images in float64 where the layer computes in it, which `RandomHue` (3.15) does in float32."""
+    return original(layer, images, *ranges, dtype="float64" if layer.compute_dtype == "float64" else "float32")
 
 
 # Of which Keras 3.16 has none of its own: `keras.ops.amax` calls `max` of the backend.

@@ -162,3 +162,26 @@ def test_callbacks_decide_the_same_and_write_once(pair):
     assert received["rows"] == expected["rows"]
     assert_same(expected["history"], received["history"], 1e-5)
     assert received["rate"] == expected["rate"]
+
+
+# What a run warns of on each backend; RandomElasticTransform is refused on jax.
+OTHERWISE_ELSEWHERE = {"AugMix", "CutMix", "MixUp", "RandAugment", "RandomElasticTransform"}
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(5400)
+def test_each_layer():
+    """Around each layer of Keras that has weights or draws a model learns the same, or two devices are refused."""
+    ways = [(name, count) for name in BACKENDS for count in (1, 2)]
+    found = {way: result_of(run(PROGRAMS / "each_layer.py", *way, cwd=PROGRAMS, timeout=1800)) for way in ways}
+    expected = found[ways[0]]
+    for way, learned in found.items():
+        alone = found[way[0], 1]
+        for name, losses in learned.items():
+            is_refused = isinstance(losses, str) and losses.startswith("UserError")
+            if way[1] == 2 and is_refused and name in OTHERWISE_ELSEWHERE:
+                continue
+            assert isinstance(losses, list) or isinstance(alone[name], str), (way, name, losses)
+            if isinstance(losses, list):
+                known = alone if name in OTHERWISE_ELSEWHERE else expected
+                np.testing.assert_allclose(losses, known[name], rtol=1e-11, err_msg=f"{way} {name}")

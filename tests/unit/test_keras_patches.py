@@ -214,6 +214,15 @@ def test_images_that_are_made_brighter_stay_as_they_are():
     assert array(images).max() == 1 < array(brighter).max()
 
 
+def test_hue_is_changed_in_float64():
+    """An image from 0 to 255 as the same image from 0 to 1."""
+    x = np.random.RandomState(0).rand(2, 5, 5, 3)
+    layers = [keras.layers.RandomHue(0.1, value_range=(0, most), seed=1, dtype="float64") for most in (1, 255)]
+    with numerics.same_on_all_backends():
+        small, large = (array(layer(x * layer.value_range[1], training=True)) for layer in layers)
+    np.testing.assert_allclose(large, 255 * small, rtol=1e-12)
+
+
 def test_operations_that_layers_call_past_keras_ops_are_told():
     told = []
     layer, images = keras.layers.RandomRotation(0.2), np.random.RandomState(0).rand(2, 5, 5, 1)

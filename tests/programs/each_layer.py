@@ -1,0 +1,48 @@
+"""Trains a small model around every layer of keras_layers.py that has weights or draws: each_layer.py BACKEND DEVICES.
+
+Prints, for each layer, the losses of three steps in float64, or in a line why it is refused.
+"""
+
+import json
+import sys
+
+import numpy as np
+from keras_layers import LAYERS
+
+import kerasdp
+
+ROWS = 6
+
+
+def learned(runner, make, shapes):
+    import keras
+
+    is_one = isinstance(shapes, tuple) and not isinstance(shapes[0], tuple)
+    layer = make()
+    is_index = "Embedding" in type(layer).__name__
+    inputs = [keras.Input(shape[1:], dtype="int32" if is_index else None) for shape in ([shapes] if is_one else shapes)]
+    outputs = keras.tree.flatten(layer(inputs) if isinstance(shapes, list) else layer(*inputs))
+    with runner.scope():
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(outputs[0])))
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+    random = np.random.RandomState(0)
+    x = [random.randint(0, 90, (ROWS, *each.shape[1:])) if is_index else random.rand(ROWS, *each.shape[1:])
+         for each in inputs]  # fmt: skip
+    history = runner.fit(model, x if len(x) > 1 else x[0], random.rand(ROWS, 1), batch_size=ROWS, epochs=3, verbose=0)
+    return history.history["loss"]
+
+
+def train(runner):
+    found = {}
+    for name, (make, shapes) in LAYERS.items():
+        try:
+            found[name] = learned(runner, make, shapes)
+        except Exception as error:  # of Keras, too: some layers take no such input
+            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return found
+
+
+if __name__ == "__main__":
+    backend, count = sys.argv[1], int(sys.argv[2])
+    found = kerasdp.launch(train, backend=backend, num_devices=count, device="cpu", precision="float64", verbose=0)
+    print("RESULT", json.dumps(found))
