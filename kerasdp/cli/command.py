@@ -27,7 +27,7 @@ from kerasdp.runtime import hardware
 from kerasdp.runtime.devices import choose_backend, is_installed
 
 # A recipe bisect.py would hide Python's own module from the others.
-_ALSO = {"bisect": "bisection", "verify": "certify"}
+_ALSO = {"bisect": "bisection"}
 _SELF_TEST = ["--device_counts=1,2", "--max_steps=10", "--device=cpu"]
 
 
@@ -66,8 +66,6 @@ def _run(words: list[str]) -> int:
     if name in ("--version", "version"):
         print(f"kerasdp {kerasdp.__version__}")
         return 0
-    if name == "verify" and not any(flag.lstrip("-").startswith("card") for flag in rest):
-        raise UserError("kerasdp verify: --card is needed: a card.json")
     recipe = kit.recipes().get(_ALSO.get(name, name).replace("-", "_"))
     if recipe is not None:
         return _run_recipe(recipe, rest)

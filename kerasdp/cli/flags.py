@@ -32,7 +32,6 @@ from kerasdp.reporting.report import drop_stdout
 
 # The groups of the flags of a few recipes.
 COMPARISON = "Comparison"
-REPLAY = "Replay"
 STUDY = "Study of a pipeline"
 BENCHMARK = "Benchmark"
 RAY = "Ray"
@@ -60,13 +59,6 @@ class Own:
 
     other_python: str | None = choice(None, COMPARISON, Range("a program"),
         "Python of another environment, whose versions are compared with these: /of/another/venv/bin/python.", "none")
-
-    card: str | None = choice(None, COMPARISON, Range("a file"),
-        "Card to verify, instead of writing one: a card.json.", "one is written")
-
-    step: int | None = choice(None, REPLAY, COUNT, "Step of the run, from 1.", "needed")
-    blame: int = choice(0, REPLAY, FROM_0,
-        "Of how many samples to compute what they did to the loss and the gradient: those that added most to the loss.")
 
     split_sizes: str = choice("1,3,5,8,10,12,20,40,60", STUDY, _NUMBERS,
         "Samples per micro-batch to try, comma-separated.")
@@ -198,13 +190,6 @@ RECIPES = {
         reason="a few steps are computed on one device, operation by operation, and nothing is trained",
         defaults={"precision": "float64", "max_steps": 2, "device_counts": "1"},
     ),
-    "certify": Recipe(
-        own=["backends", "device_counts", "card"],
-        takes=[*_DATA, "model", "optimizer", "learning_rate", "kernel_initializer", "seed", "max_steps", "device",
-               "workdir"],
-        reason="a few steps are trained in float64 and float32, with data parallelism",
-        defaults={"device_counts": "1,2"},
-    ),
     "pipeline": Recipe(
         own=["split_sizes", "repetitions"],
         refused={
@@ -247,11 +232,6 @@ RECIPES = {
     ),
     "predict": Recipe(takes=[*_EVALUATION, "output"], reason=_NOT_TRAINED),
     "evaluate": Recipe(takes=_EVALUATION, reason=_NOT_TRAINED),
-    "replay": Recipe(
-        own=["step", "blame"],
-        takes=["checkpoint", "model", "dataset", "data_dir", "trust_checkpoint", *_DEVICES, "workdir"],
-        reason="a step of a run is trained again as it was",
-    ),
     "export": Recipe(
         takes=["checkpoint", "to", "model", "dataset", "data_dir", "trust_checkpoint", "backend", "device"],
         reason=_NOT_TRAINED,

@@ -47,10 +47,7 @@ def main(
             workers, as `kerasdp.launch` calls it; else it runs here, and False from it is exit code 1.
         flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
             `function(config, backends, device_counts)`; `"bisection"`:
-            `function(config, backends)`; `"certify"`:
-            `function(config, backends, device_counts, card)`; `"replay"`:
-            `function(request, step, num_blamed, where, folder)`; `"pipeline"`:
-            `function(config, split_sizes, repetitions)`;
+            `function(config, backends)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
             `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`; `"ray_train"`:
             `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`;
             `"from_scratch"`: `function(config)`; `"evaluate"` and `"predict"`: `function(runner, request)`, with a
@@ -138,28 +135,6 @@ def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]
         for name, count, python in ((names[0], counts[0], ""), (names[-1], counts[-1], own.other_python or ""))
     )
     return config, (first, second)
-
-
-def _certify(given: dict[str, Any], own: Own) -> tuple[Config, list[str] | None, list[int], str | None]:
-    """Returns what is trained, backends (None: all installed), device counts, the card to verify (None: write one)."""
-    for name in ("max_steps", "batch_size", "seed", "workdir") if own.card is not None else ():
-        if name in given:
-            raise UserError(f"--{name} has no effect with --card, which says it")
-    counts = _numbers(own, "device_counts")
-    return _config_on(counts, given), _backends(own), counts, own.card
-
-
-def _replay(given: dict[str, Any], own: Own) -> tuple[Request, int, int, dict[str, Any], str]:
-    """Returns the run, the step, of how many samples to tell what they did, where to train, and the folder to write."""
-    if own.step is None:
-        raise UserError("--step is needed: a step of the run, from 1")
-    request = _record(Request, given)
-    names: tuple[str, ...] = ("backend", "num_devices", "device")
-    where = {name: given[name] for name in names if name in given}
-    if "backend" in where:
-        where["backend"] = choose_backend(where["backend"])
-    folder: str = given.get("workdir") or os.path.join(request.checkpoint, f"replay-{own.step}")
-    return request, own.step, own.blame, where, folder
 
 
 def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
@@ -274,8 +249,6 @@ _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
     "train": lambda given, own: (_config(given),),
     "parity": _parity,
     "bisection": _bisection,
-    "certify": _certify,
-    "replay": _replay,
     "pipeline": _pipeline,
     "benchmark": _benchmark,
     "sweep": _sweep,

@@ -3,7 +3,6 @@
 from kerasdp.parity.bisect import Finding, bisect
 from kerasdp.parity.compare import Comparison, Outcome, Reference, compare, judge
 from kerasdp.parity.divergence import Divergence, Tolerance
-from kerasdp.parity.replay import Replayed, Share, replay
 from kerasdp.parity.trace import Job, Way
 
 __all__ = [
@@ -13,12 +12,9 @@ __all__ = [
     "Job",
     "Outcome",
     "Reference",
-    "Replayed",
-    "Share",
     "Tolerance",
     "Way",
     "bisect",
     "compare",
     "judge",
-    "replay",
 ]

@@ -60,7 +60,6 @@ class RunState:
 
     Attributes:
         observer: records the steps, if there is one.
-        expected_identity: what a checkpoint of the run that is trained again says of it; None: anything is trained.
         evaluated: by the running call of `fit`, `evaluate` or `predict`; None: nothing.
         step: updates made.
         first_step: those of the run that is resumed.
@@ -78,7 +77,6 @@ class RunState:
 
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
-        self.expected_identity: dict[str, Any] | None = None
         self.evaluated: Evaluated | None = None
         self._listeners: list[StepListener] = []
         # Called as `listener(epoch, metrics)` at the end of each epoch, on every rank.

@@ -73,7 +73,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         self.state, self._strategy, self._reader = state, strategy, reader
         self._trained = model
         folder, checkpoints = config.folder_of_fit(fit), config.checkpoints_of_fit(fit)
-        identity = self._identity(config, model, fit) if checkpoints or state.expected_identity is not None else {}
+        identity = self._identity(config, model) if checkpoints else {}
         found = newest(processes, checkpoints) if checkpoints and config.resume else None
         self.resumed = None
         if checkpoints and found is not None:
@@ -92,25 +92,12 @@ class RunCallbacks(keras.callbacks.CallbackList):
             verbose=0,
         )
 
-    def _identity(self, config: Config, model: keras.Model, fit: int) -> dict[str, Any]:
-        """Returns what must be the same for a run to resume.
-
-        Raises:
-            UserError: if it is not that of the run which is trained again.
-        """
-        stages, is_chief = self._strategy.stages, self._strategy.processes.rank == 0
-        expected = self.state.expected_identity if is_chief else None
+    def _identity(self, config: Config, model: keras.Model) -> dict[str, Any]:
+        """Returns what must be the same for a run to resume."""
+        stages = self._strategy.stages
         rows = None if stages is None else stages.micro_batch_rows(model)
         read = self._strategy.read if config.shard != "none" else None
-        identity = training_state.identity(config, model, self._reader, rows, read)
-        if expected is not None and fit > 1:
-            raise UserError("--step: the first fit of the run ended before, and a replay is of that")
-        if expected is not None and (difference := training_state.difference_of(expected, identity)):
-            raise UserError(
-                f"replay: what is trained differs from the run in {difference}; name the same choices, or copy "
-                "recipes/replay.py, and let `train` be the function that trained the run"
-            )
-        return identity
+        return training_state.identity(config, model, self._reader, rows, read)
 
     def _make_recorder(self, facts: report.Facts, folder: str | None, verbose: bool) -> Recorder:
         strategy = self._strategy

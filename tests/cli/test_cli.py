@@ -136,7 +136,7 @@ def test_the_flags_are_these():
     """A new flag is a decision: it is added here, to the README, and to the CHANGELOG."""
     assert sorted(flag for choice in CHOICES for flag in choice.flags) == [
         "accumulate", "activation", "also_train", "augment", "backbone", "backend", "backends", "balance", "batch_norm",
-        "batch_size", "blame", "card", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
+        "batch_size", "check", "checkpoint", "checkpoint_dir", "checkpoint_every",
         "checkpoint_weights", "compile", "coordinator", "cpus_per_worker", "cut_at", "data_dir", "data_on_device",
         "dataset", "deterministic", "device", "device_counts", "device_shares", "devices", "dry_run", "early_stopping",
         "ema", "epochs", "export", "fine_tuning_rate", "fit_into", "frozen", "gpus", "gradient_precision",
@@ -144,7 +144,7 @@ def test_the_flags_are_these():
         "label_smoothing", "learning_rate", "log_every", "lora_alpha", "lora_rank", "lora_targets", "lr_base_batch",
         "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "other_python", "output", "peers",
         "pipeline_schedule", "precision", "preset", "profile", "prompt", "reduce", "remat", "repetitions", "resume",
-        "rounds", "schedule", "seed", "shard", "size", "split_size", "split_sizes", "stages", "step", "steps_per_round",
+        "rounds", "schedule", "seed", "shard", "size", "split_size", "split_sizes", "stages", "steps_per_round",
         "strategy", "sweep", "task", "to", "tracker", "trials", "trust_checkpoint", "verbose", "warmup", "weights",
         "workdir", "workers",
     ]  # fmt: skip

@@ -146,7 +146,7 @@ def test_the_table_of_flags(conf):
     ]  # fmt: skip
     assert defaults["`--gpus`, `--devices`"] == "all GPUs or TPUs, or 1" and defaults["`--resume`"] == ""
     assert cells["`--trials`"][1].endswith("(recipes: sweep)")
-    assert cells["`--checkpoint`"][1].endswith("(recipes: predict, evaluate, replay, export)")
+    assert cells["`--checkpoint`"][1].endswith("(recipes: predict, evaluate, export)")
 
 
 def test_the_settings_of_the_site():

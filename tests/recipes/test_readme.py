@@ -45,13 +45,6 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
         extra += [f"--peers={BACKENDS[0]}"] if "--model=my" not in line else []  # another test has more
     if words[1] == "recipes/parity.py":
         extra = ["--max_steps=2", f"--workdir={tmp_path}/run"]
-    if words[1] == "recipes/certify.py":
-        extra = ["--device_counts=1", f"--backends={BACKENDS[0]}", "--device=cpu"]
-        if "--card" in line:
-            run(ROOT / "recipes" / "certify.py", "--model=my_model.py:build", "--workdir=card", *extra, cwd=tmp_path)
-    if words[1] == "recipes/replay.py":
-        run(ROOT / "recipes" / "train.py", "--device=cpu", "--max_steps=3", "--workdir=runs/mine", cwd=tmp_path)
-        extra = ["--step=2"]
     words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]
     words = [word.replace("--flagfile=", f"--flagfile={ROOT}/") for word in words]
     words = [word.replace("/of/another/venv/bin/python", sys.executable) for word in words]
