@@ -3,7 +3,7 @@
     python benchmarks/scaling_model.py                                   # the table of docs/scaling.md
     python benchmarks/scaling_model.py --mfu=0.4 --picture=scaling.png
 
-Nothing is measured here. The bytes are those of `--dry_run`, which are compared with measured ones in a test; a message
+Nothing is measured here. `step_bytes.py` computes the bytes, which a test compares with counted ones; a message
 takes alpha + bytes / beta (Thakur et al. 2005, doi:10.1177/1094342005051521); a step's arithmetic takes three forward
 passes (Chowdhery et al. 2022, arXiv:2204.02311) at `--mfu` of what an H100 can do in bfloat16 at best. Gradients are
 sent in float32 and in buckets of 25 MiB, while the backward pass computes those of earlier layers. Printed is the least
@@ -100,10 +100,10 @@ def count(runner: "kerasdp.Runner") -> dict[str, Any]:
     """Builds the model of a run, and counts; runs in a worker."""
     import keras
     import keras_models
+    from step_bytes import step_bytes
 
     from kerasdp.pipeline.graph import graph_of
     from kerasdp.pipeline.partition import costs_of
-    from kerasdp.training.dry_run import step_bytes
 
     config = runner.config
     if config.model not in MODELS:

@@ -13,7 +13,7 @@ FIELDS_OF_FLAGS = {"devices": "num_devices", "gpus": "num_devices", "stages": "n
 
 # In the environment while a recipe runs from the command line, so that its worker processes know, too.
 _FROM_COMMAND_LINE = "KERASDP_FROM_COMMAND_LINE"
-_SWITCHES = ("deterministic", "dry_run", "resume", "trust_checkpoint")
+_SWITCHES = ("deterministic", "resume", "trust_checkpoint")
 # The user and the query of a URL: clouds put passwords before the host's `@`, signatures and tokens after a `?`.
 _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(?:[^/\s'\"@:]*:[^\s'\"]*|[^/\s'\"@]+)@")
 _URL_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"?]*\?)[^\s'\"]+")

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.config.choices import choices_of
-from kerasdp.config.config import CUT, FAULTS, MACHINES, meant
-from kerasdp.config.ladder import next_flags
+from kerasdp.config.config import meant
 from kerasdp.config.validation import check_installed
 from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line, redacted, way_to_resume
 from kerasdp.reporting.figure import live_figures
@@ -34,11 +32,6 @@ from kerasdp.runtime.sending import SentFunction, name_of, tf_data_of
 from kerasdp.runtime.watch import judging
 from kerasdp.runtime.workers import supervise
 
-# What a dry run resets to its default, since it concerns machines that are not present: these groups, and fields.
-_GROUPS = (CUT, MACHINES, FAULTS)
-_OF_THE_MACHINES = (
-    "accumulate", "gradient_precision", "compile", "data_on_device", "shard", "workdir", "tracker", "profile"
-)  # fmt: skip
 # The engine, and its class in `kerasdp.backends.BACKEND.ENGINE_parallel`.
 STRATEGIES = {"data": "DataParallel", "pipeline": "PipelineParallel", "tensor": "TensorParallel"}
 
@@ -57,7 +50,7 @@ def launch(train: Callable[..., Any], settings: Config | None = None, **changes:
         **changes: fields of `kerasdp.Config` that replace those of `settings`: `backend="torch"`, `num_devices=4`.
 
     Returns:
-        What `train` returned (with torch on several devices: on rank 0). With `dry_run` what was printed, as figures.
+        What `train` returned (with torch on several devices: on rank 0).
 
     Raises:
         UserError: if there is no such choice, or it cannot be had on this machine; if `train` has to be sent to other
@@ -133,12 +126,8 @@ def resolve(settings: Config, train: Callable[..., Any]) -> Job:
     _check_takes_runner(train)
     settings = dataclasses.replace(settings, backend=choose_backend(settings.backend))
     check_installed(settings)
-    if settings.dry_run:
-        return _dry(settings.with_devices_for_stages(), train)
     cluster = find_cluster(settings)
     check_cluster(settings, cluster)
-    if settings.fit_into is not None:
-        settings = _fitted(settings, train, cluster)
     return Job(cluster, settings if cluster else settings.with_devices_for_stages(), train)
 
 
@@ -156,47 +145,6 @@ def _check_takes_runner(train: Callable[..., Any]) -> None:
         raise UserError(
             f"launch: expected a function of one argument, as train(runner). Received: {received}"
         ) from error
-
-
-def _dry(settings: Config, train: Callable[..., Any]) -> Job:
-    """Returns a run on one CPU device, up to its first `fit`, which prints and returns what the run would be."""
-    hosts = settings.host_range[1]
-    if settings.num_devices is None:
-        raise UserError("--dry_run counts no devices here: add --gpus=NUMBER, those of each machine")
-    settings.check_replicas(settings.num_replicas(hosts * settings.num_devices))
-    if hosts > 1:
-        check_cluster(settings, Cluster(source="--hosts", num_processes=hosts, process=0, coordinator=""))
-    known = choices_of(Config).items()
-    here = {name: one.default for name, one in known if one.group in _GROUPS or name in _OF_THE_MACHINES}
-    here |= {"device": "cpu", "num_devices": 1, "hosts": "1", "dry_run": False, "fit_into": None}
-    return Job(None, dataclasses.replace(settings, **here), functools.partial(_up_to_fit, settings, train))
-
-
-def _fitted(settings: Config, train: Callable[..., Any], cluster: Cluster | None) -> Config:
-    """Returns the settings with what `fit_into` chooses, after a dry run in a process of its own, and prints that.
-
-    Raises:
-        UserError: if nothing fits.
-    """
-    from kerasdp.reporting.dry_run import chosen_of, ladder_table
-    from kerasdp.reporting.report import say
-
-    if cluster is not None:
-        raise UserError(
-            f"--fit_into: chooses for the devices of one machine. Received: one of the processes of {cluster.source}; "
-            "--dry_run prints what there is to choose"
-        )
-    devices = settings.num_devices or (
-        max(map(hardware.num_gpus, hardware.PLATFORMS)) if settings.device != "cpu" else 0
-    )
-    asked = dataclasses.replace(settings, num_devices=devices or 1, dry_run=True, verbose=0)
-    with contextlib.suppress(AlreadyStartedError):
-        set_backend(str(settings.backend))
-    dry = _dry(asked, train)
-    ladder = supervise(functools.partial(_start, None), dry.settings, dry.train).received()["ladder"]
-    if settings.verbose != 0 or ladder["chosen"] is None:
-        say(ladder_table(ladder))
-    return dataclasses.replace(settings, **chosen_of(ladder, str(settings.fit_into)))
 
 
 @contextlib.contextmanager
@@ -277,16 +225,6 @@ def _run(job: Job) -> Any:
     return supervise(functools.partial(_start, cluster), settings, train)
 
 
-def _up_to_fit(settings: Config, train: Callable[..., Any], runner: Any) -> dict[str, Any]:
-    from kerasdp.training.dry_run import figures_of
-
-    if settings.backend == "tensorflow":
-        kind = "cpu" if settings.device == "cpu" else "gpu"
-        collectives = importlib.import_module("kerasdp.backends.tensorflow.collectives")
-        collectives.require_sum(settings.gradient_precision, Devices(kind=kind, count=settings.num_devices or 1))
-    return figures_of(settings, train, runner)
-
-
 def _unknown(name: str, value: Any) -> str:
     field = meant(name)
     instead = f"did you mean {field}={value!r}?" if field else "help(kerasdp.Config) lists all of them"
@@ -361,7 +299,7 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
     """Makes strategy and `Runner` in a worker, and calls `train`."""
     if settings.backend != "tensorflow" and not any(isinstance(each, _QuietTensorFlow) for each in sys.meta_path):
         sys.meta_path.insert(0, _QuietTensorFlow())
-    told = _device_errors_told(settings, devices)
+    told = _device_errors_told()
     with signals.noticed(outcome.is_watched()), ending_together(devices.cluster), told:
         with signals.delayed():
             module = importlib.import_module(f"kerasdp.backends.{settings.backend}.{settings.engine}_parallel")
@@ -397,12 +335,12 @@ def _work(devices: Devices, settings: Config, train: Callable[..., Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _device_errors_told(settings: Config, devices: Devices) -> Iterator[None]:
+def _device_errors_told() -> Iterator[None]:
     """Says in a line what went wrong on a device, which may be full before the first step."""
     try:
         yield
     except Exception as error:
-        if (told := explained(error, next_flags(settings, devices.count))) is None:
+        if (told := explained(error)) is None:
             raise
         raise told from error
 

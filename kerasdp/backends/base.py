@@ -317,22 +317,9 @@ class Strategy(Protocol):
         """Returns the paths of variables that were not made within `scope`, where that makes a difference."""
         return []
 
-    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int] | None:
-        """Returns the bytes that a forward pass of training keeps for the backward pass, by layer.
-
-        Those of the batch's rows by themselves, on the first replica of this process; no variable changes. None where
-        that cannot be told. For `DataParallel`.
-        """
-
     def try_call(self, function: Callable[[Structure], Any], arrays: Structure) -> None:
         """Calls a function of arrays for what its Python code does, whatever it gives."""
         function(arrays)
-
-    def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
-        """Returns the seconds of a forward and a backward pass on each replica of this process; no variable changes.
-
-        For strategies that split batches. Each replica has its rows of the batch, and waits for no other.
-        """
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
         """Returns the paths of variables, seeds included, that are not bit-equal on all replicas.

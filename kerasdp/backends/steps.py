@@ -1,8 +1,5 @@
 """Holds what the step functions of all backends share."""
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,21 +123,6 @@ def learning_rate(optimizer: Any) -> Any:
     import keras
 
     return keras.ops.convert_to_tensor(optimizer.learning_rate) * 1.0
-
-
-# Passes by which the speed of a device is found: those that compile or warm it up, and those that count.
-_UNMEASURED, _MEASURED = 2, 5
-
-
-def median_seconds(run: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
-    """Returns the seconds that `run` takes once it is compiled and the device is warm; each time after `before`."""
-    times = []
-    for _ in range(_UNMEASURED + _MEASURED):
-        before()
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[_UNMEASURED:])
 
 
 class ShardSteps:

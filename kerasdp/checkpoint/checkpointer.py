@@ -14,7 +14,6 @@ from kerasdp.checkpoint import state as training_state
 from kerasdp.checkpoint.files import Checkpoint, require
 from kerasdp.config import Config
 from kerasdp.config.validation import versions
-from kerasdp.data.sampling import Split
 from kerasdp.errors import CheckpointError, PreemptedError, SavedInterrupt, UserError, way_to_resume
 from kerasdp.keras_compat.models import set_monitor_direction
 from kerasdp.reporting import report
@@ -95,7 +94,6 @@ class Checkpointer:
         *,
         processes: Processes,
         num_devices: int,
-        split: Split,
         read: training_state.Read,
         data_state: Callable[[int, int], Any],
         identity: dict[str, Any],
@@ -108,7 +106,7 @@ class Checkpointer:
         `data_state` returns, in JSON, what the data needs to continue with a batch of an epoch.
         """
         self.config, self.run_state, self.recorder, self.model = config, run_state, recorder, model
-        self.stateful, self.processes, self.num_devices, self._split = stateful, processes, num_devices, split
+        self.stateful, self.processes, self.num_devices = stateful, processes, num_devices
         self.identity, self.folder = identity, folder
         self.every_steps, self.every_seconds = config.checkpoint_interval()
         self.best = resumed.state["best"] if resumed else None
@@ -250,7 +248,6 @@ class Checkpointer:
             "saved_by": {
                 "backend": self.config.backend,
                 "devices": self.num_devices,
-                "device_shares": self._split.shares,
                 "precision": self.config.precision,
             },
             "config": self.config.as_dict(),

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable
@@ -306,10 +305,6 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < _MOST)
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
-
-
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -356,12 +351,6 @@ def _is_record(value: Any) -> bool:
     return is_right and _list_of(_is_number)(losses := value.get("losses", [0, 0])) and len(losses) == 2
 
 
-def _is_writer(value: Any) -> bool:
-    """Returns whether a value says which run wrote the checkpoint."""
-    is_right = _has(backend=_is_text, devices=_is_count)(value)
-    return is_right and _or_none(_list_of(_is_positive))(value.get("device_shares"))
-
-
 def _is_place(value: Any) -> bool:
     """Returns whether a value is the place in the data of a reader, as the state of an iterator."""
     if not isinstance(value, dict):
@@ -379,7 +368,7 @@ _FIELDS: dict[str, tuple[str, _Check]] = {
     "identity": ("an object", _is_object),
     "recorder": ("losses and times", _is_record),
     "callbacks": ("an object of objects", _object_of(_is_object)),
-    "saved_by": ("backend, devices and their shares", _is_writer),
+    "saved_by": ("backend and devices", _has(backend=_is_text, devices=_is_count)),
     "config": ("model, dataset and data_dir", _has(model=_is_text, dataset=_is_text, data_dir=_or_none(_is_text))),
     "architecture": ("an object, or null,", _or_none(_is_object)),
     "versions": ("an object", _is_object),

@@ -158,8 +158,7 @@ class Recipe:
 
 
 _MACHINES = ["hosts", "host_rank", "coordinator", "interface"]
-_ONE_RUN = {"it tells of one run, of recipes/train.py": ["dry_run"]}
-_ALONE = {"it trains on this machine alone": _MACHINES, **_ONE_RUN}
+_ALONE = {"it trains on this machine alone": _MACHINES}
 _LEARNING = ["schedule", "warmup", "ema", "label_smoothing", "augment", "early_stopping"]
 _FILES = ["tracker", "profile", "resume", "export", "keep", "checkpoint_every", "checkpoint_dir", "max_restarts"]
 _DEVICES = ["backend", "num_devices", "device"]
@@ -177,7 +176,7 @@ RECIPES = {
         refused={
             "use --backends and --device_counts": ["backend", "num_devices"],
             "what is compared differs in backend and number of devices alone": [
-                "strategy", "accumulate", "fit_into", "gradient_precision", "reduce", "device_shares", "early_stopping",
+                "strategy", "accumulate", "gradient_precision", "early_stopping",
                 "tracker", "profile",
             ],
             **_ALONE,
@@ -193,7 +192,7 @@ RECIPES = {
     "pipeline": Recipe(
         own=["split_sizes", "repetitions"],
         refused={
-            "a study trains on one device, and as a pipeline": ["strategy", "accumulate", "fit_into"],
+            "a study trains on one device, and as a pipeline": ["strategy", "accumulate"],
             "use --split_sizes": ["split_size", "micro_batches"],
             "use --repetitions": ["epochs", "max_steps"],
             "a study measures times alone": _LEARNING,
@@ -207,8 +206,8 @@ RECIPES = {
             "use --backends and --device_counts": ["backend", "num_devices"],
             "use --rounds and --steps_per_round": ["epochs", "max_steps"],
             "all contenders train alike, with data parallelism and SGD": [
-                "strategy", "accumulate", "fit_into", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
-                "pipeline_schedule", "reduce", "device_shares", "remat", "optimizer", "learning_rate", "lr_base_batch",
+                "strategy", "accumulate", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
+                "pipeline_schedule", "remat", "optimizer", "learning_rate", "lr_base_batch",
                 "kernel_initializer", *_LEARNING,
             ],
             "a benchmark keeps nothing of what it trains": _FILES,
@@ -223,7 +222,7 @@ RECIPES = {
     ),
     "ray_train": Recipe(
         own=["workers", "cpus_per_worker", "sweep"],
-        refused={"Ray starts the workers: use --workers": _MACHINES, **_ONE_RUN},
+        refused={"Ray starts the workers: use --workers": _MACHINES},
     ),
     "from_scratch": Recipe(
         takes=[*_DEVICES, *_DATA, "workdir", "epochs", "learning_rate", "kernel_initializer", "seed", "precision"],
@@ -247,7 +246,7 @@ RECIPES = {
     ),
     "finetune": Recipe(
         own=["preset", "task", "weights", "lora_rank", "lora_alpha", "lora_targets", "also_train", "frozen", "prompt"],
-        refused=_ONE_RUN | {"the model has been built": ["kernel_initializer", "augment"]},
+        refused={"the model has been built": ["kernel_initializer", "augment"]},
         defaults={"weights": "none", "optimizer": "adam(learning_rate=0.001)", "batch_size": 32, "epochs": 2},
     ),
 }  # fmt: skip

@@ -31,7 +31,6 @@ from kerasdp.config.choices import (
     path_as_text,
     switch_as_number,
 )
-from kerasdp.config.ladder import bytes_in
 from kerasdp.config.validation import AUGMENTATIONS, BACKENDS, DATASETS, MODELS, PRECISIONS, TRACKERS
 from kerasdp.config.workdir import CHECKPOINTS
 from kerasdp.errors import UserError, redacted
@@ -81,16 +80,6 @@ class Config:
         "Precision in which devices exchange gradients: float32, or bfloat16, which halves what they send (with "
         "tensorflow on virtual CPU devices alone).",
         only=[Only("bfloat16", NOT_JAX, ["data"], "XLA adds up the gradients within a step's program")])
-    reduce: str | None = choice(None, DEVICES, one_of("device", "host"),
-        "Where the gradients of several devices are added: device, or host: in host memory, which is slower and leaves "
-        "device memory free.", "device; on virtual CPU devices whatever is fastest",
-        only=[Only(engines=["data"]),
-              Only("host", NOT_JAX, why="XLA adds up the gradients on the devices, within a step's program")])
-    device_shares: str | None = choice(None, DEVICES,
-        Range("auto, or a whole number of at least 1 for each device, as 3,1", validation.are_shares),
-        "Shares of the global batch for devices of unequal speed, in the order of the ranks: 3,1, or auto, which "
-        "measures first.", "equal shards",
-        only=[Only(None, NOT_JAX, ["data"], "XLA gives each device equally many rows")])
     compile: str = choice("auto", DEVICES, one_of("auto", "on", "off", "cudagraphs"),
         "on, off, or auto: whether a step of training, evaluation or prediction is one compiled graph; auto: where "
         "1,000 of its kind or more, on a GPU 200, are to come, in a resumed run too (with --deterministic, if the "
@@ -117,12 +106,6 @@ class Config:
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
         "model that hold others; or layers by name or path, as 'block*, *attention'. The losses stay the same.",
         only=[Only(engines=["data"])])
-
-    fit_into: str | None = choice(None, DEVICES,
-        Range("auto, or a size as 24GB", lambda text: text == "auto" or bool(bytes_in(text))),
-        "Memory of a device, as 24GB, or auto: all that it has. Before the training, what a step needs is counted, and "
-        "the first of these that fits is chosen, and printed: the run as it is, --accumulate, --remat, --shard. The "
-        "losses stay the same. A tenth stays free.", "nothing is counted or chosen")
 
     strategy: str = choice("data", CUT, one_of("data", "pipeline", "tensor"),
         "What the devices share: the batch (data); the model, cut into stages (pipeline); or each layer's output "
@@ -151,8 +134,6 @@ class Config:
         "Where machine 0 listens for the others: ADDRESS:PORT.")
     interface: str | None = choice(None, MACHINES, Range("a network interface, as eth0"),
         "Network interface between the machines.", "the one on the way to --coordinator")
-    dry_run: bool = choice(False, MACHINES, SWITCH,
-        "Print what would run where, on any number of --hosts and --gpus, what it sends and holds; nothing is started.")
 
     model: str = choice("lenet", DATA, NAME,
         f"{', '.join(MODELS)}, or your own: path/to/file.py:function or package.module:function, called as "
@@ -331,11 +312,6 @@ class Config:
         """Returns `learning_rate`, or the optimizer's (`default`), scaled if `lr_base_batch` is set."""
         rate = default if self.learning_rate is None else self.learning_rate
         return rate * self.batch_size / self.lr_base_batch if self.lr_base_batch else rate
-
-    @property
-    def shares(self) -> tuple[int, ...] | None:
-        """Returns the numbers of `device_shares`; None if there are none, or they are to be measured."""
-        return None if self.device_shares in (None, "auto") else tuple(map(int, str(self.device_shares).split(",")))
 
     @property
     def trackers(self) -> list[str]:

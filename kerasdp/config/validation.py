@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from kerasdp.config import spec
-from kerasdp.config.choices import choices_of, is_count
+from kerasdp.config.choices import choices_of
 from kerasdp.errors import UserError
 
 BACKENDS = ("torch", "jax", "tensorflow")
@@ -23,13 +23,9 @@ RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
 AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
 # The package of each; tensorboardX comes with kerasdp, the others with an extra of the tracker's name.
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-# What is to be said of `reduce` on them.
-VIRTUAL = "virtual CPU devices are in host memory, so that it frees none"
 # Choices that have no effect with one device, and why.
 _OF_SEVERAL_DEVICES = {
     "gradient_precision": "sends no gradients",
-    "reduce": "adds no gradients",
-    "device_shares": "has all of the batch",
     "shard": "holds all of the model",
 }
 # The group of the choices that data parallelism has no use for, but for `strategy` itself.
@@ -40,11 +36,6 @@ def is_address(text: str) -> bool:
     """Returns whether a text is an address and a port."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-
-
-def are_shares(text: str) -> bool:
-    """Returns whether a text is `auto`, or whole numbers of at least 1, as `3,1`."""
-    return text == "auto" or all(is_count(part.strip()) for part in text.split(","))
 
 
 def check(config: Any) -> None:
@@ -185,44 +176,14 @@ def _check_hosts(config: Any) -> None:
             f"--hosts={config.hosts}: hosts leave and join with --backend=torch only. Received: {config.backend}; give "
             "one number"
         )
-    if fewest < most and config.device_shares is not None:
-        raise UserError(
-            f"--device_shares={config.device_shares}: not together with --hosts={config.hosts}, with which devices "
-            "leave and join; give one number of hosts, or leave it out"
-        )
 
 
 def _check_sharing(config: Any) -> None:
     """Raises if other choices do not go together with what devices share, or where gradients are added."""
-    if config.fit_into is not None and config.strategy != "data":
-        raise UserError(
-            f"--fit_into: there for --strategy=data only. Received: {config.strategy}; leave out one of them"
-        )
-    if config.fit_into is not None and config.host_range[1] > 1 and not (config.dry_run and config.fit_into != "auto"):
-        raise UserError(
-            f"--fit_into: chooses for the devices of one machine. Received: --hosts={config.hosts}; with --dry_run, "
-            "and a size as 24GB, it prints what there is to choose"
-        )
     if config.shard != "none" and config.host_range[1] > 1 and config.backend == "tensorflow":
         raise UserError(
             f"--shard={config.shard}: there for the devices of one machine on tensorflow. Received: "
             f"--hosts={config.hosts}; leave out one of them, or use --backend=torch or jax"
-        )
-    if config.shard != "none" and config.reduce is not None:
-        raise UserError(
-            f"--shard={config.shard}: not together with --reduce={config.reduce}, which says where whole gradients are "
-            "added; leave out one of them"
-        )
-    for flag in ("reduce", "device_shares"):
-        if config.dry_run and getattr(config, flag) is not None:
-            raise UserError(
-                f"--{flag}={getattr(config, flag)}: a dry run tells of equal shares, and of gradients that are added "
-                "on the devices; leave out one of them"
-            )
-    if config.reduce == "host" and config.compile in ("on", "cudagraphs"):
-        raise UserError(
-            f"--reduce=host: not together with --compile={config.compile}, whose step is one graph on the GPU; leave "
-            "out one of them"
         )
 
 
@@ -233,8 +194,6 @@ def check_replicas(config: Any, num_replicas: int) -> None:
         value = getattr(config, name)
         if num_replicas == 1 and value != choices[name].default:
             raise UserError(f"--{name}={value}: one device {does}; leave it out, or use --gpus=2 or more")
-    if config.shares is not None:
-        _check_shares(config, num_replicas)
     if config.accumulate > 1 and num_replicas > 1 and config.backend == "tensorflow":
         raise UserError(
             f"--accumulate: expected --gpus=1 with --backend=tensorflow, whose replicas cannot meet within a loop. "
@@ -253,17 +212,4 @@ def check_replicas(config: Any, num_replicas: int) -> None:
         raise UserError(
             f"--accumulate: {rows} samples, those of a device, cannot be cut into {config.accumulate} parts of one "
             f"size, but for the last; use {count}, or another --batch_size"
-        )
-
-
-def _check_shares(config: Any, num_replicas: int) -> None:
-    if len(config.shares) != num_replicas:
-        raise UserError(
-            f"--device_shares: expected {num_replicas} numbers, one for each device. Received: {len(config.shares)}, "
-            f"{config.device_shares}"
-        )
-    if config.batch_size * min(config.shares) < sum(config.shares):
-        raise UserError(
-            f"--device_shares={config.device_shares}: of a batch of {config.batch_size} samples a device would get "
-            "less than one; use a larger --batch_size, or other shares"
         )

@@ -1,7 +1,6 @@
 """Loads the built-in data sets. Images are uint8 from 0 to 255: that is how they travel to the device.
 
-IDX is the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist). In a dry run a data set may be replaced
-by a stand-in, of which only the shape and the number of samples are known.
+IDX is the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist).
 """
 
 import contextlib
@@ -9,7 +8,6 @@ import dataclasses
 import fcntl
 import functools
 import gzip
-import inspect
 import math
 import os
 import zlib
@@ -46,33 +44,8 @@ class Dataset:
     num_classes: int
 
 
-class StandIn:
-    """A `kerasdp.data.sources.Source` whose samples are zeros.
-
-    Attributes:
-        note: what is to be said of it.
-        is_counted: whether the number of samples is that of the data.
-    """
-
-    num_threads = 1
-    name = ""
-
-    def __init__(self, num_samples: int | None, shape: tuple[int, ...], note: str = ""):
-        """`num_samples` None: not known."""
-        self.num_samples, self.is_counted = num_samples or 1, num_samples is not None
-        self.note, self._shape = note, tuple(shape)
-
-    def inputs(self, indices: np.ndarray) -> np.ndarray:
-        """Returns black images, uint8."""
-        return np.zeros((len(indices), *self._shape), "uint8")
-
-    def targets(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
-        """Returns the first class for each."""
-        return np.zeros(len(indices), "int32"), None
-
-
 def load_data(config: Config) -> Dataset:
-    """Loads `config.dataset`. With `config.dry_run` what is large, or not here, is not read: see `StandIn`.
+    """Loads `config.dataset`.
 
     Raises:
         UserError: if there is no such data set, or its files are missing, damaged or out of range.
@@ -87,54 +60,13 @@ def _load(config: Config) -> Dataset:
     if spec.is_user_function(name):
         _refuse_data_dir(name, config.data_dir)
         function = spec.load_user_function(name, "dataset")
-        try:
-            arrays = function(**arguments)
-        except Exception as error:
-            if not config.dry_run:
-                raise
-            raise _not_here(name, error) from error
-        return from_arrays(arrays, config.dataset)
+        return from_arrays(function(**arguments), config.dataset)
     try:
-        if config.dry_run and (known := _stand_in(name, config.data_dir, arguments)) is not None:
-            return known
         return DATASETS[name](config.data_dir, **arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not arguments:
             raise
         raise UserError(f"--dataset: {name} does not take these arguments: {arguments} ({error})") from error
-
-
-def _stand_in(name: str, data_dir: str | None, arguments: dict[str, Any]) -> Dataset | None:
-    """Returns a data set in a dry run, or what stands in for it; None if it is to be loaded as ever."""
-    if name in _PUBLISHED and not arguments:
-        reason = ""
-        if data_dir is not None:
-            try:
-                return DATASETS[name](data_dir)
-            except UserError as error:
-                reason = f": {error}"
-        return _of_zeros(*_PUBLISHED[name], f"numbers as published; not read here{reason}")
-    if name not in ("synthetic", "images"):
-        return None
-    bound = inspect.signature(DATASETS[name]).bind(data_dir, **arguments)
-    bound.apply_defaults()
-    given = bound.arguments
-    if name == "synthetic":
-        _refuse_data_dir(name, data_dir)
-        return _of_zeros(given["num_samples"], given["num_test_samples"], given["shape"], given["num_classes"])
-    if data_dir is None or os.path.isdir(data_dir):
-        return None
-    note = (
-        f"{data_dir} is not here: {_IMAGENET_CLASSES:,} classes are assumed, and how many images there are is not known"
-    )
-    return _of_zeros(None, None, (*given["size"], given["channels"]), _IMAGENET_CLASSES, note)
-
-
-def _of_zeros(
-    num_train: int | None, num_test: int | None, shape: tuple[int, ...], num_classes: int, note: str = ""
-) -> Dataset:
-    train, test = (StandIn(number, shape, note) for number in (num_train, num_test))
-    return Dataset(train=train, test=test, input_shape=tuple(shape), num_classes=num_classes)
 
 
 def from_arrays(arrays: Arrays, name: str, num_classes: int | None = None) -> Dataset:
@@ -349,22 +281,3 @@ def read_idx_split(folder: str, split: str) -> tuple[np.ndarray, np.ndarray]:
     if len(images) != len(labels):
         raise UserError(f"--data_dir: {folder!r} holds {len(images)} {split} images but {len(labels)} labels")
     return images.reshape(images.shape if images.ndim == 4 else (*images.shape, 1)), labels
-
-
-# Samples to learn from, held-out samples, shape and number of classes of data sets as they are published.
-_PUBLISHED: dict[str, tuple[int, int, tuple[int, ...], int]] = {
-    "mnist": (60_000, 10_000, (28, 28, 1), 10),
-    "fashion_mnist": (60_000, 10_000, (28, 28, 1), 10),
-    "cifar10": (50_000, 10_000, (32, 32, 3), 10),
-}
-_IMAGENET_CLASSES = 1000
-
-
-def _not_here(name: str, error: Exception) -> UserError:
-    """Returns the error of a user-defined data set that cannot be loaded in a dry run."""
-    reason = " ".join(str(error).split())[:200]
-    return UserError(
-        f"--dry_run: {name} cannot be loaded here ({type(error).__name__}: {reason}), and the model is built for the "
-        "shape of its inputs; let --dataset='synthetic(shape=(224,224,3), num_classes=1000, num_samples=1281167)' "
-        "stand in for it, with its own numbers"
-    )

@@ -5,7 +5,6 @@ Pure NumPy, the same on every backend and device count. Rows of data that stays 
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -161,20 +160,18 @@ class ReplicaRows(NamedTuple):
 
 
 class Split:
-    """Splits global batches over the replicas of a run: into equal shards, or by the replicas' shares.
+    """Splits global batches over the replicas of a run: equally many rows each, the last ones padding.
 
     Attributes:
         num_replicas: of the run.
-        shares: to which the replicas' rows are proportional, whole numbers from 1. None: all replicas have equally many
-            rows, the last ones padding. May be set between two calls of `fit`, `evaluate` or `predict`.
     """
 
-    def __init__(self, num_replicas: int, shares: tuple[int, ...] | None = None):
-        self.num_replicas, self.shares = num_replicas, shares
+    def __init__(self, num_replicas: int):
+        self.num_replicas = num_replicas
 
     def replicas(self, num_rows: int) -> tuple[ReplicaRows, ...]:
         """Returns which rows of a batch of `num_rows` each replica has, in the order of the rows."""
-        return _replicas(num_rows, self.num_replicas, self.shares)
+        return _replicas(num_rows, self.num_replicas)
 
     def rows_of_process(self, num_rows: int, shard: tuple[int, int]) -> np.ndarray:
         """Returns the indices, within a batch of `num_rows`, of the rows of one process's replicas, in order.
@@ -193,15 +190,10 @@ class Split:
 
 
 @functools.lru_cache(maxsize=64)  # each step asks, on each replica
-def _replicas(num_rows: int, num_replicas: int, shares: tuple[int, ...] | None) -> tuple[ReplicaRows, ...]:
-    if shares is None:
-        size = replica_rows(num_rows, num_replicas)
-        firsts = [rank * size for rank in range(num_replicas)]
-        return tuple(ReplicaRows(first, min(max(num_rows - first, 0), size), size) for first in firsts)
-    total = sum(shares)
-    ends = [(num_rows * share + total // 2) // total for share in itertools.accumulate(shares)]
-    pairs = itertools.pairwise([0, *ends])
-    return tuple(ReplicaRows(first, end - first, max(end - first, 1)) for first, end in pairs)
+def _replicas(num_rows: int, num_replicas: int) -> tuple[ReplicaRows, ...]:
+    size = replica_rows(num_rows, num_replicas)
+    firsts = [rank * size for rank in range(num_replicas)]
+    return tuple(ReplicaRows(first, min(max(num_rows - first, 0), size), size) for first in firsts)
 
 
 def replica_rows(num_rows: int, num_replicas: int) -> int:

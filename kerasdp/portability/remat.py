@@ -82,8 +82,6 @@ def chosen_layers(model: keras.Model, what: str) -> list[keras.layers.Layer]:
                 f"as --remat='{_some_name(model)}'"
             )
         return chosen
-    if what == "auto":
-        raise UserError("--remat=auto: how many blocks is chosen for a budget; use --fit_into=24GB, or --fit_into=auto")
     patterns = [pattern.strip() for pattern in what.split(",")]
     layers = [layer for layer in all_layers(model, include_self=False) if not _is_input(layer)]
     for pattern in patterns:

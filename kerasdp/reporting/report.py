@@ -10,7 +10,6 @@ from typing import Any
 
 from kerasdp.config import Config
 from kerasdp.config.validation import versions
-from kerasdp.data.sampling import Split
 from kerasdp.errors import addressed, redacted
 from kerasdp.runtime.hardware import has_tf32
 from kerasdp.runtime.run_state import RunState
@@ -29,7 +28,6 @@ class Facts:
         num_processes: worker processes.
         model: the model's name.
         global_batch_size: samples a step, over all devices.
-        split: of a batch over the replicas; None: equal shards.
         data: name of the data set, if it has one.
         unused: choices of which nothing was made: the model, the optimizer or the data are user-defined.
         folder: where the files of this `fit` go; None: there are none.
@@ -43,7 +41,6 @@ class Facts:
     num_processes: int
     model: str
     global_batch_size: int
-    split: Split | None = None
     data: str = ""
     unused: tuple[str, ...] = ()
     folder: str | None = None
@@ -86,6 +83,15 @@ def drop_stdout() -> None:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
+def size(number: float) -> str:
+    """Returns a number of bytes in a unit that people read: powers of 1,000."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:,.0f} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"
+        number /= 1000
+    raise AssertionError
+
+
 def in_columns(lines: list[list[str]], right: Collection[int] = ()) -> str:
     """Returns lines of equally many texts as a table, in which the columns of these numbers are flush right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -109,8 +115,6 @@ def start_line(facts: Facts, learning_rate: float, schedule: str = "constant") -
     """
     of_schedule = "" if schedule == "constant" else f" now, by {schedule}"
     replica_batch = str(facts.config.replica_batch_size(facts.num_replicas))
-    if facts.split is not None and facts.split.shares is not None:
-        replica_batch = ", ".join(str(each.num_rows) for each in facts.split.replicas(facts.global_batch_size))
     share = f" ({replica_batch} a replica)" if facts.num_replicas > 1 else ""
     return (
         f"{facts.config.backend} on {facts.devices} | {facts.model} | batch {facts.global_batch_size}{share} | "
@@ -174,7 +178,6 @@ def result(
         "dataset": facts.data or None,
         **update_rule,
         "global_batch_size": facts.global_batch_size,
-        "device_shares": None if facts.split is None else facts.split.shares,
         "epochs": len(state.epoch_seconds),
         "steps": state.step,
         "final": final,

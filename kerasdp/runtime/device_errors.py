@@ -5,8 +5,9 @@ import re
 from kerasdp.errors import DeviceError
 
 _MEMORY = (
-    "a device has too little memory ({line}); try {sparing}a smaller --batch_size, or --precision=bfloat16. "
-    "--fit_into=auto chooses what fits. Other programs may hold memory: nvidia-smi shows them"
+    "a device has too little memory ({line}); these train the same: --accumulate=2 (or more), --remat=blocks, and with "
+    "several devices of torch or jax --shard=weights; else use a smaller --batch_size, or --precision=bfloat16. Other "
+    "programs may hold memory: nvidia-smi shows them"
 )
 _SHARED_MEMORY = "NCCL has too little shared memory ({line}): give the container more, as docker run --shm-size=1g"
 _NCCL = "NCCL has failed ({line}); NCCL_DEBUG=WARN in the environment shows why"
@@ -28,19 +29,15 @@ _KNOWN = (
 _FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow"}
 
 
-def explained(error: Exception, sparing: str = "") -> DeviceError | None:
-    """Returns an error of a device as a line; None where a framework has raised it for another reason, or none has.
-
-    `sparing`: flags that spare memory, and leave the losses as they are.
-    """
+def explained(error: Exception) -> DeviceError | None:
+    """Returns an error of a device as a line; None where a framework has raised it for another reason, or none has."""
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     text = str(error)
     is_plain = isinstance(error, RuntimeError) and re.search("CUDA|NCCL|cuDNN|DefaultCPUAllocator", text)  # of torch
     if not kinds & _FRAMEWORKS and not is_plain:
         return None
-    try_first = f"{sparing}, which trains the same, " if sparing else ""
     for pattern, words in _KNOWN:
         for line in text.splitlines():
             if re.search(pattern, line, re.IGNORECASE):
-                return DeviceError(words.format(line=line.strip()[:200].rstrip("."), sparing=try_first))
+                return DeviceError(words.format(line=line.strip()[:200].rstrip(".")))
     return None

@@ -122,7 +122,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
             stateful,
             processes=self._strategy.processes,
             num_devices=self._strategy.num_devices,
-            split=self._strategy.split,
             read=self._strategy.read,
             data_state=self._reader.saved_state,
             identity=identity,

@@ -10,7 +10,6 @@ from kerasdp.backends.base import Strategy
 from kerasdp.config import Config
 from kerasdp.data.batch import Batch, SampleReader
 from kerasdp.data.batch_reader import IndexedReader, StreamReader
-from kerasdp.data.datasets import StandIn
 from kerasdp.data.feed import Feed, Reader
 from kerasdp.data.sampling import Order, seed_of_fit
 from kerasdp.data.sources import ArraySource, is_of_arrays, refuse_strings, weights_of_classes
@@ -155,8 +154,6 @@ def _is_source(x: Any) -> bool:
 
 
 def _stays_on_device(source: Any, config: Config, devices: Devices) -> bool:
-    if isinstance(source, StandIn):
-        return False
     choice, is_in_memory = config.data_on_device, isinstance(source, ArraySource)
     if choice == "on" and not is_in_memory:
         raise UserError(f"--data_on_device=on: expected data in memory. Received: {type(source).__name__}")

@@ -31,22 +31,18 @@ from kerasdp.keras_compat.settings import (
 from kerasdp.portability import initial_weights
 from kerasdp.portability.layer_calls import hook_layers
 from kerasdp.portability.row_search import row_axes_of
-from kerasdp.reporting.dry_run import size
-from kerasdp.reporting.report import Facts, say, warn
+from kerasdp.reporting.report import Facts, say, size, warn
 from kerasdp.reporting.run_files import add_to_report
 from kerasdp.runtime import signals
 from kerasdp.runtime.devices import Devices
-from kerasdp.runtime.hardware import bytes_of_device
 from kerasdp.runtime.heartbeat import Heartbeat
 from kerasdp.runtime.model_cache import is_made_of_choices
 from kerasdp.runtime.run_state import Evaluated, RunState
 from kerasdp.sharding import bytes_of
 from kerasdp.training.callbacks import RunCallbacks
 from kerasdp.training.data_checks import about_validation, check_data, name_culprit
-from kerasdp.training.device_shares import choose_shares
 from kerasdp.training.first_step_check import check_first_step
 from kerasdp.training.loop import Loop, ModelSteps, is_due, require_equal_replicas
-from kerasdp.training.memory_plan import count_activations, needed
 from kerasdp.training.model_calls import model_calls_through, through_model
 from kerasdp.training.own_loop import LoopBatch, OwnLoop, SavedParts, Step
 from kerasdp.training.prepare import MadeBefore, find_rows, prepare
@@ -235,7 +231,6 @@ class Runner:
         if self.strategy.stages is not None:
             with self.heartbeat.compiling():
                 self.strategy.stages.tune(model, reader.first, self._say)
-        self._say_need(model, reader, batch_size)
         if isinstance(reader, BatchReader):
             batch_size = num_rows  # whatever it was told
         facts = Facts(
@@ -248,7 +243,6 @@ class Runner:
             num_processes=self.strategy.processes.num_processes,
             model=model.name,
             global_batch_size=batch_size,
-            split=self.strategy.split,
             data=reader.name,
             unused=_unused(model, reader),
             folder=self.config.folder_of_fit(self.num_fits + 1),
@@ -260,21 +254,6 @@ class Runner:
             )
         self.num_fits, known = self.num_fits + 1, (self.config, self.strategy, self.state)
         return RunCallbacks(*known, model, reader, callbacks, facts=facts, fit=self.num_fits, verbose=verbose)
-
-    def _say_need(self, model: keras.Model, reader: Reader, batch_size: int) -> None:
-        """Says what a step needs of a device's memory: with verbose=2, and where it is more than half on a GPU."""
-        config, count = dataclasses.replace(self.config, batch_size=batch_size), self.strategy.num_devices
-        is_counted = self.config.verbose == 2 or (self.devices.is_accelerator and self.config.verbose != 0)
-        if config.engine != "data" or not is_counted:
-            return
-        with self.heartbeat.compiling():
-            # On each rank: weights may be in parts.
-            activations = count_activations(model, reader, self.strategy, config.remat)
-        if activations is not None:
-            need = needed(model, activations, config, count)["total"]
-            there = bytes_of_device(str(config.backend), self.devices.kind, self.devices.of_machine)
-            if self.config.verbose == 2 or (there is not None and need > there / 2):
-                self._say(f"a step needs {size(need)} of each device{f', of {size(there)}' if there else ''}")
 
     def add_to_report(self, **results: Any) -> None:
         """Adds results, which JSON can hold, to the report.json of the last `fit`; rank 0 writes."""
@@ -492,8 +471,6 @@ class Runner:
         with self.model_steps.running(model, evaluated) as functions, contextlib.closing(callbacks), waiting:
             try:
                 with self.heartbeat.compiling():
-                    if self.config.device_shares == "auto":
-                        choose_shares(model, self.strategy, reader, callbacks.resumed, self._say)
                     check_first_step(model, self.config, self.strategy, reader)
                 evaluating = open_feed(self.strategy, validation) if validation else contextlib.nullcontext()
                 with open_feed(self.strategy, reader, self.state) as feed, evaluating as validation_feed:

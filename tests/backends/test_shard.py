@@ -103,35 +103,6 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
                 assert found["living"] <= 1.03 * held + 2 * 64 * 48 * 8
 
 
-@pytest.mark.proof
-def test_the_plan_counts_the_bytes_that_a_device_holds(backend):
-    def train(runner):
-        import keras
-
-        model = keras.Sequential(
-            [keras.Input((64,)), keras.layers.Dense(128, name="wide"), keras.layers.Dense(10, name="last")], name="net"
-        )
-        model.compile(keras.optimizers.Adam(), "mse")
-        runner.fit(model, np.zeros((8, 64)), np.zeros((8, 10)), batch_size=4)
-
-    settings = {"backend": backend, "num_devices": 4, "dry_run": True, "verbose": 0}
-    whole = kerasdp.launch(train, **settings)
-    slots = kerasdp.launch(train, shard="optimizer", **settings)
-    cut = 64 * 128 * 4  # the other kernel has fewer than 2,048 numbers
-    rest = 3 * cut // 4
-    of_gradients = 0 if backend == "tensorflow" else rest
-    spared = {"gradients": of_gradients, "optimizer": 2 * rest, "total": 2 * rest + of_gradients}
-    assert slots["memory"] == whole["memory"] | {name: whole["memory"][name] - spared[name] for name in spared}
-    if backend == "tensorflow":
-        assert slots["sent_in_ring"] == whole["sent_in_ring"] | {"weights": rest}
-        return
-    assert slots["sent_in_ring"] == whole["sent_in_ring"]
-    weights = kerasdp.launch(train, shard="weights", **settings)
-    spared |= {"weights": rest, "total": 4 * rest}
-    assert weights["memory"] == whole["memory"] | {name: whole["memory"][name] - spared[name] for name in spared}
-    assert weights["sent_in_ring"] == whole["sent_in_ring"] | {"weights": rest}
-
-
 @pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.proof)])
 def test_which_optimizers_look_at_whole_weights(backend):
     """All of Keras', and some that it does not know, one of which cannot be made again from its configuration."""
@@ -204,7 +175,6 @@ def test_what_is_refused(backend, case):
             {"backend": "tensorflow", "shard": "optimizer", "hosts": "2"},
             "there for the devices of one machine on tensorflow. Received: --hosts=2",
         ),
-        ({"backend": "torch", "reduce": "host"}, "not together with --reduce=host"),
         ({"backend": "jax", "strategy": "pipeline"}, "not together with --strategy=pipeline; leave out one of them"),
         ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),
     ],

@@ -204,7 +204,7 @@ def test_what_is_compiled_alike_everywhere(is_gpu, num_replicas, choices, expect
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", [False, False, True]), ("cuda", [False, True, True])])
 def test_compiling_pays_off_sooner_on_a_gpu(kind, expected):
     strategy = DataParallel.__new__(DataParallel)
-    strategy.config, strategy.host_sums, strategy.device = Config(backend="torch"), None, torch.device(kind)
+    strategy.config, strategy.device = Config(backend="torch"), torch.device(kind)
     model, seen = types.SimpleNamespace(run_eagerly=False), collections.Counter()
 
     def compiles(num_steps, length=4):

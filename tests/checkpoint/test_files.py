@@ -174,7 +174,6 @@ HISTORY = {"last_logs": {}, "history": [], "epoch_seconds": [], "epoch_rates": [
         (json.dumps({"step": 1, "recorder": HISTORY | {"epoch_seconds": [None]}}), "as recorder"),
         ('{"step": 1, "callbacks": {"History/0": 1}}', "as callbacks"),
         ('{"step": 1, "saved_by": {"backend": "jax"}}', "as saved_by"),
-        ('{"step": 1, "saved_by": {"backend": "jax", "devices": 1, "device_shares": [0]}}', "as saved_by"),
         ('{"step": 1, "config": {"model": 1, "dataset": "digits", "data_dir": null}}', "as config"),
         ('{"step": 1, "architecture": "keras"}', "as architecture"),
     ],

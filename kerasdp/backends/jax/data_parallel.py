@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kerasdp.backends.base import DeviceBatch, StepFunctions, Tensor
 from kerasdp.backends.jax.devices import JaxStrategy, put_each, put_rows, put_whole, shardings_over
-from kerasdp.backends.jax.train_step import Shards, bytes_kept, make_step_functions
+from kerasdp.backends.jax.train_step import Shards, make_step_functions
 from kerasdp.backends.steps import all_variables, held_in_words, variables_of_own_step
 from kerasdp.config import Config
 from kerasdp.data.sampling import CachedRows
@@ -73,10 +73,6 @@ class DataParallel(JaxStrategy):
     def scope(self) -> AbstractContextManager[None]:
         """Returns the context in which models are made: their variables are distributed over all devices."""
         return self._distribution.scope()
-
-    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int]:
-        """See `Strategy`."""
-        return bytes_kept(model, batch)
 
     @functools.cached_property
     def _take_rows(self) -> Any:

@@ -1,6 +1,5 @@
 """JAX: compiles the functions that train, test and predict with a model on all devices."""
 
-import collections
 import functools
 import itertools
 import operator
@@ -340,44 +339,6 @@ def _train_step(model: Any, state: Any, data: tuple[Any, Any, Any], detail: Deta
         logs = model.compute_metrics(inputs, targets, outputs, sample_weight)
     metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
     return (loss, rate, logs, seen), (trainable, non_trainable, optimizer, metrics)
-
-
-# What XLA computes once more where it is used, rather than keep it.
-_NOT_KEPT = ("broadcast_in_dim", "eq", "ge", "gt", "le", "lt", "ne", "iota")
-
-
-def bytes_kept(model: Any, batch: DeviceBatch) -> dict[str, int]:
-    """Returns the bytes that a forward pass keeps for the backward pass, by layer; nothing is computed or compiled.
-
-    They are what the function that takes gradients holds (`jax.vjp`), but for what comes from outside, and what XLA
-    computes again.
-    """
-    from kerasdp.keras_compat.patches import step_with
-
-    lists = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.metrics_variables,
-        model.optimizer.variables,
-    )
-    weights, others, metrics, slots = ([variable.value for variable in each] for each in lists)
-
-    def loss(weights: list[Any]) -> Any:
-        return model.compute_loss_and_updates(
-            weights, others, metrics, *_cut(batch), training=True, optimizer_variables=slots
-        )[0]
-
-    with step_with(kept=set(map(id, model.non_trainable_variables))):
-        program = jax.make_jaxpr(lambda weights: jax.vjp(loss, weights)[1])(weights).jaxpr
-    kept = {id(variable): variable for variable in program.outvars}
-    found = collections.Counter[str]()
-    for equation in program.eqns:
-        if equation.primitive.name not in _NOT_KEPT:
-            # As "jvp(dense)/..." : the names of the layers around.
-            name = str(equation.source_info.name_stack).partition("(")[2].partition(")")[0]
-            for each in equation.outvars:
-                found[name or "the loss"] += each.aval.size * each.aval.dtype.itemsize if id(each) in kept else 0
-    return +found
 
 
 def _updated(model: Any, state: Any, gradients: list[Any]) -> tuple[list[Any], list[Any]]:

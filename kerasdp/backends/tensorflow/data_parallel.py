@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Structure, Trained
 from kerasdp.backends.parts import PartsByModel
-from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words, median_seconds
+from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
     TensorFlowStrategy,
@@ -24,14 +24,12 @@ from kerasdp.backends.tensorflow.parts import Parts
 from kerasdp.backends.tensorflow.train_step import (
     Graphs,
     ReplicaSteps,
-    bytes_between,
     kind_of,
     require_update_of_parts,
     several,
 )
 from kerasdp.config import Config
-from kerasdp.config.validation import VIRTUAL
-from kerasdp.data.sampling import CachedRows, ReplicaRows, Split
+from kerasdp.data.sampling import CachedRows, ReplicaRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.runtime.devices import Devices
@@ -53,13 +51,10 @@ class DataParallel(TensorFlowStrategy):
         super().__init__(devices, config)
         self.num_replicas = devices.count
         self.splits_batches = devices.count > 1
-        self.split = Split(devices.count, config.shares)
         collectives.require_sum(config.gradient_precision, devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
-        self.mirrored = (
-            one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes, config.reduce)
-        )
+        self.mirrored = one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes)
         self._parts = PartsByModel(config, devices.count, lambda model: Parts(model, config, self.mirrored))
 
     @contextlib.contextmanager
@@ -178,44 +173,6 @@ class DataParallel(TensorFlowStrategy):
         self.mirrored.run(run)  # eager: a graph would take seconds
         return found[0]
 
-    def bytes_kept(self, model: "keras.Model", batch: DeviceBatch) -> dict[str, int] | None:
-        """See `Strategy`: what the gradients' operations in a graph take of those of the forward pass."""
-        found: list[dict[str, int] | None] = []
-
-        def run() -> None:
-            operations = tf.compat.v1.get_default_graph().get_operations
-            num_forward = 0
-
-            def note() -> None:
-                nonlocal num_forward
-                num_forward = len(operations())
-
-            ReplicaSteps(self, model).gradients(_own_batch(batch), note)
-            found.append(bytes_between(operations(), num_forward))
-
-        self.trace(run)
-        return found[0]
-
-    def pass_seconds(self, model: "keras.Model", batch: DeviceBatch) -> list[float]:
-        """Returns the seconds of a forward and a backward pass on each replica, one after the other."""
-        return [self._seconds_on(rank, model, batch) for rank in range(len(self.device_names))]
-
-    def _seconds_on(self, rank: int, model: "keras.Model", batch: DeviceBatch) -> float:
-        """Returns the seconds of both passes on one replica of this process, while the others wait."""
-        steps = ReplicaSteps(self, model)
-
-        def run() -> Any:
-            if collectives.local_rank() != rank:
-                return tf.constant(0.0)
-            gradients = steps.gradients(_own_batch(batch))
-            return tf.add_n([tf.reduce_sum(tf.abs(each)) for each in gradients if each is not None])
-
-        def on_all() -> Any:
-            return self.mirrored.run(run)
-
-        function = on_all if model.run_eagerly else tf.function(on_all, autograph=False)
-        return median_seconds(lambda: self.mirrored.experimental_local_results(function())[rank].numpy())
-
     def gather_variables(self, model: "keras.Model") -> None:
         """See `Strategy`."""
         if (parts := self._parts.known(model)) is not None:
@@ -226,16 +183,8 @@ class DataParallel(TensorFlowStrategy):
         return self._parts.read(model, variables, take)
 
     def description(self, model: "keras.Model") -> str:
-        """Returns where gradients are added, if that was chosen, or how much of the model a replica holds."""
-        if self.config.shard != "none":
-            return held_in_words(model, self.config.shard, self.num_replicas)
-        reduce = self.config.reduce
-        if reduce is None:
-            return ""
-        if self.device_names[0].startswith("CPU"):
-            way = "the first of them adds the gradients" if reduce == "host" else "they add the gradients in a ring"
-            return f"--reduce={reduce}: {VIRTUAL}; {way}"
-        return "gradients are added " + ("in host memory" if reduce == "host" else "on the GPUs")
+        """Returns how much of the model a replica holds, if not all."""
+        return held_in_words(model, self.config.shard, self.num_replicas) if self.config.shard != "none" else ""
 
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
         """Builds an optimizer from within a replica, once for all."""
@@ -279,7 +228,7 @@ class DataParallel(TensorFlowStrategy):
             # A graph for each batch size (two a run): with relaxed shapes, as Keras has it, the losses of single
             # outputs are averaged over batches instead of samples (Keras 3.15, CompileLoss.call).
             kind = kind_of([shards[0] for shards in data[0]])
-            key = weights.key(), len(data), num_rows, self.split.shares, kind
+            key = weights.key(), len(data), num_rows, kind
             return graphs.run(key, run_shards, data, model.jit_compile or None)
 
         return function

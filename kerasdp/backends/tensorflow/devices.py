@@ -252,23 +252,14 @@ class HostGroup:
         }
 
 
-def mirrored_strategy(devices: list[str], processes: Processes, reduce: str | None = None) -> tf.distribute.Strategy:
+def mirrored_strategy(devices: list[str], processes: Processes) -> tf.distribute.Strategy:
     """Makes a `MirroredStrategy` on this process's devices; the collectives of its replicas go over all processes.
 
     Args:
         devices: of this process.
         processes: of the run.
-        reduce: where sums are made: see `kerasdp.config.Config`.
-
-    Raises:
-        UserError: if they cannot be made there.
     """
-    if reduce == "host" and processes.num_processes > 1:
-        raise UserError(
-            f"--reduce=host: there for one machine with tensorflow. Received: {processes.num_processes}, whose sums "
-            "go from device to device; use --backend=torch, or leave it out"
-        )
-    strategy = private.mirrored_strategy(devices, processes.rank, reduce)
+    strategy = private.mirrored_strategy(devices, processes.rank)
     if processes.num_processes > 1:
         _groups[strategy] = HostGroup(processes, devices[0])
     return strategy

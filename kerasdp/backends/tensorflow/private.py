@@ -82,7 +82,7 @@ def serve_collectives(addresses: list[str], number: int, use_nccl: bool) -> None
     )
 
 
-def mirrored_strategy(devices: list[str], process: int = 0, reduce: str | None = None) -> tf.distribute.Strategy:
+def mirrored_strategy(devices: list[str], process: int = 0) -> tf.distribute.Strategy:
     """Makes a `MirroredStrategy` whose collectives are not taken for those of another one.
 
     TensorFlow 2.21: each strategy counts its groups of devices from `_collective_key_base` on, and their collectives
@@ -94,12 +94,8 @@ def mirrored_strategy(devices: list[str], process: int = 0, reduce: str | None =
 
     A Ctrl-C that comes while threads of the replicas are started leaves some waiting for ever, and Python would wait
     for them at its end: they become daemons. No public way: `Strategy.run` makes them.
-
-    `reduce`: `"device"`: by collectives of the devices; `"host"`: a sum in host memory; None: whichever is faster.
     """
-    if reduce is None:
-        reduce = "host" if devices[0].startswith("CPU") else "device"
-    on_one = tf.distribute.ReductionToOneDevice("CPU:0") if reduce == "host" else None
+    on_one = tf.distribute.ReductionToOneDevice("CPU:0") if devices[0].startswith("CPU") else None
     mirrored_run._MirroredReplicaThread.start = _start_as_daemon
     kind = tf.distribute.MirroredStrategy
     kind._collective_key_base = max(kind._collective_key_base, process * 10**6)

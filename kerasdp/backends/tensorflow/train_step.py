@@ -1,6 +1,5 @@
 """TensorFlow: runs a step of each replica on its shard of the global batch."""
 
-import collections
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -389,31 +388,6 @@ class Graphs:
 
 
 # Operations whose result is their first input in another shape, and those of what is held anyway.
-_VIEWS = ("Reshape", "Identity", "IdentityN", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient")
-_HELD = ("Placeholder", "Const", "ReadVariableOp", "Shape")
-
-
-def bytes_between(operations: list[tf.Operation], num_forward: int) -> dict[str, int] | None:
-    """Returns the bytes of what the operations after the first so many take from these, by layer.
-
-    None where they take lists of a loop, as of a recurrent layer, of which a graph does not tell the bytes.
-    """
-    own = {operation.name for operation in operations[:num_forward]}
-    kept: dict[str, tf.Tensor] = {}
-    for operation in operations[num_forward:]:
-        for tensor in operation.inputs:
-            while tensor.op.type in _VIEWS:
-                tensor = tensor.op.inputs[0]
-            if tensor.op.name in own and tensor.op.type not in _HELD:
-                kept[tensor.name] = tensor
-    found = collections.Counter[str]()
-    if any(tensor.dtype == tf.variant for tensor in kept.values()):
-        return None
-    for name, tensor in kept.items():
-        found[name.rpartition("/")[0] or "the loss"] += (tensor.shape.num_elements() or 0) * tensor.dtype.size
-    return found
-
-
 def kind_of(data: Structure) -> Hashable:
     """Returns shapes and types of some tensors, with None where there is none."""
     return tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data))

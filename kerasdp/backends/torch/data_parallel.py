@@ -1,6 +1,5 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel."""
 
-import collections
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,15 +7,12 @@ import torch
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Trained
 from kerasdp.backends.parts import PartsByModel
-from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words, median_seconds
-from kerasdp.backends.torch.collectives import HostSums
+from kerasdp.backends.steps import TrainedWeights, compared_variables, held_in_words
 from kerasdp.backends.torch.devices import TorchStrategy, put_batch, timeout_of
 from kerasdp.backends.torch.parts import Parts
 from kerasdp.backends.torch.private import without_numbers
 from kerasdp.backends.torch.train_step import RankSteps, num_differentiated, numbers_made_on, to_host, updating_on
 from kerasdp.config import Config
-from kerasdp.config.validation import VIRTUAL
-from kerasdp.data.sampling import Split
 from kerasdp.runtime.devices import Devices
 from kerasdp.runtime.heartbeat import shapes_of
 from kerasdp.runtime.run_state import Detail, RunState
@@ -44,12 +40,7 @@ class DataParallel(TorchStrategy):
         self.num_replicas = devices.count
         self.splits_batches = self.num_replicas > 1
         self.shard = self.processes.rank, devices.count
-        self.split = Split(devices.count, config.shares)
         self._parts = PartsByModel(config, devices.count, lambda model: Parts(model, config))
-        # Where they are, gradients are added there.
-        self.host_sums: HostSums | None = None
-        if config.reduce == "host" and self.num_replicas > 1:
-            self.host_sums = HostSums(self.device, timeout_of(config), config.gradient_precision)
 
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Brings this process's rows to its device."""
@@ -181,7 +172,7 @@ class DataParallel(TorchStrategy):
             seen: counts the batches of each shape where `num_steps` is not known; the same on all ranks.
         """
         choice, enough = self.config.compile, _WORTH_COMPILING[self.device.type]
-        if model.run_eagerly or choice == "off" or self.host_sums is not None or len(batch.indices) != batch_size:
+        if model.run_eagerly or choice == "off" or len(batch.indices) != batch_size:
             return False
         if choice != "auto":
             return True
@@ -210,48 +201,6 @@ class DataParallel(TorchStrategy):
         own = self.split.replicas(len(batch.indices))[self.processes.rank]
         return [ShardPass(layers, outputs, loss, *own)]
 
-    def bytes_kept(self, model: Any, batch: DeviceBatch) -> dict[str, int]:
-        """See `Strategy`: the storages that autograd saves, but for those of variables and data."""
-        import keras
-
-        given = [
-            *(variable.value for variable in all_variables(model)),
-            *filter(None.__ne__, keras.tree.flatten(batch[:3])),
-        ]
-        others = {tensor.untyped_storage().data_ptr() for tensor in given}
-        saved: dict[int, torch.Tensor] = {}
-        names: list[str] = []
-
-        def save(tensor: torch.Tensor) -> torch.Tensor:
-            if (place := tensor.untyped_storage().data_ptr()) not in others:
-                saved.setdefault(place, tensor)
-            return tensor
-
-        def note(layer: Any, *_: Any) -> None:
-            names.extend([getattr(layer, "name", "")] * (len(saved) - len(names)))
-
-        # All modules' at once: those of a layer would be its attributes.
-        noting = torch.nn.modules.module.register_module_forward_hook(note)
-        with noting, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            loss = RankSteps(self, model).loss(model, batch, None)  # holds what is saved, so that no place is reused
-        names.extend(["the loss"] * (len(saved) - len(names)))
-        found = collections.Counter[str]()
-        for name, tensor in zip(names, saved.values(), strict=True):
-            found[name] += tensor.untyped_storage().nbytes()
-        del loss
-        return found
-
-    def pass_seconds(self, model: Any, batch: DeviceBatch) -> list[float]:
-        """Returns the seconds of a forward and a backward pass of this process's rows, while the others do theirs."""
-        steps, weights = RankSteps(self, model), [weight.value for weight in model.trainable_weights]
-
-        def run() -> None:
-            torch.autograd.grad(steps.loss(model, batch, None), weights, allow_unused=True)
-            if self.is_gpu:
-                torch.cuda.synchronize(self.device)
-
-        return [median_seconds(run, before=torch.distributed.barrier)]
-
     def gather_variables(self, model: Any) -> None:
         """See `Strategy`."""
         if (parts := self._parts.known(model)) is not None:
@@ -268,11 +217,5 @@ class DataParallel(TorchStrategy):
         return self.differing([each for each in compared_variables(model, state_only) if id(each) not in cut])
 
     def description(self, model: Any) -> str:
-        """Returns where gradients are added, if that was chosen, or how much of the model a process holds."""
-        if self.config.shard != "none":
-            return held_in_words(model, self.config.shard, self.num_replicas)
-        if self.config.reduce is None:
-            return ""
-        if not self.is_gpu:
-            return f"--reduce={self.config.reduce}: {VIRTUAL}; Gloo adds the gradients there in any case"
-        return "gradients are added " + ("in host memory, by Gloo" if self.host_sums else "on the GPUs, by NCCL")
+        """Returns how much of the model a process holds, if not all."""
+        return held_in_words(model, self.config.shard, self.num_replicas) if self.config.shard != "none" else ""

@@ -53,11 +53,8 @@ class RankSteps(ShardSteps):
         # The backward pass, and the mean of the gradients over the ranks (2), in buckets as they come.
         if variables:
             self.scaled_loss(whole).backward()
-            averaged = [variable for variable in variables if not is_next_value(variable)]
-            if strategy.host_sums is not None:
-                strategy.host_sums.mean(averaged)
-            elif strategy.num_replicas > 1:
-                reduce_others(parallel, averaged)
+            if strategy.num_replicas > 1:
+                reduce_others(parallel, [variable for variable in variables if not is_next_value(variable)])
         with torch.no_grad():
             gradients = [variable.value.grad for variable in variables]
             if strategy.num_replicas > 1:
@@ -112,16 +109,17 @@ class RankSteps(ShardSteps):
         if context is None:
             logs = getattr(model, name)(as_keras_gives(batch[:3]))
         else:
-            add_up = sum_over_ranks if strategy.host_sums is None else strategy.host_sums.sum
             with contextlib.nullcontext() if is_trial else join_steps(model):
-                logs, found = run_on_shard(model, name, batch[:3], context, add_up, strategy.build_optimizer, is_trial)
+                logs, found = run_on_shard(
+                    model, name, batch[:3], context, sum_over_ranks, strategy.build_optimizer, is_trial
+                )
         return keras.tree.map_structure(_detached, logs), found  # or they would hold what led to them
 
     def distributed(self, batch: DeviceBatch) -> Any:
         """Wraps the model in DistributedDataParallel, if it is to exchange gradients."""
         model, strategy = self.model, self.strategy
         # DistributedDataParallel refuses a model without trainable weights.
-        if strategy.num_replicas == 1 or strategy.host_sums is not None or not model.trainable_weights:
+        if strategy.num_replicas == 1 or not model.trainable_weights:
             return model
         used = self._used_weights(batch)
         if not used:

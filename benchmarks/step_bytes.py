@@ -1,0 +1,116 @@
+"""Computes what the devices of a data-parallel step exchange, from a built model: what scaling_model.py starts from."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from kerasdp.config import Config
+from kerasdp.keras_compat.models import compiled_variables
+from kerasdp.portability.portable import batch_norms
+from kerasdp.portability.reduction import reasons_to_gather
+from kerasdp.sharding import bytes_of, is_cut, numbers_in
+from kerasdp.training.prepare import bytes_of_row
+
+if TYPE_CHECKING:
+    import keras
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a device gives into the collectives of a step with a full batch, in bytes.
+
+    Args:
+        gradients: are summed over the devices.
+        metrics: loss and metrics, likewise.
+        statistics: of batch norms, likewise.
+        gathered: own statistics of batch norms, which all other devices get.
+        num_gatherings: messages of these.
+        outputs: own outputs and targets, which all others get where the loss or a metric needs the whole batch.
+        weights: that are held in parts, and gathered for the backward pass once more; the first time is in the place of
+            that half of a sum of gradients in which each device gets the others' sums. Or (tensorflow) those of which
+            each device updates a part, that all others get.
+        gathers_by_sums: whether what all get is put between zeros and summed (tensorflow), which sends twice as much.
+    """
+
+    gradients: int
+    metrics: int = 0
+    statistics: int = 0
+    gathered: int = 0
+    num_gatherings: int = 0
+    outputs: int = 0
+    weights: int = 0
+    gathers_by_sums: bool = False
+
+    def in_ring(self, num_devices: int) -> dict[str, int]:
+        """Returns the bytes that each of so many devices sends in a ring, by what they are; nothing of one device."""
+        of_sum = 2 * (num_devices - 1) / num_devices
+        of_gathering = (num_devices - 1) * (2 if self.gathers_by_sums else 1)
+        return {
+            "gradients": round(self.gradients * of_sum),
+            "batch_norm": round(self.statistics * of_sum) + self.gathered * of_gathering,
+            "metrics": round(self.metrics * of_sum),
+            "outputs": self.outputs * (num_devices - 1),
+            "weights": round(self.weights * of_sum / 2),
+        }
+
+
+def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepBytes:
+    """Computes what the devices of a data-parallel run exchange in a training step, from the built model.
+
+    The sizes are those of the tensors that the engines hand to collectives. How often these are sent along depends on
+    the algorithm: a ring sends 2 (N - 1) / N times the bytes of a sum, and N - 1 times those of a part that all others
+    get (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+    doi:10.1177/1094342005051521).
+
+    Args:
+        model: built and compiled, with the batch norm of the run.
+        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size`, `accumulate` and `shard` are read.
+        num_replicas: of the run.
+    """
+    gradients = bytes_of(model.trainable_variables)
+    if config.gradient_precision == "bfloat16":
+        gradients = 2 * numbers_in(model.trainable_variables)
+    size = 8 if config.precision == "float64" else 4
+    outputs = 0
+    if config.backend == "jax":
+        # XLA sums the gradients of each micro-batch, and of a metric's mean only the total: it knows the count.
+        gradients *= config.accumulate
+        metrics = size * (1 + numbers_in(each for each in metric_variables(model) if each.name != "count"))
+    else:
+        metrics = size * (1 + numbers_in(metric_variables(model)))
+        if reasons_to_gather(model, is_weighted=False):
+            # 0 where the model does not tell.
+            outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])
+            metrics, outputs = 0, outputs_of_row * config.replica_batch_size(num_replicas)
+    norms = [norm for norm in batch_norms(model) if norm.trainable]
+    gathered = model.weights if config.shard == "weights" else []
+    if config.shard == "optimizer" and config.backend == "tensorflow":
+        gathered = model.trainable_weights
+    return StepBytes(
+        gradients=gradients,
+        metrics=metrics,
+        outputs=outputs,
+        weights=bytes_of(weight for weight in gathered if is_cut(weight, num_replicas)),
+        gathers_by_sums=config.backend == "tensorflow",
+        **_of_batch_norms(norms, config, size),
+    )
+
+
+def _of_batch_norms(norms: list[Any], config: Config, size: int) -> dict[str, int]:
+    channels = [math.prod(norm.moving_mean.shape) for norm in norms]
+    if config.backend == "jax":
+        # Sums of the gradients by scale and offset are needed, and are those that the weights get.
+        known = sum(count * (bool(norm.center) + bool(norm.scale)) for norm, count in zip(norms, channels))
+        backward = size * (2 * sum(channels) - known)
+        if config.batch_norm == "replica":
+            return {"statistics": backward + size * 2 * sum(channels)}
+        return {"statistics": backward, "gathered": size * 2 * sum(channels), "num_gatherings": len(norms)}
+    if config.batch_norm == "replica":  # count, mean and squares, with the gradients
+        return {"statistics": size * 3 * sum(channels)}
+    # These forward, and two sums backward.
+    return {"gathered": size * 5 * sum(channels), "num_gatherings": 2 * len(norms)}
+
+
+def metric_variables(model: "keras.Model") -> list[Any]:
+    """Returns the variables that replicas sum: of the losses of single outputs, and of the metrics of `compile`."""
+    return [variable for variables in compiled_variables(model) for variable in variables]

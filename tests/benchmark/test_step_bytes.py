@@ -1,0 +1,55 @@
+"""What the devices of a step exchange: computed from the model, and counted in a run."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from step_bytes import StepBytes  # noqa: E402
+
+# Of a message through the sockets of torch's virtual devices.
+HEAD = 16
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("backend", "count", "model", "batch_norm"),
+    [
+        (name, count, *case)
+        for name in BACKENDS
+        for count in (2, 4)
+        for case in (("convnet", "sync"), ("convnet", "replica"), ("lenet", "sync"), ("resnet18", "sync"))
+    ],
+)
+def test_a_device_sends_what_is_computed(backend, count, model, batch_norm):
+    config = {
+        "num_devices": count, "batch_size": 60, "model": model, "batch_norm": batch_norm,
+        "dataset": "synthetic(shape=(16,16,3), num_samples=133, num_test_samples=70)", "verbose": 0,
+    }  # fmt: skip
+    # What jax compiles is counted where no cache has it, which is said before jax is imported.
+    warm = {} if backend == "jax" else {"backend": backend}
+    found = result_of(run(PROGRAMS / "step_bytes.py", backend, json.dumps(config), **warm))
+    sent = found["computed"]
+    summed = sent["gradients"] + sent["metrics"] + sent["statistics"]
+    if backend == "torch":  # its messages go through sockets, to each other rank by itself
+        gathered = (count - 1) * (sent["gathered"] + HEAD * sent["num_gatherings"])
+    else:  # benchmarks/traffic.py counts what has been gathered
+        gathered = count * sent["gathered"]
+    assert found["counted"] == summed + gathered
+
+
+def test_what_a_ring_sends():
+    """In each of 2 (N - 1) steps a device sends an N-th of a sum, and in each of N - 1 what one device has."""
+    sent = StepBytes(gradients=4000, statistics=800, gathered=60, num_gatherings=2, metrics=40)
+    for count in (2, 4, 8):
+        steps = range(2 * (count - 1))
+        ring = sent.in_ring(count)
+        assert ring["gradients"] == sum(4000 // count for _ in steps)
+        assert ring["batch_norm"] == sum(800 // count for _ in steps) + sum(60 for _ in range(count - 1))
+    assert sum(sent.in_ring(1).values()) == 0
+    by_sums = dataclasses.replace(sent, gathers_by_sums=True, statistics=0)
+    assert by_sums.in_ring(4)["batch_norm"] == 2 * 3 * 60
