@@ -181,19 +181,6 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def seconds_of_steps(runner: Any, model: Any, x: np.ndarray, y: np.ndarray, **choices: Any) -> list[float]:
-    """Trains with kerasdp; returns the seconds of each step but the first ones. `choices`: of `fit`."""
-    times: list[float] = []
-
-    def listen(loss: Any, learning_rate: Any, num_rows: int) -> None:
-        float(loss)  # when the device has computed it
-        times.append(time.perf_counter())
-
-    runner.state.add_listener(listen)
-    runner.fit(model, x, y, **choices)
-    return np.diff(times)[NUM_UNCOUNTED:].tolist()
-
-
 def traffic_of(args: argparse.Namespace, backend: str) -> Callable[[Callable[[int], Any]], int] | None:
     """Returns what counts the bytes of a step, if `--traffic` asks for it; before devices and graphs are made."""
     if not args.traffic:

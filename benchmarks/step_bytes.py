@@ -8,7 +8,7 @@ from kerasdp.config import Config
 from kerasdp.keras_compat.models import compiled_variables
 from kerasdp.portability.portable import batch_norms
 from kerasdp.portability.reduction import reasons_to_gather
-from kerasdp.sharding import bytes_of, is_cut, numbers_in
+from kerasdp.sharding import bytes_of, numbers_in
 from kerasdp.training.prepare import bytes_of_row
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ class StepBytes:
         gathered: own statistics of batch norms, which all other devices get.
         num_gatherings: messages of these.
         outputs: own outputs and targets, which all others get where the loss or a metric needs the whole batch.
-        weights: that are held in parts, and gathered for the backward pass once more; the first time is in the place of
-            that half of a sum of gradients in which each device gets the others' sums. Or (tensorflow) those of which
-            each device updates a part, that all others get.
-        gathers_by_sums: whether what all get is put between zeros and summed (tensorflow), which sends twice as much.
     """
 
     gradients: int
@@ -38,20 +34,6 @@ class StepBytes:
     gathered: int = 0
     num_gatherings: int = 0
     outputs: int = 0
-    weights: int = 0
-    gathers_by_sums: bool = False
-
-    def in_ring(self, num_devices: int) -> dict[str, int]:
-        """Returns the bytes that each of so many devices sends in a ring, by what they are; nothing of one device."""
-        of_sum = 2 * (num_devices - 1) / num_devices
-        of_gathering = (num_devices - 1) * (2 if self.gathers_by_sums else 1)
-        return {
-            "gradients": round(self.gradients * of_sum),
-            "batch_norm": round(self.statistics * of_sum) + self.gathered * of_gathering,
-            "metrics": round(self.metrics * of_sum),
-            "outputs": self.outputs * (num_devices - 1),
-            "weights": round(self.weights * of_sum / 2),
-        }
 
 
 def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepBytes:
@@ -64,7 +46,7 @@ def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepB
 
     Args:
         model: built and compiled, with the batch norm of the run.
-        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size`, `accumulate` and `shard` are read.
+        config: `backend`, `batch_norm`, `gradient_precision`, `batch_size` and `accumulate` are read.
         num_replicas: of the run.
     """
     gradients = bytes_of(model.trainable_variables)
@@ -83,15 +65,10 @@ def step_bytes(model: "keras.Model", config: Config, num_replicas: int) -> StepB
             outputs_of_row = bytes_of_row(getattr(model, "outputs", None) or [])
             metrics, outputs = 0, outputs_of_row * config.replica_batch_size(num_replicas)
     norms = [norm for norm in batch_norms(model) if norm.trainable]
-    gathered = model.weights if config.shard == "weights" else []
-    if config.shard == "optimizer" and config.backend == "tensorflow":
-        gathered = model.trainable_weights
     return StepBytes(
         gradients=gradients,
         metrics=metrics,
         outputs=outputs,
-        weights=bytes_of(weight for weight in gathered if is_cut(weight, num_replicas)),
-        gathers_by_sums=config.backend == "tensorflow",
         **_of_batch_norms(norms, config, size),
     )
 

@@ -1,15 +1,10 @@
 """What the devices of a step exchange: computed from the model, and counted in a run."""
 
-import dataclasses
 import json
-import sys
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, result_of, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from step_bytes import StepBytes  # noqa: E402
+from tests.helpers import BACKENDS, PROGRAMS, result_of, run
 
 # Of a message through the sockets of torch's virtual devices.
 HEAD = 16
@@ -40,16 +35,3 @@ def test_a_device_sends_what_is_computed(backend, count, model, batch_norm):
     else:  # benchmarks/traffic.py counts what has been gathered
         gathered = count * sent["gathered"]
     assert found["counted"] == summed + gathered
-
-
-def test_what_a_ring_sends():
-    """In each of 2 (N - 1) steps a device sends an N-th of a sum, and in each of N - 1 what one device has."""
-    sent = StepBytes(gradients=4000, statistics=800, gathered=60, num_gatherings=2, metrics=40)
-    for count in (2, 4, 8):
-        steps = range(2 * (count - 1))
-        ring = sent.in_ring(count)
-        assert ring["gradients"] == sum(4000 // count for _ in steps)
-        assert ring["batch_norm"] == sum(800 // count for _ in steps) + sum(60 for _ in range(count - 1))
-    assert sum(sent.in_ring(1).values()) == 0
-    by_sums = dataclasses.replace(sent, gathers_by_sums=True, statistics=0)
-    assert by_sums.in_ring(4)["batch_norm"] == 2 * 3 * 60

@@ -101,7 +101,7 @@ def test_the_answers_of_the_exercises(lesson, monkeypatch):
     """They run one after the other, as a reader runs them; each checks itself."""
     monkeypatch.setitem(sys.modules, "from_scratch", lesson)
     setup, *answers = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
-    assert len(answers) == len(re.findall(r"^\*\*\d\. ", PAGE, re.M)) == PAGE.count("<details>") == 5
+    assert len(answers) == len(re.findall(r"^\*\*\d\. ", PAGE, re.M)) == PAGE.count("<details>") == 6
     exec(compile(setup, "setup", "exec"), names := {})
     for number, answer in enumerate(answers, 1):
         assert "\nassert " in answer or "    assert " in answer
