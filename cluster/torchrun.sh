@@ -8,7 +8,7 @@
 # Environment, code and the folder of --workdir are shared, or at the same path. Edit the five lines marked with <--.
 
 machines=2                          # <-- how many; 1:2: begins with one, and continues when the second joins or leaves
-devices=gpu                         # <-- of each machine: all its GPUs, or a number (with jax and tensorflow: 1)
+devices=gpu                         # <-- of each machine: all its GPUs, or a number (with jax: 1)
 first=node0:29400                   # <-- the first machine, where all meet
 source .venv/bin/activate           # <-- your environment
 

@@ -25,6 +25,8 @@ from PIL import Image
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 BACKENDS = [name for name in ("torch", "jax", "tensorflow") if importlib.util.find_spec(name)]
+# Those that train on several machines.
+HOST_BACKENDS = [name for name in BACKENDS if name != "tensorflow"]
 # For runs of programs/resume.py: 120 samples in batches of 13, 10 steps an epoch, the last with 3 samples.
 DEVICES = {"torch": 2, "jax": 4, "tensorflow": 1}
 NUM_STEPS = 40

@@ -99,8 +99,7 @@ class Config:
         "What each device holds a part of, instead of the whole: none; the variables of the optimizer; or the weights, "
         "too, which are gathered where a step uses them. The losses stay the same.",
         only=[Only(engines=["data"]),
-              Only("weights", ["torch", "jax"], why="each device holds all of the weights",
-                   instead="--shard=optimizer")])
+              Only(None, ["torch", "jax"], why="each device holds all of the model")])
 
     remat: str = choice("none", DEVICES, Range("none, blocks, or names of layers as 'block*'", bool),
         "What is computed once more in the backward pass, and not kept until then: none; blocks: the layers of the "
@@ -126,7 +125,8 @@ class Config:
     hosts: str | None = choice(None, MACHINES,
         Range("a number of machines, or the least and the most of them as 1:3", is_count_or_range),
         "Number of machines, or the least and the most as 1:3 (torch), while some leave and others join.",
-        "what torchrun, mpirun, TF_CONFIG or srun say, else 1", convert=number_as_text)
+        "what torchrun, mpirun or srun say, else 1", convert=number_as_text,
+        only=[Only(None, ["torch", "jax"], why="Keras 3 has no strategy for several machines")])
     host_rank: int | None = choice(None, MACHINES, Range("a whole number from 0", FROM_0.holds),
         "Number of this machine, from 0.", "$JOB_COMPLETION_INDEX")
     coordinator: str | None = choice(None, MACHINES,

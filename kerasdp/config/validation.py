@@ -48,7 +48,6 @@ def check(config: Any) -> None:
     _check_strategy(config)
     _check_where(config)
     _check_hosts(config)
-    _check_sharing(config)
     if config.num_devices is not None:
         config.check_replicas(config.num_replicas(config.num_devices * config.host_range[1]))
 
@@ -175,15 +174,6 @@ def _check_hosts(config: Any) -> None:
         raise UserError(
             f"--hosts={config.hosts}: hosts leave and join with --backend=torch only. Received: {config.backend}; give "
             "one number"
-        )
-
-
-def _check_sharing(config: Any) -> None:
-    """Raises if other choices do not go together with what devices share, or where gradients are added."""
-    if config.shard != "none" and config.host_range[1] > 1 and config.backend == "tensorflow":
-        raise UserError(
-            f"--shard={config.shard}: there for the devices of one machine on tensorflow. Received: "
-            f"--hosts={config.hosts}; leave out one of them, or use --backend=torch or jax"
         )
 
 

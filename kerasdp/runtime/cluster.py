@@ -1,7 +1,6 @@
 """Finds out which of a run's processes this one is, where something else starts them: torchrun, srun, mpirun..."""
 
 import dataclasses
-import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -97,6 +96,11 @@ def find_cluster(config: Config, environment: Environment = os.environ) -> Clust
 
 def check_cluster(config: Config, cluster: Cluster | None) -> None:
     """Raises `UserError` if the run cannot have several processes that something else starts, or they cannot meet."""
+    if cluster is not None and config.backend == "tensorflow":
+        raise UserError(
+            f"several machines: there for --backend=torch and jax. Received: tensorflow, in one of the processes of "
+            f"{cluster.source}; Keras 3 has no strategy of TensorFlow for several machines"
+        )
     if cluster is not None and cluster.coordinator and not cluster.is_local:
         if ":" in cluster.address[0]:
             raise UserError(
@@ -180,26 +184,6 @@ def _of_mpi(environment: Environment) -> Cluster | None:
         coordinator=_given(environment)
         or (f"{addresses.LOOPBACK}:{_port(zlib.crc32(job.encode()))}" if local_size == size else ""),
     )
-
-
-def _of_tf_config(environment: Environment) -> Cluster | None:
-    """https://www.tensorflow.org/guide/distributed_training: the machines' addresses, and which of them this is."""
-    if not environment.get("TF_CONFIG"):
-        return None
-    try:
-        given = json.loads(environment["TF_CONFIG"])
-        workers = [*given["cluster"].get("chief", []), *given["cluster"].get("worker", [])]
-        kind, index = given["task"]["type"], int(given["task"]["index"])
-        process = index + (len(given["cluster"].get("chief", [])) if kind == "worker" else 0)
-        coordinator = workers[0]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            'TF_CONFIG: expected {"cluster": {"worker": ["ADDRESS:PORT", ...]}, "task": {"type": "worker", "index": 0}'
-            f"}}. Received: {environment['TF_CONFIG']:.200}"
-        ) from error
-    if kind not in ("chief", "worker"):
-        raise UserError(f"TF_CONFIG: expected a task of type worker or chief. Received: {kind!r}")
-    return Cluster(source="TF_CONFIG", num_processes=len(workers), process=process, coordinator=coordinator)
 
 
 def _of_tpu(environment: Environment) -> Cluster | None:
@@ -291,5 +275,5 @@ def worker_cluster(environment: Environment = os.environ) -> Cluster:
 
 
 _FINDERS: tuple[Callable[[Environment], Cluster | None], ...] = (
-    _of_torchrun, _of_mpi, _of_tf_config, _of_tpu, _of_slurm
+    _of_torchrun, _of_mpi, _of_tpu, _of_slurm
 )  # fmt: skip

@@ -11,12 +11,10 @@ from tests.helpers import BACKENDS, PROGRAMS, assert_same, result_of, run
 CASES = {
     "jax": ("tied", "own", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
     "torch": ("tied", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
-    "tensorflow": ("tied", "optimizers", "frozen", "conv", "vit", "attention", "lstm"),
 }
 SHARDS = {
     "jax": ("optimizer", "weights"),
     "torch": ("optimizer", "weights", "weights+compile=on"),
-    "tensorflow": ("optimizer", "optimizer+remat=blocks"),
 }
 BLOCKS = ("attention", "vit", "lstm")  # layers that hold layers
 COMPILED = ("tied", "attention")  # of the others compiling takes minutes
@@ -89,8 +87,7 @@ def test_what_a_step_sends_on_torch(shard):
 
 @pytest.mark.proof
 def test_it_resumes_on_other_devices_and_backends(tmp_path):
-    ways = [("torch", 2, "weights"), ("jax", 2, "weights"), ("torch", 4, "optimizer"), ("jax", 4, "optimizer"),
-            ("tensorflow", 2, "optimizer")]  # fmt: skip
+    ways = [("torch", 2, "weights"), ("jax", 2, "weights"), ("torch", 4, "optimizer"), ("jax", 4, "optimizer")]
     for epochs, (backend, num_devices, shard) in enumerate(ways, 1):
         if backend in BACKENDS:
             arguments = (backend, num_devices, shard, "resume", tmp_path, epochs)
@@ -103,12 +100,10 @@ def test_it_resumes_on_other_devices_and_backends(tmp_path):
                 assert found["living"] <= 1.03 * held + 2 * 64 * 48 * 8
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("tensorflow", marks=pytest.mark.proof)])
-def test_which_optimizers_look_at_whole_weights(backend):
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
+def test_which_optimizers_look_at_whole_weights():
     """All of Keras', and some that it does not know, one of which cannot be made again from its configuration."""
-    if backend not in BACKENDS:
-        pytest.skip(f"{backend} is not installed")
-    found = result_of(run(PROGRAMS / "whole_weights.py", backend=backend))
+    found = result_of(run(PROGRAMS / "whole_weights.py", backend="torch"))
     assert found == ["Adafactor", "Lamb", "Muon", "OfNorms"]
 
 
@@ -118,14 +113,6 @@ REFUSALS = {
         "muon": "Muon looks at all numbers of a weight",
         "reading": "is held in parts by the devices between two steps",
         "own": "knows the steps of fit, evaluate and predict",
-    },
-    "tensorflow": {
-        "adafactor": "Adafactor looks at all numbers of a weight",
-        "reading": "is held in parts by the devices between two steps",
-        "own": "knows the steps of fit, evaluate and predict",
-        "nadam": "an optimizer and constraints of Keras that can update all weights at once, not Nadam; use --backend",
-        "eager": "expects a step that is a graph, not run_eagerly=True; use --backend=jax",
-        "sums": "expects gradients that are clipped by norms in each step, not after gradient_accumulation_steps",
     },
 }
 
@@ -168,12 +155,8 @@ def test_what_is_refused(backend, case):
     [
         (
             {"backend": "tensorflow"},
-            "there for --backend=torch and jax. Received: tensorflow, where each device holds all of the weights; use "
-            "one of those, or --shard=optimizer",
-        ),
-        (
-            {"backend": "tensorflow", "shard": "optimizer", "hosts": "2"},
-            "there for the devices of one machine on tensorflow. Received: --hosts=2",
+            "there for --backend=torch and jax. Received: tensorflow, where each device holds all of the model; use "
+            "one of those, or leave it out",
         ),
         ({"backend": "jax", "strategy": "pipeline"}, "not together with --strategy=pipeline; leave out one of them"),
         ({"backend": "jax", "num_devices": 1}, "one device holds all of the model; leave it out, or use --gpus=2"),

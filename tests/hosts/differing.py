@@ -3,12 +3,10 @@
 import dataclasses
 from typing import Any
 
-from tests.helpers import BACKENDS
+from tests.helpers import BACKENDS, HOST_BACKENDS
 
 _ON_TORCH = tuple(name for name in ("torch",) if name in BACKENDS)
-_NOT_ON_JAX = tuple(name for name in ("torch", "tensorflow") if name in BACKENDS)
-_NOT_ON_TENSORFLOW = tuple(name for name in ("torch", "jax") if name in BACKENDS)
-_NEXT = dict(zip(BACKENDS, [*BACKENDS[1:], BACKENDS[0]], strict=True))
+_NEXT = dict(zip(HOST_BACKENDS, [*HOST_BACKENDS[1:], *HOST_BACKENDS[:1]], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Differs:
 
     value: Any
     both: dict[str, Any] = dataclasses.field(default_factory=dict)
-    backends: tuple[str, ...] = tuple(BACKENDS)
+    backends: tuple[str, ...] = tuple(HOST_BACKENDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Alone:
 _PIPELINE = {"strategy": "pipeline", "balance": "flops"}
 # Of each field of `Config`. {folder} and {port} are of the run.
 FIELDS: dict[str, Differs | Free | Alone] = {
-    "backend": Differs(_NEXT.__getitem__, backends=tuple(BACKENDS) if len(BACKENDS) > 1 else ()),
+    "backend": Differs(_NEXT.__getitem__, backends=tuple(HOST_BACKENDS) if len(HOST_BACKENDS) > 1 else ()),
     "num_devices": Differs(2),
     "device": Differs("auto"),
     "hosts": Differs("3"),
@@ -62,7 +60,7 @@ FIELDS: dict[str, Differs | Free | Alone] = {
     "data_dir": Free("{folder}/data"),
     "data_on_device": Differs("on"),
     "remat": Differs("dense*"),
-    "shard": Differs("weights", {"shard": "optimizer"}, _NOT_ON_TENSORFLOW),
+    "shard": Differs("weights", {"shard": "optimizer"}),
     "batch_size": Differs(32),
     "accumulate": Differs(2, backends=_ON_TORCH),
     "epochs": Differs(2),

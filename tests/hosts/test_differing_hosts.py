@@ -12,7 +12,16 @@ import pytest
 
 import kerasdp
 from kerasdp.errors import FIELDS_OF_FLAGS
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, session_members, some_images, start, write_idx
+from tests.helpers import (
+    HOST_BACKENDS,
+    PROGRAMS,
+    ROOT,
+    finish,
+    session_members,
+    some_images,
+    start,
+    write_idx,
+)
 from tests.hosts.differing import FIELDS, Alone, Differs, Free
 from tests.hosts.together import free_port
 
@@ -155,7 +164,7 @@ def test_a_field_that_differs_is_named_on_every_host(backend, name, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_fields_that_may_differ_change_no_loss(backend, tmp_path):
     """All of them at once, against a run in which none does."""
     changes = {name: entry.value for name, entry in FIELDS.items() if isinstance(entry, Free) and entry.value}
@@ -193,7 +202,7 @@ def start_programs(backend, program, of_host_1=()):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("what", ["kerasdp", "keras", "backend", "python"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_versions_that_differ_are_named(backend, what):
     what = backend if what == "backend" else what
     other = [PROGRAMS / "other_versions.py", what, "9.8.7"]
@@ -203,7 +212,7 @@ def test_versions_that_differ_are_named(backend, what):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.proof) for case in PROGRAM_CASES])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_what_host_1_does_otherwise_is_named_on_every_host(backend, case):
     done = start_programs(backend, ["differing.py", case])
     if PROGRAM_CASES[case] == ENDS_TOGETHER:
@@ -223,7 +232,7 @@ def test_what_host_1_does_otherwise_is_named_on_every_host(backend, case):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_hosts_that_do_the_same_train(backend):
     first, second = start_programs(backend, ["differing.py", "nothing"])
     assert first.returncode == 0 and "ENDS" in first.stdout, first.stdout + first.stderr

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, environment
+from tests.helpers import HOST_BACKENDS, ROOT, environment
 from tests.hosts.together import free_port
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(2 * 3600)]
@@ -60,7 +60,7 @@ def workers(process):
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_any_process_may_be_killed(backend, tmp_path):
     """A random process of a random host, at a random moment; the run restarts, and learns bit by bit the same."""
     num_kills = int(os.environ.get("KERASDP_KILLS", "20"))
@@ -87,7 +87,7 @@ def test_any_process_may_be_killed(backend, tmp_path):
     raise AssertionError(f"{num_done} kills in 100 runs")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_many_starts_in_a_row(backend, tmp_path):
     """Each on a port of its own, and each ends. Every tenth has two devices on each host, the others one."""
     num_starts, seconds = int(os.environ.get("KERASDP_STARTS", "100")), []

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, environment, finish
+from tests.helpers import BACKENDS, HOST_BACKENDS, ROOT, environment, finish
 from tests.hosts import netns
 from tests.hosts.together import PROGRAM, alone, results_of, started
 
@@ -51,7 +51,7 @@ def test_two_processes_learn_what_one_does(backend):
 @pytest.mark.proof
 @pytest.mark.parametrize("frozen", [{}, {"frozen": True, "checkpoint_weights": "trained"}], ids=["all", "frozen"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
-@pytest.mark.parametrize("backend", [name for name in ("torch", "jax") if name in BACKENDS])
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_two_processes_hold_parts(backend, shard, frozen, tmp_path):
     """Of two devices each. Another backend resumes with one device what they have saved, and they what that has."""
     settings = {"model": "lenet", "optimizer": "adam", "precision": "float64"} | frozen
@@ -65,7 +65,7 @@ def test_two_processes_hold_parts(backend, shard, frozen, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", [name for name in ("torch", "jax") if name in BACKENDS])
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_loop_of_ones_own_that_would_hold_parts_is_refused(backend):
     """On both processes, in words: torch anywhere, jax on several machines."""
     for process in started(2, backend=backend, shard="weights", own_step=True, num_devices=1):
@@ -74,7 +74,7 @@ def test_a_loop_of_ones_own_that_would_hold_parts_is_refused(backend):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_run_by_itself_between_two_of_both(backend):
     """It waits for nobody, and its error is nobody else's."""
     program = PROGRAM.with_name("alone_after_hosts.py")
@@ -113,12 +113,12 @@ HEADERS = 66  # bytes of a packet: Ethernet 14, IP 20, TCP 32 with its time stam
 @pytest.mark.proof
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_hosts_learn_what_one_process_does(backend, number, case):
     """As one process on one device; and as one machine with as many devices, to the bit where that sums alike.
 
-    Which it does in torch, by Gloo's ring of devices in both. jax and tensorflow sum within a process in another way
-    than over the network, and so in another order.
+    Which it does in torch, by Gloo's ring of devices in both. jax sums within a process in another way than over the
+    network, and so in another order.
     """
     changes, *bounds = CASES[case]
     settings = {"backend": backend, "epochs": 3} | changes
@@ -137,7 +137,7 @@ def test_hosts_learn_what_one_process_does(backend, number, case):
 @ON_HOSTS
 @pytest.mark.proof
 @pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_step_sends_the_gradients_alone(backend, number):
     """Counted on the network cards of the hosts, in two runs of which one has 40 steps more.
 
@@ -150,8 +150,7 @@ def test_a_step_sends_the_gradients_alone(backend, number):
             found = results_of(on_hosts(hosts, backend=backend, epochs=epochs), timeout=400)[0]
             counts[epochs] = [(host.traffic()[1], host.packets_sent()) for host in hosts]
     more = np.subtract(counts[12], counts[2]) / 40
-    # Of TensorFlow the ring goes from machine to machine, of the others from device to device.
-    ranks = number if backend == "tensorflow" else 2 * number
+    ranks = 2 * number
     ideal = 2 * (ranks - 1) / ranks * found["gradient_bytes"]
     sent = [num_bytes - HEADERS * num_packets for num_bytes, num_packets in more]
     print(f"\n{backend}, {number} hosts: a step sends {max(sent) / ideal - 1:+.1%} of the gradients' ring all-reduce, "
@@ -161,7 +160,7 @@ def test_a_step_sends_the_gradients_alone(backend, number):
 
 @ON_HOSTS
 @pytest.mark.proof
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_slow_network_costs_time_alone(backend):
     """Every packet takes 50 ms, and one of a hundred is lost."""
     settings = {"backend": backend, "epochs": 2}
@@ -179,7 +178,7 @@ def test_a_slow_network_costs_time_alone(backend):
 @ON_HOSTS
 @pytest.mark.proof
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_host_without_network_ends_the_others(backend, victim, tmp_path):
     """Once its cable is in again, the run resumes, and learns what an undisturbed one learns.
 

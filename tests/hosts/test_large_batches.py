@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, finish, start
+from tests.helpers import HOST_BACKENDS, PROGRAMS, ROOT, finish, start
 from tests.hosts import netns
 
 pytestmark = [
@@ -41,7 +41,7 @@ def wait_for_steps(folder, programs):
 
 
 @pytest.mark.parametrize("fault", ["stopped", "cable out"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_the_right_host_is_named_soon(backend, fault, tmp_path):
     """102 MB a step, of which each of three hosts gets a third."""
     with netns.network(3) as hosts:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from kerasdp.errors import PreemptedError
-from tests.helpers import BACKENDS
+from tests.helpers import BACKENDS, HOST_BACKENDS
 from tests.hosts import netns
 from tests.hosts.templates import difference_from_one_process, edited, num_steps, project, wait_for_steps
 
@@ -65,9 +65,7 @@ def agent_of(hosts, path):
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: openmpi-bin)")
-@pytest.mark.parametrize(
-    ("backend", "number"), [case for case in (("torch", 2), ("jax", 3), ("tensorflow", 2)) if case[0] in BACKENDS]
-)
+@pytest.mark.parametrize(("backend", "number"), [case for case in (("torch", 2), ("jax", 3)) if case[0] in BACKENDS])
 def test_mpirun_stops_by_sigusr1_and_resumes(started, backend, number):
     hosts_of_template = {"node0:1,node1:1": ",".join(f"host{rank}:1" for rank in range(number)), "node0:": "host0:"}
     (started.folder / "mpirun.sh").write_text(edited("mpirun.sh", hosts_of_template, backend=backend))
@@ -97,9 +95,7 @@ def torchrun(started, hosts, backend, machines, devices):
 
 
 @NEEDS_TORCH
-@pytest.mark.parametrize(
-    ("backend", "devices"), [case for case in (("torch", 2), ("jax", 1), ("tensorflow", 1)) if case[0] in BACKENDS]
-)
+@pytest.mark.parametrize(("backend", "devices"), [case for case in (("torch", 2), ("jax", 1)) if case[0] in BACKENDS])
 def test_torchrun_restarts_when_a_worker_dies(started, backend, devices):
     with netns.network(2) as hosts:
         programs = torchrun(started, hosts, backend, 2, devices)
@@ -130,7 +126,7 @@ def test_torchrun_continues_with_the_machines_that_are_left(started):
     started.check_losses("torch", "torchrun on 1 to 2 hosts, one without power and back")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_pods_of_kubernetes_stop_together_and_resume(started, backend):
     """What Kubernetes does with its pods is done by hand: one of two gets SIGTERM, both are started again."""
     yaml = pytest.importorskip("yaml")

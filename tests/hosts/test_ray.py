@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, PROGRAMS, ROOT, environment, result_of, run
+from tests.helpers import BACKENDS, HOST_BACKENDS, PROGRAMS, ROOT, environment, result_of, run
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 pytest.importorskip("ray")
@@ -56,7 +56,7 @@ def assert_as_alone(workdir, expected):
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_two_nodes_learn_what_one_process_learns(backend, alone, tmp_path):
     workdir = tmp_path / "run"
     done = on_two_nodes(backend, workdir)
@@ -70,7 +70,7 @@ def test_two_nodes_learn_what_one_process_learns(backend, alone, tmp_path):
     assert metrics[0]["checkpoints"] == str(workdir / "checkpoints")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_a_node_is_killed_and_another_takes_its_place(backend, alone, tmp_path):
     workdir = tmp_path / "run"
     done = on_two_nodes(backend, workdir, checkpoint_every="5", max_restarts=2, remove_at_step=20, spare_after=0)

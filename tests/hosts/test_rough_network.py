@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers import BACKENDS, ROOT, environment, session_members
+from tests.helpers import HOST_BACKENDS, ROOT, environment, session_members
 from tests.hosts import netns
 from tests.hosts.test_hosts import on_hosts
 from tests.hosts.together import alone, results_of
@@ -44,7 +44,7 @@ def ends_of(processes, seconds):
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 @pytest.mark.parametrize("corruption", [0.01, 0.1])
 def test_packets_with_wrong_checksums_are_sent_again(backend, corruption):
     """As on a bad cable. The run is slower, and learns bit by bit what it learns otherwise."""
@@ -59,7 +59,7 @@ def test_packets_with_wrong_checksums_are_sent_again(backend, corruption):
     assert found["losses"] == expected["losses"] and found["weights"] == expected["weights"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_data_that_arrive_changed_never_hang_a_run(backend):
     """As by a switch with faulty memory. TCP sees nothing of it: the run may learn otherwise, or end with an error."""
     expected, rows, hung = alone(backend=backend, **SETTINGS), [], []
@@ -104,7 +104,7 @@ def other_keras(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
 def test_hosts_with_different_versions_of_keras_say_so(backend, other_keras, tmp_path):
     """One line on each, with both versions, before the first step."""
     env = environment(PYTHONPATH=str(ROOT))

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.helpers import BACKENDS
+from tests.helpers import BACKENDS, HOST_BACKENDS
 from tests.hosts import slurm
 from tests.hosts.templates import difference_from_one_process, edited, project, wait_for_steps
 
@@ -63,7 +63,7 @@ class Job:
 
 @pytest.mark.parametrize(
     ("backend", "devices", "program"),
-    [(name, 1, "recipes/train.py") for name in BACKENDS]
+    [(name, 1, "recipes/train.py") for name in HOST_BACKENDS]
     + [("torch", 2, "recipes/train.py"), ("torch", 2, "mine.py")] * ("torch" in BACKENDS)
     + [("jax", 1, "mine.py")] * ("jax" in BACKENDS),
 )

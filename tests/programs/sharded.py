@@ -148,9 +148,6 @@ def held_bytes(model):
 
     def of_one(variable):
         value = raw_value(variable)
-        if keras.backend.backend() == "tensorflow" and hasattr(value, "values"):
-            (num_bytes,) = {copy.numpy().nbytes for copy in value.values}
-            return num_bytes
         if hasattr(value, "addressable_shards"):  # jax
             return value.addressable_shards[0].data.nbytes
         return value.nbytes if hasattr(value, "requires_grad") else keras.ops.convert_to_numpy(variable).nbytes
@@ -159,22 +156,16 @@ def held_bytes(model):
 
 
 def living_bytes(kind="Parameter"):
-    """What all parameters, or tensors, of torch, or variables of TensorFlow, in this process hold."""
+    """What all parameters, or tensors, of torch in this process hold."""
     import keras
 
-    framework = keras.backend.backend()
     gc.collect()
-    if framework == "torch":
+    if keras.backend.backend() == "torch":
         import torch
 
         kind = getattr(torch.nn, kind, torch.Tensor)
         storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, kind)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    if framework == "tensorflow":
-        import tensorflow as tf
-
-        found = [each for each in gc.get_objects() if issubclass(type(each), tf.Variable)]
-        return sum(each.numpy().nbytes for each in found if not hasattr(each, "values"))
     return 0
 
 
@@ -195,13 +186,11 @@ def by_many_optimizers(runner):
 
     x, y = np.random.RandomState(0).rand(2, ROWS, 32)
     clipped = {"global_clipnorm": 0.05}
-    # On tensorflow norms of such sums are refused.
-    clipped_sums = {} if keras.backend.backend() == "tensorflow" else clipped
     losses = []
     for make in (
         lambda: keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
         lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.02),
-        lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, **clipped_sums),
+        lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, **clipped),
         lambda: keras.optimizers.Adamax(1e-2, **clipped),
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lion(1e-2), initial_scale=4.0),
         lambda: keras.optimizers.RMSprop(1e-2, clipvalue=1e-4),

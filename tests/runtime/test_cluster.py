@@ -1,7 +1,5 @@
 """Which of several processes this is: what launchers set, what contradicts itself, and what is half set."""
 
-import json
-
 import pytest
 
 from kerasdp.config import Config
@@ -20,11 +18,6 @@ MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }  # fmt: skip
-WORKERS = {"worker": ["10.0.0.2:3000", "10.0.0.3:3000"]}
-
-
-def tf_config(cluster, kind, index):
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
 
 
 def numbers(found):
@@ -40,8 +33,6 @@ def numbers(found):
         (SRUN | {"MASTER_ADDR": "ib07", "MASTER_PORT": "7"}, {}, (4, 5, 0, 1, "ib07:7")),
         (SRUN, {"coordinator": "10.0.0.1:9"}, (4, 5, 0, 1, "10.0.0.1:9")),
         (MPIRUN, {"coordinator": "10.0.0.1:9"}, (2, 4, 0, 2, "10.0.0.1:9")),
-        (tf_config(WORKERS, "worker", 1), {}, (1, 2, 0, 1, "10.0.0.2:3000")),
-        (tf_config(WORKERS | {"chief": ["10.0.0.1:3000"]}, "worker", 1), {}, (2, 3, 0, 1, "10.0.0.1:3000")),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, {}, (1, 2, 0, 1, "a:8476")),
         ({}, {"hosts": 2, "host_rank": 1, "coordinator": "a:1"}, (1, 2, 0, 1, "a:1")),
         ({"JOB_COMPLETION_INDEX": "1"}, {"hosts": 2, "coordinator": "a:1"}, (1, 2, 0, 1, "a:1")),
@@ -75,8 +66,6 @@ def test_one_process_is_one(environment, config):
         (TORCHRUN | {"RANK": "4"}, {}, "torchrun: expected a process from 0 to 3"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "without OMPI_COMM_WORLD_RANK"),
         (MPIRUN, {}, "mpirun starts 4 processes on several machines, .* add --coordinator=ADDRESS:PORT"),
-        ({"TF_CONFIG": "{"}, {}, "TF_CONFIG: expected"),
-        (tf_config(WORKERS, "ps", 0), {}, "TF_CONFIG: expected a task of type worker or chief. Received: 'ps'"),
         ({}, {"hosts": 2}, "add --host_rank=NUMBER and --coordinator=ADDRESS:PORT"),
         ({"JOB_COMPLETION_INDEX": "2"}, {"hosts": 2, "coordinator": "a:1"}, "JOB_COMPLETION_INDEX: expected a number"),
         (TORCHRUN, {"hosts": 3, "host_rank": 0, "coordinator": "a:1"}, "--hosts=3 contradicts WORLD_SIZE=4"),
@@ -105,6 +94,13 @@ def test_what_is_half_set_is_named(environment, config, words):
 def test_wrong_choices_are_refused(fields, words):
     with pytest.raises(UserError, match=words):
         Config(**fields)
+
+
+def test_several_machines_are_for_torch_and_jax():
+    with pytest.raises(UserError, match="--hosts=2: there for --backend=torch and jax. Received: tensorflow, where"):
+        Config(backend="tensorflow", hosts=2)
+    with pytest.raises(UserError, match="several machines: .* Received: tensorflow, in one of the processes of"):
+        check_cluster(Config(backend="tensorflow"), find_cluster(Config(), TORCHRUN))
 
 
 def test_pipelines_on_several_machines_are_for_torch():

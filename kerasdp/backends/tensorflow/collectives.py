@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdp.backends.tensorflow.devices import HostGroup, group_of
 from kerasdp.errors import UserError
 from kerasdp.portability.replica_context import attributes_kept
 from kerasdp.runtime.devices import Devices
@@ -32,23 +31,14 @@ def sendable(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
 
 
-def local_rank() -> int:
-    """Returns the rank, among those of this process, of the replica that is being traced, a constant."""
+def rank() -> int:
+    """Returns the rank of the replica that is being traced, a constant."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
-def rank() -> int:
-    """Returns the rank, among all, of the replica that is being traced, a constant."""
-    context = tf.distribute.get_replica_context()
-    group = group_of(context.strategy)
-    return local_rank() + (group.rank * context.num_replicas_in_sync if group else 0)
-
-
 def num_replicas() -> int:
-    """Returns how many replicas there are, over all processes."""
-    context = tf.distribute.get_replica_context()
-    group = group_of(context.strategy)
-    return context.num_replicas_in_sync * (group.num_processes if group else 1)
+    """Returns how many replicas there are."""
+    return tf.distribute.get_replica_context().num_replicas_in_sync
 
 
 def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
@@ -57,9 +47,6 @@ def _all_reduce(tensor: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def reduce(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         context = tf.distribute.get_replica_context()
-        group = group_of(context.strategy)
-        if group is not None:
-            return _over_hosts(group, _sum, tensor), _all_reduce
         with attributes_kept():
             return context.all_reduce(tf.distribute.ReduceOp.SUM, _end_of_walk(tensor)), _all_reduce
 
@@ -78,40 +65,7 @@ def _end_of_walk(tensor: tf.Tensor) -> tf.Tensor:
 
 def _stacked(rows: tf.Tensor) -> tf.Tensor:
     """Concatenates the rows of all replicas, which have equally many; its gradient is that of `_all_reduce`."""
-    group = group_of(tf.distribute.get_strategy())
-    if group is None:
-        return _all_reduce(zero_pad_to_global_batch(rows))
-
-    @tf.custom_gradient
-    def stack(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            first = rank() * rows.shape[0]
-            return _all_reduce(upstream)[first : first + rows.shape[0]]
-
-        return _over_hosts(group, _gather, rows), gradient
-
-    return stack(rows)
-
-
-def _over_hosts(group: HostGroup, collective: Callable[..., tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """Runs a collective of the tensors of all replicas on this process's first device, and copies to its others."""
-
-    def run(strategy: tf.distribute.Strategy, tensors: Any) -> Any:
-        with tf.device(strategy.extended.worker_devices[0]):
-            result = collective(strategy, group, tensors)
-        return tf.distribute.ReductionToOneDevice().broadcast(result, tensors)
-
-    with attributes_kept():
-        return tf.distribute.get_replica_context().merge_call(run, args=(_end_of_walk(tensor),))
-
-
-def _sum(strategy: tf.distribute.Strategy, group: HostGroup, tensors: Any) -> tf.Tensor:
-    own = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, tensors, tensors)
-    return group.sum(strategy.experimental_local_results(own)[0])
-
-
-def _gather(strategy: tf.distribute.Strategy, group: HostGroup, rows: Any) -> tf.Tensor:
-    return group.gather(tf.concat(strategy.experimental_local_results(rows), 0))
+    return _all_reduce(zero_pad_to_global_batch(rows))
 
 
 def gather_rows(rows: tf.Tensor) -> tf.Tensor:
@@ -126,7 +80,7 @@ def gather_rows(rows: tf.Tensor) -> tf.Tensor:
 
         context = tf.distribute.get_replica_context()
         are_few = rows.shape.is_fully_defined() and rows.shape.num_elements() * rows.dtype.size <= _MOST_BYTES
-        if are_few or group_of(context.strategy):
+        if are_few:
             return _stacked(rows), gradient
         with attributes_kept():
             return context.all_gather(_end_of_walk(rows), axis=0), gradient

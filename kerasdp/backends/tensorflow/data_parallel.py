@@ -10,26 +10,22 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from kerasdp.backends.base import DeviceBatch, ShardPass, StepFunctions, Structure, Trained
-from kerasdp.backends.parts import PartsByModel
-from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables, held_in_words
+from kerasdp.backends.steps import TrainedWeights, all_variables, compared_variables
 from kerasdp.backends.tensorflow import collectives, private
 from kerasdp.backends.tensorflow.devices import (
     TensorFlowStrategy,
     keep_on_device,
-    mirrored_strategy,
     put_on_device,
     take_rows,
 )
-from kerasdp.backends.tensorflow.parts import Parts
 from kerasdp.backends.tensorflow.train_step import (
     Graphs,
     ReplicaSteps,
     kind_of,
-    require_update_of_parts,
     several,
 )
 from kerasdp.config import Config
-from kerasdp.data.sampling import CachedRows, ReplicaRows
+from kerasdp.data.sampling import CachedRows
 from kerasdp.errors import UserError
 from kerasdp.keras_compat.patches import replaced
 from kerasdp.runtime.devices import Devices
@@ -54,8 +50,7 @@ class DataParallel(TensorFlowStrategy):
         collectives.require_sum(config.gradient_precision, devices)
         # One replica runs without a strategy: Keras turns XLA off under any.
         one = tf.distribute.get_strategy()
-        self.mirrored = one if devices.count == 1 else mirrored_strategy(self.device_names, self.processes)
-        self._parts = PartsByModel(config, devices.count, lambda model: Parts(model, config, self.mirrored))
+        self.mirrored = one if devices.count == 1 else private.mirrored_strategy(self.device_names)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -80,16 +75,11 @@ class DataParallel(TensorFlowStrategy):
         finally:
             scope.__exit__(None, None, None)
 
-    def _own_replicas(self, num_rows: int) -> tuple[ReplicaRows, ...]:
-        """Returns the rows of each replica of this process."""
-        first = self.processes.rank * len(self.device_names)
-        return self.split.replicas(num_rows)[first : first + len(self.device_names)]
-
     def shard_batch(self, batch: "Batch") -> DeviceBatch:
         """Splits a batch over the devices: lists with an entry a device."""
         import keras
 
-        names, own = self.device_names, self._own_replicas(len(batch.indices))
+        names, own = self.device_names, self.split.replicas(len(batch.indices))
         places = [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(each.size for each in own)])]
 
         def each(data: Structure) -> list[Structure]:
@@ -112,10 +102,7 @@ class DataParallel(TensorFlowStrategy):
 
     def step_functions(self, model: "keras.Model", run_state: RunState) -> StepFunctions:
         """Makes train, test and predict functions that run on all replicas."""
-        parts = self._parts.of(model)
-        steps = ReplicaSteps(self, model, parts)
-        if parts is not None:
-            parts.require_steps_of_keras(steps.own)
+        steps = ReplicaSteps(self, model)
         test, predict = (
             self._function(model, self._on_all(steps, name, step))
             for name, step in (("test_step", steps.test), ("predict_step", steps.predict))
@@ -126,15 +113,9 @@ class DataParallel(TensorFlowStrategy):
         train = {detail: self._function(model, step) for detail, step in train_step.items()}
         train_several = self._function(model, several(self.mirrored, train_step[Detail.NOTHING]))
 
-        def run(step: Callable[..., Any], *batches: DeviceBatch) -> Trained:
-            if parts is not None and not parts.is_cut:
-                require_update_of_parts(model)
-                parts.cut()
-            return Trained(*step(*batches))
-
         return StepFunctions(
-            train=lambda batch, detail: run(train[detail], batch),
-            train_several=lambda batches: run(train_several, *batches),
+            train=lambda batch, detail: Trained(*train[detail](batch)),
+            train_several=lambda batches: Trained(*train_several(*batches)),
             test=test,
             predict=predict,
         )
@@ -173,19 +154,6 @@ class DataParallel(TensorFlowStrategy):
         self.mirrored.run(run)  # eager: a graph would take seconds
         return found[0]
 
-    def gather_variables(self, model: "keras.Model") -> None:
-        """See `Strategy`."""
-        if (parts := self._parts.known(model)) is not None:
-            parts.gather()
-
-    def read(self, model: Any, variables: list[Any], take: Callable[[Any], Any] | None) -> list[Any]:
-        """See `Strategy`."""
-        return self._parts.read(model, variables, take)
-
-    def description(self, model: "keras.Model") -> str:
-        """Returns how much of the model a replica holds, if not all."""
-        return held_in_words(model, self.config.shard, self.num_replicas) if self.config.shard != "none" else ""
-
     def build_optimizer(self, optimizer: "keras.optimizers.Optimizer", variables: list[Any]) -> None:
         """Builds an optimizer from within a replica, once for all."""
 
@@ -204,7 +172,7 @@ class DataParallel(TensorFlowStrategy):
 
         results = self.mirrored.run(run)  # eager: a graph would take seconds
         passes = []
-        for rank, own in enumerate(self._own_replicas(len(batch.indices))):
+        for rank, own in enumerate(self.split.replicas(len(batch.indices))):
             layers, outputs, loss = tf.nest.map_structure(
                 lambda value, rank=rank: self.mirrored.experimental_local_results(value)[rank], results
             )
@@ -243,19 +211,13 @@ class DataParallel(TensorFlowStrategy):
         return [variable.path for variable in all_variables(model) if not isinstance(raw_value(variable), kind)]
 
     def diverged_variables(self, model: "keras.Model", state_only: bool = False) -> list[str]:
-        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas of all processes."""
+        """Returns the paths of variables, seeds included, that are not bit-equal on all replicas."""
 
         def digests(variable: "keras.Variable") -> set[bytes]:
             copies = self.mirrored.experimental_local_results(variable.value)
             return {hashlib.sha256(copy.numpy().tobytes()).digest() for copy in copies}
 
-        variables = compared_variables(model, state_only)
-        gathered = self.processes.all_gather_object([digests(variable) for variable in variables])
-        return [
-            variable.path
-            for variable, *copies in zip(variables, *gathered, strict=True)
-            if len(set().union(*copies)) > 1
-        ]
+        return [each.path for each in compared_variables(model, state_only) if len(digests(each)) > 1]
 
     @contextlib.contextmanager
     def running(self, model: "keras.Model") -> Iterator[None]:
@@ -274,7 +236,7 @@ class DataParallel(TensorFlowStrategy):
 
 def _own_shard(shards: tuple[list[Structure], ...]) -> tuple[Structure, ...]:
     """Returns the shard of a batch for the replica that is being traced."""
-    return tuple(field[collectives.local_rank()] for field in shards)
+    return tuple(field[collectives.rank()] for field in shards)
 
 
 def _own_batch(batch: DeviceBatch) -> DeviceBatch:

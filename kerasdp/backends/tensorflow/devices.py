@@ -1,35 +1,26 @@
-"""TensorFlow: the devices of a run, driven by one process a machine: made, joined, profiled, and given data."""
+"""TensorFlow: the devices of a run, driven by one process: made, profiled, and given data."""
 
-import itertools
 import logging
-import secrets
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasdp.backends.base import Strategy, Structure, places_of_processes, processes_of, reach_without_proxy
+from kerasdp.backends.base import SingleProcess, Strategy, Structure
 from kerasdp.backends.tensorflow import private
 from kerasdp.config import Config
 from kerasdp.errors import UserError
-from kerasdp.runtime.cluster import Cluster
-from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices, share_of_process
-from kerasdp.runtime.linked_processes import current_link, join
-from kerasdp.runtime.ranks import Processes
+from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_devices
 
 
-def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
-    """Chooses the devices, makes the virtual ones, leaves GPUs that are not used to others, and joins other hosts."""
+def make_devices(config: Config, cluster: None = None) -> Devices:
+    """Chooses the devices, makes the virtual ones, and leaves GPUs that are not used to others; on one machine."""
     _keep_logger_quiet()
     private.fold_matmuls()
-    found = tf.config.list_physical_devices("GPU")
-    gpus = [found[number] for number in share_of_process(len(found), cluster)]
-    devices = choose_devices(config, len(gpus), cluster=cluster)
-    tf.config.set_visible_devices(gpus[: devices.of_process] if devices.kind == "gpu" else [], "GPU")
-    if cluster is not None:
-        join_hosts(cluster, config, devices.kind)
+    gpus = tf.config.list_physical_devices("GPU")
+    devices = choose_devices(config, len(gpus))
+    tf.config.set_visible_devices(gpus[: devices.count] if devices.kind == "gpu" else [], "GPU")
     if devices.kind == "gpu":
         # TF32 keeps ten bits of a float32. By default TensorFlow (2.21) multiplies in it.
         tf.config.experimental.enable_tensor_float_32_execution(config.may_use_tf32)
@@ -37,13 +28,13 @@ def make_devices(config: Config, cluster: Cluster | None = None) -> Devices:
             make_deterministic()
         if devices.count > 1 and config.batch_norm != "replica" and config.may_use_tf32:
             _leave_channels_last(gpus)
-    elif devices.of_process > 1:
+    elif devices.count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
         try:
-            parts = [tf.config.LogicalDeviceConfiguration()] * devices.of_process
+            parts = [tf.config.LogicalDeviceConfiguration()] * devices.count
             tf.config.set_logical_device_configuration(cpu, parts)
         except RuntimeError as error:
-            if (started := len(tf.config.list_logical_devices("CPU"))) < devices.of_process:
+            if (started := len(tf.config.list_logical_devices("CPU"))) < devices.count:
                 raise AlreadyStartedError(f"TensorFlow has already started with {started} CPU devices") from error
     return devices
 
@@ -73,8 +64,8 @@ def _is_not_of_strategies(record: logging.LogRecord) -> bool:
 
 
 def device_names(devices: Devices) -> list[str]:
-    """Returns TensorFlow's names of this process's devices."""
-    return [f"{devices.kind.upper()}:{number}" for number in range(devices.of_process)]
+    """Returns TensorFlow's names of the devices."""
+    return [f"{devices.kind.upper()}:{number}" for number in range(devices.count)]
 
 
 def put_on_device(data: Structure, name: str) -> Structure:
@@ -90,15 +81,14 @@ class TensorFlowStrategy(Strategy):
 
     Attributes:
         config: of the run.
-        device_names: of this process's devices.
+        device_names: of the devices.
         must_be_deterministic: whether operations are refused that do not give the same bits each time.
     """
 
     def __init__(self, devices: Devices, config: Config):
         """Call before Keras is imported."""
         self.config, self.num_devices = config, devices.count
-        self.processes = processes_of(devices)
-        self.shard = self.processes.rank, self.processes.num_processes
+        self.processes, self.shard = SingleProcess(), (0, 1)
         self.device_names = device_names(devices)
         self.must_be_deterministic = config.deterministic and devices.is_accelerator
 
@@ -183,91 +173,6 @@ def require_deterministic(graph: tf.Graph) -> None:
                     f"--deterministic: {node.op} ({node.name}) has no deterministic implementation on GPUs; {cure}, "
                     "or leave --deterministic out"
                 )
-
-
-# The group of the processes. The groups of a host's own devices have small numbers.
-_GROUPS = 2**30
-# Numbers the collectives of this program: each is made by all processes, in the same order.
-_keys = itertools.count(1)
-_groups: weakref.WeakKeyDictionary[tf.distribute.Strategy, "HostGroup"] = weakref.WeakKeyDictionary()
-
-
-def join_hosts(cluster: Cluster, config: Config, kind: str) -> None:
-    """Joins the others; returns when all have come. Call before TensorFlow starts.
-
-    Args:
-        cluster: which of the processes this is.
-        config: the choices of the run.
-        kind: of the devices.
-
-    Raises:
-        UserError: if they do not come.
-        AlreadyStartedError: if TensorFlow has started without them.
-    """
-    if private.has_started():
-        if current_link() is None:
-            raise AlreadyStartedError("TensorFlow has already started without other processes")
-        join(cluster, config)  # says if it is another cluster
-        return
-    places = places_of_processes(join(cluster, config))
-    reach_without_proxy(places)
-    private.serve_collectives(places, cluster.process, use_nccl=kind == "gpu")
-
-
-class HostGroup:
-    """Sums and gathers tensors over the processes, each of which brings one, on its first device.
-
-    Args:
-        processes: of the run.
-        device: the first one of this process.
-    """
-
-    def __init__(self, processes: Processes, device: str):
-        self.rank, self.num_processes = processes.rank, processes.num_processes
-        # Who replays what the processes of an earlier run have said to TensorFlow's server, which knows no secret,
-        # speaks of another group: of this one it would end all collectives (2.21: "incarnation doesn't match").
-        self._key = _GROUPS + processes.all_gather_object(secrets.randbelow(_GROUPS // 2))[0]
-        with tf.device(device):
-            # Lets the collectives of a graph begin in the order in which they were made: NCCL's would wait for each
-            # other for ever, if two processes began two of them in different orders.
-            self._order = tf.Variable(0.0, trainable=False)
-
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sums a tensor over the processes: each sends 2 (P - 1) / P of its bytes, in a ring."""
-        return tf.raw_ops.CollectiveReduceV2(input=tensor, merge_op="Add", final_op="Id", **self._options())
-
-    def gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Concatenates the rows of all processes, which have equally many, in the order of the processes."""
-        whole = tf.raw_ops.CollectiveGatherV2(input=rows, **self._options())
-        return tf.ensure_shape(whole, (self.num_processes * rows.shape[0], *rows.shape[1:]))
-
-    def _options(self) -> dict[str, Any]:
-        # A key is of the operation, not of its runs: all processes build the same graphs in the same order, and the
-        # first process is asked about a key only once.
-        return {
-            "group_size": self.num_processes,
-            "group_key": self._key,
-            "instance_key": next(_keys),
-            "ordering_token": [self._order.handle],
-        }
-
-
-def mirrored_strategy(devices: list[str], processes: Processes) -> tf.distribute.Strategy:
-    """Makes a `MirroredStrategy` on this process's devices; the collectives of its replicas go over all processes.
-
-    Args:
-        devices: of this process.
-        processes: of the run.
-    """
-    strategy = private.mirrored_strategy(devices, processes.rank)
-    if processes.num_processes > 1:
-        _groups[strategy] = HostGroup(processes, devices[0])
-    return strategy
-
-
-def group_of(strategy: tf.distribute.Strategy) -> HostGroup | None:
-    """Returns the group of the processes; None where there is one process."""
-    return _groups.get(strategy)
 
 
 def describe() -> dict[str, Any]:

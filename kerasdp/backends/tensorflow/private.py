@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import cluster_pb2, tensorflow_server_pb2
 from tensorflow.python.distribute import mirrored_run
-from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_math_ops
 
 
@@ -40,54 +38,11 @@ def call_flat(function: Any, tensors: list[tf.Tensor]) -> Any:
     return function._call_flat(tensors, function.captured_inputs)
 
 
-def has_started() -> bool:
-    """Returns whether TensorFlow has made its devices, after which nothing about them can be chosen.
-
-    TensorFlow 2.21: the handle of its context. No public way: `tf.config.list_logical_devices` starts it.
-    """
-    return context.context()._context_handle is not None
-
-
-def serve_collectives(addresses: list[str], number: int, use_nccl: bool) -> None:
-    """Lets the collectives of this process reach those of others. Call before TensorFlow starts.
-
-    TensorFlow 2.21: `configure_collective_ops` and `enable_collective_ops` of its context, as in
-    `MultiWorkerMirroredStrategy`. No public way: that strategy does it when it is made, reads its addresses only in a
-    form where both are set, and starts a service that ends this process by SIGABRT where another one ends;
-    `tf.config.experimental_connect_to_cluster` lets one process drive the others.
-
-    Args:
-        addresses: `HOST:PORT` of all processes, each of which listens at its own port.
-        number: of this process.
-        use_nccl: whether what is on GPUs goes through NCCL.
-    """
-    # A group's members are in the order of their names, as texts: `task:10` before `task:2`.
-    first = 10 ** len(str(len(addresses)))
-    own = f"/job:worker/replica:0/task:{first + number}"
-    context.context().configure_collective_ops(
-        collective_leader=f"/job:worker/replica:0/task:{first}",
-        scoped_allocator_enabled_ops=(),
-        use_nccl_communication=use_nccl,
-        device_filters=(own,),
-    )
-    job = cluster_pb2.JobDef(name="worker", tasks=dict(enumerate(addresses, first)))
-    context.context().enable_collective_ops(
-        tensorflow_server_pb2.ServerDef(
-            cluster=cluster_pb2.ClusterDef(job=[job]),
-            job_name="worker",
-            task_index=first + number,
-            default_session_config=context.context().config,
-            protocol="grpc",
-        )
-    )
-
-
-def mirrored_strategy(devices: list[str], process: int = 0) -> tf.distribute.Strategy:
+def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
     """Makes a `MirroredStrategy` whose collectives are not taken for those of another one.
 
     TensorFlow 2.21: each strategy counts its groups of devices from `_collective_key_base` on, and their collectives
-    from 100 on, so that those of a second one meet the shapes of the first one's, also those of another process. No
-    public way.
+    from 100 on, so that those of a second one meet the shapes of the first one's. No public way.
 
     Virtual CPU devices have one memory: there a sum on the first of them, which the others then read, takes a tenth of
     the time of a collective, which makes copies and rounds as between machines.
@@ -98,7 +53,6 @@ def mirrored_strategy(devices: list[str], process: int = 0) -> tf.distribute.Str
     on_one = tf.distribute.ReductionToOneDevice("CPU:0") if devices[0].startswith("CPU") else None
     mirrored_run._MirroredReplicaThread.start = _start_as_daemon
     kind = tf.distribute.MirroredStrategy
-    kind._collective_key_base = max(kind._collective_key_base, process * 10**6)
     strategy = kind(devices, on_one)
     kind._collective_key_base += 1000  # of the next one
     return strategy

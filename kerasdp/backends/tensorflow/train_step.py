@@ -10,7 +10,6 @@ from kerasdp.backends.base import DeviceBatch, Structure, Tensor
 from kerasdp.backends.steps import ShardSteps, all_variables, learning_rate
 from kerasdp.backends.tensorflow import collectives, private, xla
 from kerasdp.backends.tensorflow.devices import require_deterministic
-from kerasdp.backends.tensorflow.parts import Parts
 from kerasdp.backends.tensorflow.xla import compiled_on_gpus
 from kerasdp.data.sampling import ReplicaRows
 from kerasdp.errors import UserError
@@ -21,17 +20,7 @@ from kerasdp.runtime.run_state import Detail
 
 
 class ReplicaSteps(ShardSteps):
-    """Runs the steps of a model in each replica.
-
-    Args:
-        strategy: of the run.
-        model: built.
-        parts: what the replicas hold parts of, if they do.
-    """
-
-    def __init__(self, strategy: Any, model: Any, parts: Parts | None = None):
-        super().__init__(strategy, model)
-        self.parts = parts
+    """Runs the steps of a model in each replica."""
 
     def train(self, detail: Detail, batch: DeviceBatch) -> tuple[Any, ...]:
         """Trains on the global batch; returns its loss, learning rate, Keras' logs and what was observed.
@@ -76,7 +65,7 @@ class ReplicaSteps(ShardSteps):
 
         # The update, the same on each replica; loss and metrics of the global batch (3).
         if can_update_at_once(model.optimizer, model.trainable_weights):
-            update_at_once(model.optimizer, all_variables(model), update, self.parts)
+            update_at_once(model.optimizer, all_variables(model), update)
         elif strategy.num_replicas > 1 and has_branches(model.optimizer) and not tf.executing_eagerly():
             # Keras (3.15) leaves the replicas within one of two branches, for which TensorFlow has no graph.
             raise UserError(
@@ -87,24 +76,6 @@ class ReplicaSteps(ShardSteps):
             update()
         loss = whole.take(sums)
         return loss, rate, whole.update_metrics(loss), observed_values
-
-    def gradients(self, batch: DeviceBatch, between: Callable[[], None] = lambda: None) -> list[Any]:
-        """Returns the gradients of the loss of this replica's rows by themselves; no variable changes.
-
-        `between`: is called between the two passes.
-        """
-        import keras
-
-        from kerasdp.keras_compat.models import compute_loss
-
-        inputs, targets, sample_weight, _ = batch
-        with tf.GradientTape() as tape:
-            values = [(variable, tf.convert_to_tensor(variable.value)) for variable in self.model.variables]
-            with keras.StatelessScope(values, collect_losses=True):
-                outputs = self.forward(self.model, inputs, training=True)
-                loss = compute_loss(self.model, inputs, targets, outputs, sample_weight, training=True)
-        between()
-        return tape.gradient(loss, [weight.value for weight in self.model.trainable_weights])
 
     @contextlib.contextmanager
     def around(self, name: str) -> Iterator[None]:
@@ -216,9 +187,7 @@ def updating_at_once() -> contextlib.AbstractContextManager[None]:
     return wrapped_apply(apply_at_once)
 
 
-def update_at_once(
-    optimizer: Any, variables: list[Any], update: Callable[[], None], parts: Parts | None = None
-) -> None:
+def update_at_once(optimizer: Any, variables: list[Any], update: Callable[[], None]) -> None:
     """Runs `update` on this replica's copies of the variables, on GPUs as one compiled operation.
 
     Keras' optimizer (3.15) itself leaves the replicas, with a call for each weight: that cannot be compiled.
@@ -227,42 +196,31 @@ def update_at_once(
         optimizer: that `update` calls.
         variables: that `update` may change.
         update: assigns to them.
-        parts: what the replicas hold parts of: of these weights each updates its own part, and gets the others'.
     """
     import keras
 
     from kerasdp.keras_compat.layers import raw_value
     from kerasdp.keras_compat.optimizers import deciding_on_device, inner_optimizer, updating_values
 
-    changed: list[Any] = []
-
-    def compute() -> list[tf.Tensor]:
+    def compute() -> None:
         # Of a mirrored variable this is, within a replica, the handle of that replica's copy: XLA takes no other.
         handles = [raw_value(variable).handle for variable in variables]
         values = []
         for handle, variable in zip(handles, variables, strict=True):
             held = raw_value(variable)
-            value = tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=held.dtype), held.shape)
-            values.append(value if parts is None else parts.own(variable, value))
+            values.append(tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=held.dtype), held.shape))
         with (
             deciding_on_device(optimizer),
             updating_values(inner_optimizer(optimizer)),
-            contextlib.nullcontext() if parts is None else parts.updating(optimizer),
             keras.StatelessScope(list(zip(variables, values))) as scope,
         ):
             update()
-        changed.clear()
         for variable, handle, value in zip(variables, handles, values, strict=True):
             new = scope.get_current_value(variable)
-            if new is not value and parts is not None and id(variable) in parts.axes:
-                changed.append((variable, new))
-            elif new is not value:
+            if new is not value:
                 tf.raw_ops.AssignVariableOp(resource=handle, value=new)
-        return [new for _, new in changed]
 
-    own = compiled_on_gpus(compute)()
-    if parts is not None and own:
-        parts.take([variable for variable, _ in changed], own)
+    compiled_on_gpus(compute)()
 
 
 def can_update_at_once(optimizer: Any, weights: list[Any]) -> bool:
@@ -290,25 +248,6 @@ def can_be_at_once(optimizer: Any, weights: list[Any]) -> bool:
         and can_decide_on_device(optimizer)
         and overrides_nothing_of_tensorflow(inner)
     )
-
-
-def require_update_of_parts(model: Any) -> None:
-    """Raises `UserError` if the update of a model cannot be one of parts: by Python code, or of whole weights."""
-    from kerasdp.keras_compat.optimizers import clips_by_norms, inner_optimizer
-
-    optimizer = inner_optimizer(model.optimizer)
-    reason = ""
-    if model.run_eagerly:
-        reason = "a step that is a graph, not run_eagerly=True"
-    elif not can_be_at_once(model.optimizer, model.trainable_weights):
-        name = type(optimizer).__name__
-        reason = f"an optimizer and constraints of Keras that can update all weights at once, not {name}"
-    elif optimizer.gradient_accumulation_steps and clips_by_norms(optimizer):
-        reason = "gradients that are clipped by norms in each step, not after gradient_accumulation_steps"
-    if reason:
-        raise UserError(
-            f"--shard=optimizer: --backend=tensorflow expects {reason}; use --backend=jax, or leave --shard out"
-        )
 
 
 def clipping_means(mean: Callable[[list[Any]], list[Any]]) -> contextlib.AbstractContextManager[None]:
@@ -387,7 +326,6 @@ class Graphs:
         return results
 
 
-# Operations whose result is their first input in another shape, and those of what is held anyway.
 def kind_of(data: Structure) -> Hashable:
     """Returns shapes and types of some tensors, with None where there is none."""
     return tuple(None if leaf is None else (leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(data))

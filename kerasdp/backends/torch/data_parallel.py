@@ -1,5 +1,6 @@
 """PyTorch: trains a replica in each process, with DistributedDataParallel."""
 
+import collections
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
