@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import Any
 
-from kerasdp.benchmark.contenders import ONE_DEVICE, PEERS
+from contenders import ONE_DEVICE, PEERS
 
 FOLDER = pathlib.Path(__file__).parent
 

@@ -4,7 +4,7 @@
     python benchmarks/kit_loop.py --backend=jax --model=resnet18 --batch_size=4 --devices=4 --traffic < /dev/null
 
 The contender beside the hand-written loops, with their flags: a model of keras_models.py, or a built-in one. Or, as
-`recipes/benchmark.py` starts it, what a whole `kerasdp.Config` says, in JSON.
+`compare.py` starts it, what a whole `kerasdp.Config` says, in JSON.
 """
 
 import functools

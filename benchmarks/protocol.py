@@ -4,7 +4,7 @@ A program sets up, compiles, warms up and prints a line of JSON, `{"ready": true
 line that it then reads asks for one repetition of `--steps` training steps, which it answers with a line of JSON,
 `{"seconds": ..., "loss": ..., "accuracy": ..., "peak_memory_bytes": ...}`. It ends with its input.
 
-So several programs can be measured in turn, as `recipes/benchmark.py` does; by hand:
+So several programs can be measured in turn, as `compare.py` does; by hand:
 
     echo | python benchmarks/torch_loop.py --model=resnet18 --compile
 """

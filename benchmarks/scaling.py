@@ -25,9 +25,9 @@ import sys
 from typing import Any
 
 import protocol
+from contenders import PEERS, Contender
+from measure import Measured, run, spread
 
-from kerasdp.benchmark.contenders import PEERS, Contender
-from kerasdp.benchmark.measure import Measured, run, spread
 from kerasdp.config.validation import versions
 from kerasdp.reporting.figure import BACKEND_COLOURS, make_figure
 

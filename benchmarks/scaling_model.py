@@ -15,9 +15,9 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from measure import PEAKS
 
 import kerasdp
-from kerasdp.benchmark.measure import PEAKS
 
 BUCKET = 25 * 2**20
 GPUS_A_HOST = 8

@@ -72,7 +72,7 @@ API = {
         "make_callbacks", "portable", "layers", "per_sample", "all_rows", "value_and_grad", "portable_step",
     ],
     "Trained models": ["inference", "export"],
-    "Many runs, and measuring": ["parity", "sweep", "ray", "benchmark", "pipeline"],
+    "Many runs, and measuring": ["parity", "sweep", "ray", "pipeline"],
     "Recipes": ["main"],
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from kerasdp.launch import launch, local_devices
 from kerasdp.runtime.devices import choose_backend, is_installed
 
 if TYPE_CHECKING:
-    from kerasdp import benchmark, inference, parity, pipeline, ray, sweep
+    from kerasdp import inference, parity, pipeline, ray, sweep
     from kerasdp.cli.main import main
     from kerasdp.data.buckets import Buckets
     from kerasdp.data.datasets import Dataset, load_data
@@ -64,7 +64,6 @@ _MODULES = {
 }
 
 _PACKAGES = {
-    "benchmark": "kerasdp.benchmark",
     "inference": "kerasdp.inference",
     "layers": "kerasdp.portability.layers",
     "parity": "kerasdp.parity",
@@ -88,7 +87,6 @@ __all__ = [
     "UserError",
     "add_adapters",
     "all_rows",
-    "benchmark",
     "build_model",
     "export",
     "inference",

@@ -6,14 +6,17 @@
 
 It trains on one device; cut over two, which work in turn (layer split); and pipelined, with each of --split_sizes: the
 first device then works on the next micro-batch while the second works on the previous one. Each is repeated. The table
-shows the time with its deviation, how long the stages wait, and the memory of each device; the charts are in --workdir.
+shows the time with its deviation, and the memory of each device; pipeline.json and two charts are in --workdir.
 
 After the PyTorch tutorial "Single-Machine Model Parallel Best Practices": ResNet-50 with 1000 classes, 128x128 images,
 batches of 120, squared error against one-hot labels, plain SGD. There pipelining with a split size of 12 was best, and
-the layer split slower than one device. On virtual CPU devices that share cores expect no gain; the timeline shows the
-overlap.
+the layer split slower than one device. On virtual CPU devices that share cores expect no gain.
 """
 
+import dataclasses
+import json
+import pathlib
+import statistics
 from typing import Any
 
 import kerasdp
@@ -41,12 +44,61 @@ def train(runner: "kerasdp.Runner") -> dict[str, Any]:
         model = kerasdp.build_model(config, data.input_shape, data.num_classes)
         model.compile(kerasdp.make_optimizer(config), squared_error)
     runner.fit(model, data.train, epochs=config.epochs)
-    return kerasdp.benchmark.measured(runner, model, data.train)
+    memory = [round(most / 2**20) for most in runner.strategy.peak_memory_by_device()]
+    return {"seconds": runner.epoch_seconds[1:], "MiB": memory, "stages": runner.strategy.description(model)}
+
+
+def ways(config: kerasdp.Config, split_sizes: list[int]) -> dict[str, kerasdp.Config]:
+    """Returns the settings of each way to train, by its name."""
+    # With a limit for steps that hang, each is a process of its own: what one leaves in memory slows no other.
+    config = dataclasses.replace(config, workdir=None, verbose=0, checkpoint_every="never", hang_timeout=3600.0)
+    whole = {"num_devices": 1, "num_stages": None, "cut_at": None, "balance": "time", "pipeline_schedule": "gpipe"}
+    is_open = not (config.num_stages or config.cut_at or config.num_devices)
+    cut = dataclasses.replace(config, num_stages=2 if is_open else config.num_stages)
+    stages = None if cut.pipeline_schedule == "interleaved1f1b" else cut.num_stages  # several on each device
+    found = {"single device": dataclasses.replace(config, strategy="data", **whole)}
+    found["layer split"] = dataclasses.replace(cut, micro_batches=1, pipeline_schedule="gpipe", num_stages=stages)
+    sizes = [size for size in split_sizes if size <= config.batch_size]
+    return found | {f"pipelined, split size {size}": dataclasses.replace(cut, split_size=size) for size in sizes}
 
 
 def study(config: kerasdp.Config, split_sizes: list[int], repetitions: int) -> None:
-    """Runs here, and starts a process for each way to train."""
-    kerasdp.benchmark.study(train, config, split_sizes, repetitions)
+    """Trains in all ways, prints what they took, and writes it into the workdir."""
+    config, found = dataclasses.replace(config, epochs=repetitions + 1), {}
+    for name, settings in ways(config, split_sizes).items():
+        try:
+            found[name] = result = kerasdp.launch(train, settings)
+        except kerasdp.RunError as error:
+            print(f"{name:28} {error}", flush=True)
+            continue
+        mean, deviation = statistics.mean(result["seconds"]), statistics.stdev(result["seconds"])
+        memory = f"   peak MiB a device {result['MiB']}" if result["MiB"] else ""
+        print(result["stages"] if name == "layer split" else "", end="\n" if name == "layer split" else "")
+        print(f"{name:28} {mean:8.3f} s +- {deviation:.3f}{memory}", flush=True)
+    pipelined = {name: result["seconds"] for name, result in found.items() if name.startswith("pipelined")}
+    if not pipelined:
+        raise kerasdp.RunError("no pipeline could be trained")
+    best = min(pipelined, key=lambda name: statistics.mean(pipelined[name]))
+    print(f"best: {best}")
+    folder = pathlib.Path(str(config.workdir))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pipeline.json").write_text(json.dumps(found, indent=2))
+    seconds = {name: result["seconds"] for name, result in found.items()}
+    names = [name for name in ("single device", "layer split", best) if name in seconds]
+    draw({name: seconds[name] for name in names}, "bar", folder / "bars.png")
+    sizes = {name.rpartition(" ")[2]: seconds[name] for name in pipelined}
+    draw(sizes, "errorbar", folder / "sweep.png", xlabel="split size (samples a micro-batch)")
+
+
+def draw(seconds: dict[str, list[float]], kind: str, path: pathlib.Path, **labels: str) -> None:
+    """Draws the means of repetitions, with their deviations: as bars, or as a line."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(6.4, 4.2), layout="tight")).subplots()
+    means = [statistics.mean(repeated) for repeated in seconds.values()]
+    getattr(axes, kind)(list(seconds), means, yerr=[statistics.stdev(each) for each in seconds.values()], capsize=5)
+    axes.set(ylabel="seconds a repetition", **labels)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

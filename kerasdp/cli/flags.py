@@ -12,7 +12,6 @@ from typing import Any
 
 from absl import flags
 
-from kerasdp.benchmark.contenders import PEERS
 from kerasdp.config import Config, Request
 from kerasdp.config.choices import (
     COUNT,
@@ -33,7 +32,6 @@ from kerasdp.reporting.report import drop_stdout
 # The groups of the flags of a few recipes.
 COMPARISON = "Comparison"
 STUDY = "Study of a pipeline"
-BENCHMARK = "Benchmark"
 RAY = "Ray"
 SWEEP = "Sweep"
 EXPORT = "Export"
@@ -64,12 +62,6 @@ class Own:
         "Samples per micro-batch to try, comma-separated.")
     repetitions: int = choice(10, STUDY, Range("at least 2, for a deviation", lambda number: number >= 2),
         "Epochs to measure, of each way; one more, which compiles, comes first.")
-
-    peers: str | None = choice(None, BENCHMARK, Range("names, comma-separated"),
-        f"What to measure next to kerasdp, comma-separated: {', '.join(PEERS)}; or none.",
-        "all that can train the same on --backends")
-    rounds: int = choice(5, BENCHMARK, COUNT, "How often each is measured, in turn.")
-    steps_per_round: int = choice(20, BENCHMARK, COUNT, "Training steps of each round.")
 
     workers: str = choice("1", RAY, Range("a number, or the fewest and the most as 1:4", is_count_or_range),
         "Workers of the run, or the fewest and the most as 1:4, each with --gpus devices.")
@@ -199,22 +191,6 @@ RECIPES = {
             "a study keeps nothing of what it trains": _FILES,
             **_ALONE,
         },
-    ),
-    "benchmark": Recipe(
-        own=["backends", "device_counts", "peers", "rounds", "steps_per_round"],
-        refused={
-            "use --backends and --device_counts": ["backend", "num_devices"],
-            "use --rounds and --steps_per_round": ["epochs", "max_steps"],
-            "all contenders train alike, with data parallelism and SGD": [
-                "strategy", "accumulate", "num_stages", "cut_at", "balance", "split_size", "micro_batches",
-                "pipeline_schedule", "remat", "optimizer", "learning_rate", "lr_base_batch",
-                "kernel_initializer", *_LEARNING,
-            ],
-            "a benchmark keeps nothing of what it trains": _FILES,
-            **_ALONE,
-        },
-        # What all contenders can train; and what the frameworks do by themselves.
-        defaults={"model": "convnet", "batch_norm": "replica", "device_counts": "1"},
     ),
     "sweep": Recipe(
         own=["sweep", "trials"],

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kerasdp.benchmark.contenders import SHAPES
 from kerasdp.cli.flags import RECIPES, Own, define, read, recipe
 from kerasdp.config import Config, Request
 from kerasdp.config.choices import choices_of
@@ -46,9 +45,8 @@ def main(
         function: what the recipe does. With the flags of `"train"`, `"evaluate"` and `"predict"` it runs in the
             workers, as `kerasdp.launch` calls it; else it runs here, and False from it is exit code 1.
         flags: which flags there are, by their recipe's name: `"train"`: `function(runner)`; `"parity"`:
-            `function(config, backends, device_counts)`; `"bisection"`:
-            `function(config, backends)`; `"pipeline"`: `function(config, split_sizes, repetitions)`;
-            `"benchmark"`: `function(config, backends, device_counts, peers, rounds, steps)`; `"ray_train"`:
+            `function(config, backends, device_counts)`; `"bisection"`: `function(config, backends)`; `"pipeline"`:
+            `function(config, split_sizes, repetitions)`; `"ray_train"`:
             `function(config, num_workers, cpus_per_worker, grid)`; `"sweep"`: `function(config, space, num_trials)`;
             `"from_scratch"`: `function(config)`; `"evaluate"` and `"predict"`: `function(runner, request)`, with a
             `kerasdp.inference.Request`; `"export"`: `function(config, request, path)`; `"transfer"`:
@@ -140,21 +138,6 @@ def _bisection(given: dict[str, Any], own: Own) -> tuple[Config, tuple[Way, Way]
 def _pipeline(given: dict[str, Any], own: Own) -> tuple[Config, list[int], int]:
     """Returns what is trained, split sizes, repetitions."""
     return _config(given, strategy="pipeline"), _numbers(own, "split_sizes"), own.repetitions
-
-
-def _benchmark(
-    given: dict[str, Any], own: Own
-) -> tuple[Config, list[str] | None, list[int], list[str] | None, int, int]:
-    """Returns what is trained, backends, device counts, peers, rounds, their steps.
-
-    None for backends or peers: all there are.
-    """
-    counts = _numbers(own, "device_counts")
-    config = _config_on(counts, given)
-    if config.model in SHAPES and "dataset" in given:
-        raise UserError(f"--dataset has no effect here: {config.model} is measured on random images")
-    peers = None if own.peers is None else [name.strip() for name in own.peers.split(",") if name.strip() != "none"]
-    return config, _backends(own), counts, peers, own.rounds, own.steps_per_round
 
 
 def _sweep(given: dict[str, Any], own: Own) -> tuple[Config, dict[str, Any], int | None]:
@@ -250,7 +233,6 @@ _ARGUMENTS: dict[str, Callable[[dict[str, Any], Own], tuple[Any, ...]]] = {
     "parity": _parity,
     "bisection": _bisection,
     "pipeline": _pipeline,
-    "benchmark": _benchmark,
     "sweep": _sweep,
     "ray_train": _ray_train,
     "from_scratch": _from_scratch,

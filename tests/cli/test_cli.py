@@ -142,9 +142,9 @@ def test_the_flags_are_these():
         "ema", "epochs", "export", "fine_tuning_rate", "frozen", "gpus", "gradient_precision",
         "hang_timeout", "head_epochs", "host_rank", "hosts", "inputs", "interface", "keep", "kernel_initializer",
         "label_smoothing", "learning_rate", "log_every", "lora_alpha", "lora_rank", "lora_targets", "lr_base_batch",
-        "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "other_python", "output", "peers",
+        "max_restarts", "max_steps", "micro_batches", "model", "optimizer", "other_python", "output",
         "pipeline_schedule", "precision", "preset", "profile", "prompt", "remat", "repetitions", "resume",
-        "rounds", "schedule", "seed", "shard", "size", "split_size", "split_sizes", "stages", "steps_per_round",
+        "schedule", "seed", "shard", "size", "split_size", "split_sizes", "stages",
         "strategy", "sweep", "task", "to", "tracker", "trials", "trust_checkpoint", "verbose", "warmup", "weights",
         "workdir", "workers",
     ]  # fmt: skip

@@ -263,7 +263,6 @@ SHORT = {
     "finetune": ["--lora_rank=2", "--device=cpu", "--max_steps=2", "--epochs=1"],
     "parity": ["--device_counts=1", "--max_steps=2", "--device=cpu"],
     "bisection": ["--model=mlp", "--max_steps=1", "--device=cpu"],
-    "benchmark": ["--model=mlp", "--rounds=1", "--steps_per_round=2", "--device=cpu"],
     "pipeline": ["--model=mlp", "--split_sizes=32", "--repetitions=2", "--device=cpu"],
     "gan": ["--batch_size=16", "--device=cpu", "--max_steps=2"],
     "diffusion": ["--batch_size=16", "--device=cpu", "--max_steps=2"],

@@ -200,7 +200,7 @@ def test_benchmark(machine, model, precision, tmp_path, record_property):
         pytest.skip("no framework sees a GPU or TPU")
     small = ["--batch_size=8", "--steps_per_round=1", "--rounds=1"] if machine.is_rehearsal else ["--batch_size=256"]
     done = run(
-        "recipes/benchmark.py", f"--model={model}", f"--backends={','.join(backends)}", "--device_counts=1",
+        "benchmarks/compare.py", f"--model={model}", f"--backends={','.join(backends)}", "--device_counts=1",
         f"--precision={precision}", f"--device={machine.device}", f"--workdir={tmp_path}", *small, timeout=3400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -44,8 +44,8 @@ def measured_link():
 
 def measured_steps(model):
     """Seconds of a step on 1, 2 and 4 devices, which train in turn."""
-    from kerasdp.benchmark.contenders import Contender
-    from kerasdp.benchmark.measure import run
+    from contenders import Contender
+    from measure import run
 
     words = [sys.executable, str(BENCHMARKS / "kit_loop.py"), "--backend=torch", "--compile=off", f"--model={model}"]
     words += [f"--batch_size={BATCH}", f"--steps={STEPS}", "--device=cpu"]

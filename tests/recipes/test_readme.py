@@ -40,9 +40,6 @@ def test_commands_of_the_readme(line, idx_folder, tmp_path):
             extra.append(f"--data_dir={idx_folder}")
     if words[1] == "recipes/pipeline.py":
         extra = ["--device=cpu", "--model=mlp", "--split_sizes=12", "--repetitions=2", f"--workdir={tmp_path}/run"]
-    if words[1] == "recipes/benchmark.py":
-        extra = ["--device=cpu", "--rounds=1", "--steps_per_round=1", "--batch_size=8", f"--workdir={tmp_path}/run"]
-        extra += [f"--peers={BACKENDS[0]}"] if "--model=my" not in line else []  # another test has more
     if words[1] == "recipes/parity.py":
         extra = ["--max_steps=2", f"--workdir={tmp_path}/run"]
     words = [str(ROOT / word) if word.startswith(("recipes/", "flags/")) else word for word in words[1:]]

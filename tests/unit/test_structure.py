@@ -21,7 +21,7 @@ FLOORS = (
     ("backends",),
     ("training",),
     ("launch",),
-    ("parity", "benchmark", "sweep", "ray", "inference"),
+    ("parity", "sweep", "ray", "inference"),
     ("cli", "pytest_plugin"),
     ("__main__",),
 )
@@ -185,9 +185,11 @@ def test_recipes_use_public_names_only():
         # The lesson, which shows what the engines do: each framework's gradient, and all of it in one file.
         is_lesson = path.name == "from_scratch.py"
         known |= {"time", "itertools", "json", *FRAMEWORKS} if is_lesson else set()
+        measures = path.name == "pipeline.py"  # and draws
+        known |= {"dataclasses", "json", "matplotlib", "statistics"} if measures else set()
         assert roots(imports(path, anywhere=True)) <= known, path
         has_loop = path.name in ("gan.py", "diffusion.py", "cartpole.py")  # model, step and loop are in the recipe
-        assert len(path.read_text().splitlines()) <= (175 if is_lesson else 115 if has_loop else 70), path
+        assert len(path.read_text().splitlines()) <= (175 if is_lesson else 115 if has_loop or measures else 70), path
 
 
 def test_every_function_is_short():

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kerasdp.benchmark.contenders import SHAPES, Contender, Program, Way, choose
+from contenders import SHAPES, Contender, Program, Way, choose
+
 from kerasdp.config import Config
 from kerasdp.config.validation import BACKENDS, versions
 from kerasdp.errors import RunError
@@ -31,7 +32,7 @@ class Measured(Way):
         ready: what it said of itself: `seconds_to_first_step`, `parameters`, `device`; the kit also `flops`.
         last: what its last repetition said: `loss`, `accuracy`, `peak_memory_bytes`.
         rates: samples a second, of each round.
-        mfu: model FLOPs utilization (`kerasdp.benchmark.measure.utilization`), from 0 to 1; None where it is not known.
+        mfu: model FLOPs utilization (`utilization`), from 0 to 1; None where it is not known.
         error: why it could not be measured; empty if it could.
     """
 
@@ -295,7 +296,7 @@ def draw_speeds(measurements: list[Measured], path: str) -> None:
     """Draws a bar for each contender: the median of its rounds, from the lowest to the highest. The kit's are full.
 
     Args:
-        measurements: of `kerasdp.benchmark.compare`.
+        measurements: of `compare`.
         path: of the PNG file.
     """
     figure, (axes,) = make_figure(7.2, 1.3 + 0.36 * len(measurements), grid="x")

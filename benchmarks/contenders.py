@@ -1,7 +1,4 @@
-"""Starts the programs that a benchmark compares: each answers a line on its input with a repetition.
-
-The protocol is that of `benchmarks/protocol.py`.
-"""
+"""Starts the programs that a benchmark compares: each answers a line on its input with a repetition (`protocol.py`)."""
 
 import contextlib
 import dataclasses
@@ -17,7 +14,7 @@ from kerasdp.config import Config
 from kerasdp.errors import RunError, UserError
 from kerasdp.runtime.devices import is_installed
 
-# The peers: framework (None: any), file in the folder benchmarks/, further flags.
+# The peers: framework (None: any), file in this folder, further flags.
 PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "torch": ("torch", "torch_loop.py", []),
     "torch-compile": ("torch", "torch_loop.py", ["--compile"]),
@@ -28,7 +25,7 @@ PEERS: dict[str, tuple[str | None, str, list[str]]] = {
     "own-loop": (None, "", []),  # kerasdp itself, by `Runner.step` instead of `Runner.fit`
     "replica-norm": (None, "", []),  # kerasdp itself, with batch norm on each device's shard of the batch
 }
-_CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # that of the package
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 ONE_DEVICE = ("tensorflow-xla", "keras")
 PRECISIONS = ("auto", "float32", "bfloat16")
 # Models that the loops know, and their images; others are trained by kerasdp and plain Keras alone.
@@ -72,32 +69,6 @@ class Contender(Way):
         return self.title
 
 
-def _root() -> str:
-    """Returns the folder that holds benchmarks/: within the package, as a wheel has it, or the checkout."""
-    installed = os.path.join(_CHECKOUT, "kerasdp", "kit")
-    return installed if os.path.isdir(installed) else _CHECKOUT
-
-
-def find_loops(names: list[str]) -> str:
-    """Finds the folder of the peers' files: beside the program that runs, beside its folder, or where the kit is.
-
-    Args:
-        names: of the peers.
-
-    Raises:
-        UserError: if it is nowhere.
-    """
-    program = os.path.abspath(sys.argv[0])
-    for place in (os.path.dirname(program), os.path.dirname(os.path.dirname(program)), _root()):
-        folder = os.path.join(place, "benchmarks")
-        if os.path.isfile(os.path.join(folder, "protocol.py")):
-            return folder
-    raise UserError(
-        f"--peers: expected the folder benchmarks/, with the programs of {', '.join(names)}, beside "
-        f"{os.path.basename(program)}. Received: none; copy it from the repository, or use --peers=none"
-    )
-
-
 def choose(
     config: Config, backends: list[str], device_counts: list[int], peers: list[str] | None, steps: int
 ) -> list[Contender]:
@@ -137,14 +108,12 @@ def choose(
             )
     if config.model not in SHAPES:
         names = [name for name in names if PEERS[name][0] is None]
-    programs = [name for name in names if PEERS[name][1]]
-    folder = find_loops(programs) if programs else ""
     found = []
     for count in device_counts:
         found += [_kit(config, backend, count, steps) for backend in backends]
         for name in names:
             if _takes_part(name, config, count):
-                found += [_peer(name, backend, config, count, steps, folder) for backend in _backends(name, backends)]
+                found += [_peer(name, backend, config, count, steps) for backend in _backends(name, backends)]
     return found
 
 
@@ -172,13 +141,13 @@ def _kit(config: Config, backend: str, count: int, steps: int) -> Contender:
         changes["compile"] = "on"  # the rounds stand for a long run
     changes |= {"workdir": None, "checkpoint_dir": None, "checkpoint_every": "never", "verbose": 0}
     settings = dataclasses.replace(config, **changes)
-    program = os.path.join(_root(), "benchmarks", "kit_loop.py")
+    program = os.path.join(FOLDER, "kit_loop.py")
     words = ("--config", json.dumps(settings.as_dict()), f"--backend={backend}", f"--steps={steps}")
     command = (sys.executable, program, *words)
     return Contender(name=f"kerasdp-{backend}", backend=backend, num_devices=count, command=command)
 
 
-def _peer(name: str, backend: str, config: Config, count: int, steps: int, folder: str) -> Contender:
+def _peer(name: str, backend: str, config: Config, count: int, steps: int) -> Contender:
     if name == "own-loop":
         kit = _kit(config, backend, count, steps)
         return dataclasses.replace(kit, name=f"{name}-{backend}", command=(*kit.command, "--loop"))
@@ -194,7 +163,7 @@ def _peer(name: str, backend: str, config: Config, count: int, steps: int, folde
         name, extra = f"keras-{backend}", [f"--backend={backend}"]
         if config.model not in SHAPES:
             extra += [f"--dataset={config.dataset}"] + ([f"--data_dir={config.data_dir}"] if config.data_dir else [])
-    words = [os.path.join(folder, file), *(f"--{flag}={value}" for flag, value in flags.items()), *extra]
+    words = [os.path.join(FOLDER, file), *(f"--{flag}={value}" for flag, value in flags.items()), *extra]
     return Contender(name=name, backend=backend, num_devices=count, command=(sys.executable, *words))
 
 
@@ -254,5 +223,4 @@ def _environment(contender: Contender) -> dict[str, str]:
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     } | {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "KERAS_TORCH_DEVICE")}
-    path = [_CHECKOUT, environment.get("PYTHONPATH", "")]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+    return environment | {"PYTHONUNBUFFERED": "1"}
