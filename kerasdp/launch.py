@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import importlib
 import importlib.abc
@@ -17,11 +18,19 @@ from typing import Any, NamedTuple
 from kerasdp import config
 from kerasdp.checkpoint.storage import locked_folder, require_folder
 from kerasdp.config import HANG_TIMEOUT, Config
-from kerasdp.config.config import meant
 from kerasdp.config.validation import check_installed
-from kerasdp.errors import RunError, UnseenGPUsError, UserError, addressed, end_in_a_line, redacted, way_to_resume
+from kerasdp.errors import (
+    FIELDS_OF_FLAGS,
+    RunError,
+    UnseenGPUsError,
+    UserError,
+    addressed,
+    end_in_a_line,
+    redacted,
+    way_to_resume,
+)
 from kerasdp.reporting.figure import live_figures
-from kerasdp.runtime import hardware, memory, outcome, signals
+from kerasdp.runtime import memory, outcome, signals
 from kerasdp.runtime.cluster import Cluster, check_cluster, find_cluster
 from kerasdp.runtime.device_errors import explained
 from kerasdp.runtime.devices import AlreadyStartedError, Devices, choose_backend, set_backend
@@ -226,8 +235,9 @@ def _run(job: Job) -> Any:
 
 
 def _unknown(name: str, value: Any) -> str:
-    field = meant(name)
-    instead = f"did you mean {field}={value!r}?" if field else "help(kerasdp.Config) lists all of them"
+    fields = {field.name: field.name for field in dataclasses.fields(Config)} | FIELDS_OF_FLAGS
+    near = difflib.get_close_matches(name, fields, n=1)
+    instead = f"did you mean {fields[near[0]]}={value!r}?" if near else "help(kerasdp.Config) lists all of them"
     return f"launch: there is no argument {name!r}; {instead}"
 
 
@@ -239,14 +249,7 @@ def _start(cluster: Cluster | None, settings: Config, train: Callable[..., Any])
         # With several machines, keep stderr: "waits for ..." lines must be visible.
         with _native_stderr_suppressed() if cluster is None else contextlib.nullcontext():
             devices = backend.make_devices(settings, cluster)
-    _warn_of_cuda(devices)
     return backend.start_workers(_work, devices, settings, train)
-
-
-def _warn_of_cuda(devices: Devices) -> None:
-    """Warns, where there are GPUs of NVIDIA, of libraries that two backends have installed over each other."""
-    if (devices.kind == "gpu" or hardware.num_gpus("cuda")) and (clash := hardware.clash_of_cuda_packages()):
-        print(f"warning: {clash}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

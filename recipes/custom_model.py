@@ -2,9 +2,8 @@
 
     python recipes/custom_model.py
 
-Expected: validation accuracy of 0.922 in the fourth epoch of 23 steps, the last one, and of 0.975 over all images, in
-seconds, on two devices (virtual CPU devices where there is no GPU). Change `num_devices` or `backend`: they stay the
-same.
+Expected: validation accuracy of 0.979 in the tenth epoch of 18 steps, and of 0.996 over all images, in seconds, on two
+devices (virtual CPU devices where there is no GPU). Change `num_devices` or `backend`: they stay the same.
 """
 
 import kerasdp
@@ -13,10 +12,10 @@ import kerasdp
 def train(runner: "kerasdp.Runner") -> dict[str, float]:
     """Runs in every worker process, after the backend is chosen."""
     import keras
-    from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
-    images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
+    data = kerasdp.load_data(runner.config).train  # handwritten digits; any arrays of NumPy do as well
+    images = data.arrays[:, 2:-2:3, 2:-2:3].astype("float32") / 255  # of 28x28 pixels each third one: 8x8
+    labels = data.all_targets[0]
 
     with runner.scope():
         model = keras.Sequential(

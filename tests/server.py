@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 # What a run imports that is not the kit's, and what the kit itself imports, in the order of a run.
-SHARED = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets", "safetensors.numpy", "absl.flags")
+SHARED = ("matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.numpy", "absl.flags")
 KIT = ("training.runner", "data.datasets", "models", "cli.main", "parity")
 
 

@@ -119,8 +119,7 @@ class Checkpointer:
         self._architecture = training_state.architecture_of(model) if processes.rank == 0 else None
         self._last_step = run_state.step
         self._train_metrics: dict[str, Any] = {}
-        own = (folder, config.keep, report.warn, config.resume)
-        self.writer = files.Writer(*own) if processes.rank == 0 else None
+        self.writer = files.Writer(folder, config.keep, report.warn) if processes.rank == 0 else None
         if self.writer and resumed:
             self.writer.last_good = files.path_of(folder, resumed.state["step"])
 

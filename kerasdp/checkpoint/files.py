@@ -6,7 +6,6 @@ checksum, so the header carries one of everything else, the number of the format
 each field is checked before it is used.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,7 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from kerasdp.checkpoint.storage import Marker, OutOfReachError, folder_at, is_left_over, is_url
+from kerasdp.checkpoint.storage import OutOfReachError, folder_at
 from kerasdp.errors import CheckpointError, UserError
 
 # Increased when an older reader would misread, or wrongly refuse, what is written. Only this one is read.
@@ -135,17 +134,13 @@ def load_newest(folder: str, report: Callable[[str], None]) -> tuple[str, Checkp
 class Writer:
     """Writes checkpoints in a thread of its own, and removes old ones."""
 
-    def __init__(self, folder: str, keep: int, report: Callable[[str], None], takes_over: bool = False):
-        """Takes a place for checkpoints.
+    def __init__(self, folder: str, keep: int, report: Callable[[str], None]):
+        """Begins.
 
         Args:
             folder: or URL.
             keep: how many of the newest stay.
             report: called with what cannot be written.
-            takes_over: whether the run resumes, and may follow one that was killed.
-
-        Raises:
-            UserError: if another run writes there, as far as a URL shows that.
         """
         self.folder, self.keep, self._report = folder, keep, report
         self.last_good: str | None = None
@@ -154,9 +149,6 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
         self._reported: set[str] = set()
-        self._marker: Marker | None = None
-        with contextlib.suppress(OSError):  # what cannot be written is said when a checkpoint cannot
-            self._marker = Marker(folder, takes_over) if is_url(folder) else None
 
     @property
     def is_busy(self) -> bool:
@@ -171,24 +163,18 @@ class Writer:
         self._running = self._pool.submit(self._write, checkpoint, is_best)
 
     def wait(self) -> None:
-        """Waits until all is on disk; raises as `close`."""
+        """Waits until all is on disk."""
         if self._running is not None:
             self._running.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread.
-
-        Raises:
-            UserError: if another run has begun to write to the place.
-        """
+        """Waits, and ends the thread."""
         running, self._running = self._running, None
         try:
             if running is not None:
                 running.result()
         finally:
             self._pool.shutdown()
-            if self._marker is not None:
-                self._marker.remove()
 
     def _write(self, checkpoint: Checkpoint, is_best: bool) -> None:
         path = path_of(self.folder, checkpoint.state["step"])
@@ -197,8 +183,6 @@ class Writer:
             self._report_once(f"no checkpoint at step {checkpoint.state['step']}: {broken} is not finite", "not finite")
             return
         try:
-            if self._marker is not None:
-                self._marker.check()
             save(path, checkpoint)
             self.last_good, self.unwritten = path, None
             folder = folder_at(self.folder)
@@ -220,23 +204,20 @@ class Writer:
 
 
 def set_aside(folder: str, used: str) -> None:
-    """Renames what could not be used and is newer than the checkpoint in use; removes what a killed run began.
+    """Sets aside what could not be used and is newer than the checkpoint in use; removes what a killed run began.
 
-    Other files stay, as do those of a process that runs or of another machine.
+    Other files stay.
 
     Raises:
         UserError: if that cannot be done.
     """
     files = folder_at(folder)
     try:
-        for name in files.names():
-            if is_left_over(name, _NAMES):
-                files.remove(name)
+        files.clean(_NAMES)
         for path in paths_in(folder):
             if path == used:
                 break
-            name = os.path.basename(path)
-            files.rename(name, f"{name}.unusable")
+            files.set_aside(os.path.basename(path))
     except OutOfReachError as error:
         raise UserError(f"--resume: cannot write into {folder} ({error})") from error
 

@@ -1,6 +1,5 @@
 """Says which flags each recipe takes, reads them, and writes its `--help`."""
 
-import ast
 import dataclasses
 import difflib
 import os
@@ -25,7 +24,6 @@ from kerasdp.config.choices import (
     is_count_or_range,
     one_of,
 )
-from kerasdp.config.config import meant
 from kerasdp.errors import FIELDS_OF_FLAGS, UserError
 from kerasdp.reporting.report import drop_stdout
 
@@ -236,17 +234,6 @@ def recipe(flags: str = "train", defaults: dict[str, Any] | None = None, unused:
     return dataclasses.replace(known, refused={**known.refused, **refused}, defaults=known.defaults | others)
 
 
-def recipe_in(path: pathlib.Path) -> Recipe | None:
-    """Returns what the recipe in a file takes; None if it does not call `kerasdp.main`."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
-    for node in nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "kerasdp.main":
-            words = {str(word.arg): assigned.get(ast.unparse(word.value), word.value) for word in node.keywords}
-            return recipe(**{name: ast.literal_eval(value) for name, value in words.items()})
-    return None
-
-
 # The choices that are flags of any recipe. The model and the data of a `Request` are flags of a run, too.
 CHOICES = [*(choices_of(Config) | choices_of(Own) | choices_of(Request) | choices_of(Config)).values()]
 _KINDS: dict[type, Callable[..., Any]] = {
@@ -361,8 +348,9 @@ def _refuse_code_of_runs(arguments: list[str], values: flags.FlagValues) -> None
 
 def _unknown(name: str, without: dict[str, str], known: Iterable[str]) -> str:
     """Returns what to say of a flag that there is not."""
-    field = meant(name)
-    near = [choices_of(Config)[field].flags[-1]] if field else difflib.get_close_matches(name, list(known), n=1)
+    flags_of_fields = {one.name: one.flags[-1] for one in CHOICES}
+    near = difflib.get_close_matches(name, [*known, *flags_of_fields], n=1)
+    near = [flags_of_fields.get(one, one) for one in near]
     instead = f"; did you mean --{near[0]}?" if near and near[0] not in without else "."
     if near and near[0] in without:
         instead = f", and --{near[0]} has no effect here: {without[near[0]]};"

@@ -1,4 +1,4 @@
-"""Finds what comes with the package to run and to copy: recipes, flagfiles, benchmark programs, templates."""
+"""Finds what comes with the package to run and to copy: recipes, flagfiles, templates."""
 
 import ast
 import dataclasses
@@ -14,7 +14,6 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 FOLDERS = {
     "recipes": ("Recipes: kerasdp NAME runs them", (".py", ".ipynb")),
     "flags": ("Named runs: kerasdp train --flagfile=NAME", (".flags",)),
-    "benchmarks": ("Programs that measure, and the hand-written loops of kerasdp benchmark", (".py",)),
     "cluster": ("Templates for SLURM, Kubernetes, torchrun, mpirun and Ray", (".sbatch", ".yaml", ".sh")),
 }
 

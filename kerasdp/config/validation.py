@@ -21,7 +21,7 @@ MODELS = ("mlp", "lenet", "convnet", "resnet18", "resnet50")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "synthetic", "images")
 RATE_SCHEDULES = ("constant", "cosine", "linear", "step")
 AUGMENTATIONS = ("flip", "translate", "rotate", "zoom", "brightness", "contrast")
-# The package of each; tensorboardX comes with kerasdp, the others with an extra of the tracker's name.
+# The package of each, which comes with an extra of the tracker's name.
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 # Choices that have no effect with one device, and why.
 _OF_SEVERAL_DEVICES = {

@@ -1,18 +1,15 @@
 """Compares runs by the files that they left: a table of what differs, what they reached and how fast, and a picture."""
 
-import contextlib
 import csv
 import dataclasses
-import json
 import math
 import os
 import statistics
 from typing import Any
 
-from kerasdp.config import CHECKPOINTS, Config
+from kerasdp.config import Config
 from kerasdp.config.choices import choices_of
 from kerasdp.config.config import FAULTS, MACHINES, OUTPUT
-from kerasdp.errors import UserError
 from kerasdp.reporting.figure import make_figure
 from kerasdp.reporting.report import in_columns
 
@@ -40,46 +37,6 @@ class Run:
     choices: dict[str, Any]
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
     error: str = ""
-
-
-def find_runs(folder: str) -> list[str]:
-    """Returns the folders of all runs in a folder, it included, by name; each further `fit` of a run is one, too.
-
-    Raises:
-        UserError: if there is none.
-    """
-    found = []
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name != CHECKPOINTS)
-        if "config.json" in files:
-            found.append(place)
-    if not found:
-        raise UserError(f"expected a folder with runs, which have a config.json each. Received: {folder!r}")
-    return found
-
-
-def read_runs(folders: list[str]) -> list[Run]:
-    """Returns the runs in these folders, each called by its path below the folder that they share.
-
-    Raises:
-        UserError: if a folder holds no run.
-    """
-    everything = [_settings(folder) for folder in folders]
-    names = dict.fromkeys(name for settings in everything for name in settings if name not in PLACES)
-    defaults = Config().as_dict()
-    choices = [{name: settings.get(name, defaults.get(name)) for name in names} for settings in everything]
-    differ = [name for name in names if any(each[name] != choices[0][name] for each in choices)]
-    shared = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in folders])
-    return [
-        Run(
-            name=os.path.relpath(folder, shared),
-            folder=folder,
-            choices={name: each[name] for name in differ},
-            history=read_history(folder),
-            error="" if os.path.exists(os.path.join(folder, "report.json")) else "not finished",
-        )
-        for folder, each in zip(folders, choices)
-    ]
 
 
 def read_history(folder: str) -> list[dict[str, float]]:
@@ -185,25 +142,6 @@ def draw(runs: list[Run], path: str) -> None:
     title = f"the best {len(named)} of {len(drawn)}" if len(named) < len(drawn) else None
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8, title=title)
     figure.savefig(path, dpi=120)
-
-
-def _settings(folder: str) -> dict[str, Any]:
-    try:
-        with open(os.path.join(folder, "config.json")) as file:
-            settings: dict[str, Any] = json.load(file)
-        if not isinstance(settings, dict):
-            raise ValueError("its config.json is no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"expected the folder of a run, with a config.json. Received: {folder!r} ({error})") from error
-    known = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
-    with known, open(os.path.join(folder, "report.json")) as file:
-        report = json.load(file)
-        # What there was where nothing was asked for. A user-defined optimizer has a rate of its own.
-        names = ["num_devices", *(name for name in ("model", "dataset", "optimizer") if settings.get(name) is None)]
-        settings |= {name: report[name] for name in names}
-        if "optimizer" in names or (settings.get("learning_rate") is None and report["schedule"] == "constant"):
-            settings["learning_rate"] = report["learning_rate"]
-    return settings
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[list[Any]]:

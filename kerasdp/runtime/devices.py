@@ -23,8 +23,6 @@ _WRITTEN_BY_KERAS = {
     "image_data_format": "channels_last",
 }
 
-_NONE = "no GPU found"
-
 # Most bytes on disk of what a backend compiles. Files that are younger than so many seconds stay in any case: a run may
 # compile with them just now.
 _CACHE_BYTES, _CACHE_SECONDS = 4 * 10**9, 24 * 3600
@@ -200,16 +198,14 @@ def choose_devices(
     if num_found == 0 and may_have_gpus and (why := hardware.why_unseen(str(config.backend))):
         raise UnseenGPUsError(f"{why}; --device=cpu trains on virtual CPU devices")
     if config.device not in ("auto", "cpu") and num_found == 0:
-        reason = _why_there_are_none(str(config.backend))
-        reason = f" ({reason})" if reason != _NONE else ""
         raise UserError(
-            f"--device={config.device}: this backend sees no {config.device.upper()}{reason}; use --device=cpu for "
-            "virtual CPU devices"
+            f"--device={config.device}: this backend sees no {config.device.upper()}; use --device=cpu for virtual CPU "
+            "devices, or see docs/accelerators.md"
         )
     asked = 1 if is_rank else devices_of_process(config, cluster)
     num_processes = cluster.num_processes if cluster else 1
     if config.device == "cpu" or num_found == 0:
-        reason = "as asked" if config.device == "cpu" else _why_there_are_none(str(config.backend))
+        reason = "as asked" if config.device == "cpu" else "no GPU found"
         devices = Devices(kind="cpu", count=(asked or 1) * num_processes, reason=reason, cluster=cluster)
     else:
         count = asked or num_found
@@ -221,17 +217,6 @@ def choose_devices(
         devices = Devices(kind=kind, count=count * num_processes, cluster=cluster)
     config.check_replicas(config.num_replicas(devices.count))
     return devices
-
-
-def _why_there_are_none(backend: str) -> str:
-    """Says why a backend sees no accelerator: jax's plain package does not hold libtpu, a container may show no GPU."""
-    if backend == "jax" and hardware.has_tpu():
-        return "jax sees no TPU here: pip install 'kerasdp[jax-tpu]', and end other programs that use it"
-    if "CUDA_VISIBLE_DEVICES" not in os.environ and (count := hardware.kernel_gpus()):
-        return f"{_NONE}, though the kernel has {count}: start the container with --gpus=all"
-    if os.path.exists("/dev/dxg"):  # Windows' subsystem for Linux
-        return f"{_NONE}: WSL2 has those of NVIDIA's driver for Windows, and must not have one for Linux"
-    return _NONE
 
 
 def cache_folder(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""GPUs that the machine has and a framework does not see end a run in a line that says why: it would be slow else."""
+"""GPUs that the machine has and a framework does not see end a run in a line with the cure: it would be slow else."""
 
 import pytest
 
@@ -19,9 +19,9 @@ int cuDeviceGet(int *device, int number) { *device = number; return !is_started;
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
 """
 CURES = {
-    "torch": "it is installed without CUDA; pip uninstall torch, then pip install 'kerasdp[torch]'",
-    "jax": "it is installed without CUDA; pip install 'kerasdp[jax-cuda]'",
-    "tensorflow": "it is installed without CUDA; pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
+    "torch": "pip uninstall torch, then pip install 'kerasdp[torch]'",
+    "jax": "pip install 'kerasdp[jax-cuda]'",
+    "tensorflow": "pip install 'kerasdp[tensorflow-cuda]' in an environment of its own",
 }
 
 
@@ -42,7 +42,7 @@ def test_the_first_command_on_a_machine_with_gpus(backend, driver):
     done = train(backend, driver, "--gpus=2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(
-        f"error: NVIDIA's driver (CUDA 13.0) has 2 GPUs, and {backend} sees none: {CURES[backend]}"
+        f"error: NVIDIA's driver has 2 GPUs, and {backend} sees none: {CURES[backend]}"
     )
     assert done.stderr.strip().endswith("; --device=cpu trains on virtual CPU devices")
     done = train(backend, driver, "--gpus=2", "--device=cpu")
@@ -69,9 +69,9 @@ def test_what_the_driver_says(driver):
     code = (
         "import ctypes; from kerasdp.runtime import hardware as own; asked = own.is_too_old_for('14.0');"
         "print(asked, ctypes.CDLL('libcuda.so.1').cuDeviceGet(ctypes.byref(ctypes.c_int()), 0), own.has_tf32(),"
-        "tuple(own.nvidia_driver()))"
+        "own.num_gpus('cuda'))"
     )
-    assert run("-c", code, LD_LIBRARY_PATH=driver).stdout.strip() == "True 1 True (2, (13, 0), 0)"
+    assert run("-c", code, LD_LIBRARY_PATH=driver).stdout.strip() == "True 1 True 2"
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch is not installed")
@@ -82,48 +82,16 @@ def test_torch_counts_no_gpus_of_a_driver_that_is_too_old(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # by NVML, which knows them all the same
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    why(monkeypatch, "torch", hardware.Driver(num_gpus=2, cuda=(12, 4), error=0), cuda="13.0")
-    with pytest.raises(UnseenGPUsError, match="has 2 GPUs, and torch sees none: it is built for CUDA 13"):
+    monkeypatch.setattr(hardware, "num_gpus", lambda platform: 2)
+    monkeypatch.setattr(hardware, "_cuda_of_driver", lambda: (12, 4))
+    with pytest.raises(UnseenGPUsError, match="has 2 GPUs, and torch sees none: .*, or update the driver"):
         make_devices(Config(backend="torch"))
 
 
-def why(monkeypatch, backend, driver, *, cuda=None, kernel=2):
-    monkeypatch.setattr(hardware, "nvidia_driver", lambda: driver)
-    monkeypatch.setattr(hardware, "_cuda_of_driver", lambda: driver and driver.cuda)
-    monkeypatch.setattr(hardware, "_cuda_of", lambda name: cuda)
-    monkeypatch.setattr(hardware, "kernel_gpus", lambda: kernel)
-    return hardware.why_unseen(backend)
-
-
-def test_a_driver_that_is_too_old(monkeypatch):
-    old = hardware.Driver(num_gpus=1, cuda=(12, 4), error=0)
-    assert why(monkeypatch, "torch", old, cuda="13.0") == (
-        "NVIDIA's driver (CUDA 12.4) has 1 GPU, and torch sees none: it is built for CUDA 13; update the driver to 580 "
-        "or newer, or install torch's build for CUDA 12 (pytorch.org/get-started)"
-    )
-    assert "pip install 'jax[cuda12]'" in why(monkeypatch, "jax", old, cuda="13")
-    assert hardware.is_too_old_for("13.0") and not hardware.is_too_old_for("12.9") and not hardware.is_too_old_for(None)
-    with pytest.raises(UnseenGPUsError, match="sees none"):
+def test_what_is_unseen(monkeypatch):
+    monkeypatch.setattr(hardware, "num_gpus", lambda platform: 1)
+    with pytest.raises(UnseenGPUsError, match="driver has 1 GPU, and jax sees none: pip install 'kerasdp.jax-cuda.'"):
         choose_devices(Config(backend="jax"), 0)
     assert choose_devices(Config(backend="jax", device="cpu"), 0).kind == "cpu"
-
-
-def test_a_driver_that_does_not_start(monkeypatch):
-    broken = hardware.Driver(num_gpus=0, cuda=(13, 0), error=803)
-    assert why(monkeypatch, "torch", broken).endswith("are of different versions: restart the machine")
-    unknown = why(monkeypatch, "torch", broken._replace(error=999))
-    assert unknown == "NVIDIA's driver does not start (CUDA error 999): does `nvidia-smi` work?"
-    # A machine without GPUs on which the driver is installed.
-    assert why(monkeypatch, "torch", broken._replace(error=100), kernel=0) == ""
-    assert why(monkeypatch, "torch", None) == ""
-
-
-def test_a_container_that_does_not_show_them(monkeypatch, tmp_path):
-    (tmp_path / "0000:01:00.0").mkdir()
-    assert hardware.kernel_gpus(str(tmp_path)) == 1 and hardware.kernel_gpus(str(tmp_path / "none")) == 0
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    why(monkeypatch, "torch", None, kernel=1)
-    found = choose_devices(Config(backend="torch"), 0)
-    assert found.reason.startswith("no GPU found, though the kernel has 1: start the container with --gpus=all")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert choose_devices(Config(backend="torch"), 0).reason == "no GPU found"
+    monkeypatch.setattr(hardware, "num_gpus", lambda platform: 0)
+    assert choose_devices(Config(backend="jax"), 0).reason == "no GPU found"

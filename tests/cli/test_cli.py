@@ -54,7 +54,7 @@ def test_devices_is_another_name_of_gpus(tmp_path):
         ("--gpus=two", "--gpus: expected a whole number. Received: 'two'; --help lists all flags"),
         ("--learning_rate=fast", "--learning_rate: expected a number. Received: 'fast'; --help lists all flags"),
         ("--num_devices=2", "there is no flag --num_devices; did you mean --gpus? --help lists all flags"),
-        ("--lr=0.1", "did you mean --learning_rate?"),
+        ("--lr=0.1", "there is no flag --lr. --help lists all flags"),
         ("--batchsize=3", "did you mean --batch_size?"),
         ("--num_epochs=3", "did you mean --epochs?"),
         ("--num_stages=3", "did you mean --stages?"),

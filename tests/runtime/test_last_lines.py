@@ -26,7 +26,7 @@ def ended(call="kerasdp.launch(train)", arguments="", **extra):
     ("call", "words"),
     [
         ("kerasdp.launch(train)", "launch: expected a function of one argument, as train(runner). Received: train()"),
-        ("kerasdp.launch(train, lr=1.0)", "launch: there is no argument 'lr'; did you mean learning_rate=1.0?"),
+        ("kerasdp.launch(train, batchsize=8)", "launch: there is no argument 'batchsize'; did you mean batch_size=8?"),
         ("kerasdp.launch(train, batch_size=0)", "batch_size: expected a whole number of at least 1. Received: 0"),
     ],
 )

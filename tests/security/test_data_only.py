@@ -20,7 +20,6 @@ from kerasdp.config import Config, Request
 from kerasdp.errors import UserError
 from kerasdp.inference import load_trained, open_samples
 from kerasdp.models import build_model
-from kerasdp.reporting import comparison
 from tests.helpers import PROGRAMS, run
 
 X = keras.Input((3,), name="x")
@@ -295,20 +294,3 @@ def test_a_url_leads_to_no_templates(url, ran, tmp_path):
     (tmp_path / "references.json").write_text(json.dumps(references))
     with pytest.raises(UserError, match="may hold templates, and those are code"):
         folder_at(url.format(fo=tmp_path / "references.json")).names()
-
-
-def test_runs_are_compared_by_numbers_and_texts_alone(ran, tmp_path):
-    """What their files hold beside is left out, or one line."""
-    for name, settings in {"a": {"model": "evil:build", "seed": 1}, "b": {"model": "\x1b[2Jevil", "seed": 2}}.items():
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "config.json").write_text(json.dumps(settings))
-        (tmp_path / "runs" / name / "report.json").write_text("[1]")
-    (tmp_path / "runs" / "a" / "history.csv").write_bytes(b"epoch,loss\n1,0.5,7,8\n")
-    (tmp_path / "runs" / "b" / "history.csv").write_bytes(b"epoch,\xff\n")
-    runs = comparison.read_runs(comparison.find_runs(str(tmp_path / "runs")))
-    assert "\x1b" not in comparison.table(comparison.rows_of(runs))
-    for text in ("[1]", "[" * 100_000, "\xff"):
-        (tmp_path / "runs" / "a" / "config.json").write_text(text, "latin-1")
-        with pytest.raises(UserError, match="expected the folder of a run") as caught:
-            comparison.read_runs([str(tmp_path / "runs" / "a")])
-        assert "\n" not in str(caught.value)
